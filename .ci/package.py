@@ -1,0 +1,62 @@
+"""Build the sdist and, from it, the wheel; install the wheel in an environment of its own and import it there."""
+
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import run  # noqa: E402  the bootstrap: torch comes by the same route
+
+IMPORT = """
+import sys, importlib.metadata, adptnet
+heavy = {"matplotlib", "triton"} & set(sys.modules)
+assert not heavy, f"import adptnet also imports {heavy}"
+assert sys.prefix in adptnet.__file__, f"imported from {adptnet.__file__}, outside {sys.prefix}"
+versions = {adptnet.__version__, importlib.metadata.version("adptnet"), sys.argv[1]}
+assert len(versions) == 1, f"the version is given as {versions}"
+"""
+
+
+def main() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    with tempfile.TemporaryDirectory() as scratch:
+        dist, venv = Path(scratch, "dist"), Path(scratch, "venv")
+        choice = run.facts(run.read_stamp())["torch"]
+        env = run.uv_environment(run.pip_settings(), choice)
+        subprocess.run(
+            [run.find_uv(), "build", "--python", sys.executable, "--out-dir", dist, ROOT], env=env, check=True
+        )
+        wheel, sdist = next(dist.glob("*.whl")), next(dist.glob("*.tar.gz"))
+        check_contents(wheel, sdist, f"{project['name']}-{project['version']}")
+
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+        command, env = run.installer(venv, choice)
+        run.run_installer([*command, str(wheel)], env)
+        python = run.program(venv, "python")
+        subprocess.run([python, "-I", "-c", IMPORT, project["version"]], cwd=scratch, check=True)
+        subprocess.run([run.program(venv, "adptnet"), "--help"], cwd=scratch, check=True, stdout=subprocess.DEVNULL)
+
+
+def check_contents(wheel: Path, sdist: Path, stem: str) -> None:
+    in_wheel = set(zipfile.ZipFile(wheel).namelist())
+    with tarfile.open(sdist) as archive:
+        in_sdist = set(archive.getnames())
+    for name in ("py.typed", "__init__.py", "cli.py"):
+        assert f"adptnet/{name}" in in_wheel, f"{wheel.name} lacks adptnet/{name}"
+        assert f"{stem}/src/adptnet/{name}" in in_sdist, f"{sdist.name} lacks src/adptnet/{name}"
+    for name in ("LICENSE", "README.md", "run.py", "constraints.txt", "tests"):
+        assert any(member.startswith(f"{stem}/{name}") for member in in_sdist), f"{sdist.name} lacks {name}"
+    strangers = {name.split("/")[0] for name in in_wheel} - {"adptnet", f"{stem}.dist-info"}
+    assert not strangers, f"{wheel.name} also installs {strangers}"
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (AssertionError, run.SetupError, subprocess.CalledProcessError) as error:
+        sys.exit(f"package: {error}")

@@ -1,0 +1,40 @@
+"""adptnet: a recurrent layer with prescribed timescales and one dial for non-linearity.
+
+layer = adptnet.ADPTNet(width=64, beta=0.125)
+y, state = layer(torch.randn(4, 1024, 64))
+"""
+
+from . import adjoints, cells, conjugates, directions, drive, errors, nn, projections, retractions, solvers, spectra
+from .beta import TrainableBeta
+from .cells import ADPTState
+from .checkpoint import load, save
+from .nn import ADPTNet, Bidirectional, Recurrent, SequenceModel, Stack, verify
+from .spec import Spec
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ADPTNet",
+    "ADPTState",
+    "Bidirectional",
+    "Recurrent",
+    "SequenceModel",
+    "Spec",
+    "Stack",
+    "TrainableBeta",
+    "__version__",
+    "adjoints",
+    "cells",
+    "conjugates",
+    "directions",
+    "drive",
+    "errors",
+    "load",
+    "nn",
+    "projections",
+    "retractions",
+    "save",
+    "solvers",
+    "spectra",
+    "verify",
+]

@@ -1,0 +1,102 @@
+"""What a cell owes a solver: one required method, and what it may add to be solved faster."""
+
+import abc
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..conjugates import Conjugate
+from ..spec import Spec
+from ..spectra import BlockDiagonal
+from ..spectra.base import compute_dtype
+from ..typing import Matrix, Position, Positions, Vector
+
+__all__ = ["ADPTState", "Cell", "CellSpec", "positions"]
+
+
+class ADPTState(NamedTuple):
+    """What a layer carries from one call to the next. Nothing is stored in the module."""
+
+    state: Tensor  # (batch, state_size), at least float32
+    position: Tensor  # (batch,) int64, steps since the sequence began
+
+    def detach(self) -> "ADPTState":
+        """The same numbers, cut from the graph: for truncated back-propagation."""
+        return ADPTState(self.state.detach(), self.position)
+
+
+class Cell(nn.Module, abc.ABC):
+    """One step of a recurrence. The state is one flat tensor (..., state_size), batched over leading dimensions."""
+
+    input_size: int | None  # features of the input; None if any
+    state_size: int
+
+    @abc.abstractmethod
+    def step(self, state: Vector, drive: Tensor) -> Vector:
+        """The next state. The only method a cell must have."""
+
+    def prepare(self, inputs: Tensor, position: Positions) -> Tensor:
+        """All that does not depend on the state, for every step at once: one flat tensor (..., time, features)."""
+        return inputs
+
+    def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """`step`, with all that stays the same along a sequence evaluated once."""
+        return self.step
+
+    def eigenvalues(self) -> BlockDiagonal | None:
+        """Λ̄ if the cell has a constant spectrum: the transition of Conv-DEER."""
+        return None
+
+    def conjugate(self, state: Vector, drive: Tensor) -> Conjugate | None:
+        """M at `state` if the step is M x + drive: Forward-DEER, Koopman-DEER, figures."""
+        return None
+
+    def jacobian(self, state: Vector, drive: Tensor) -> Matrix:
+        """The derivative of `step` with respect to the state."""
+        step = self.stepper()
+        flat_state, flat_drive = state.reshape(-1, state.shape[-1]), drive.reshape(-1, drive.shape[-1])
+        flat: Tensor = torch.func.vmap(torch.func.jacfwd(step))(flat_state, flat_drive)
+        return flat.reshape(*state.shape, state.shape[-1])
+
+    def jacobian_diagonal(self, state: Vector, drive: Tensor) -> Vector:
+        """The diagonal of `jacobian`, not its row sums."""
+        return self.jacobian(state, drive).diagonal(dim1=-2, dim2=-1)
+
+    def initial_state(
+        self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """The state a sequence starts from, (batch, state_size): zeros."""
+        return torch.zeros(batch, self.state_size, dtype=dtype or self.dtype, device=device or self.device)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of the state: that of the parameters, but never below float32; None without parameters."""
+        parameter = next((p for p in self.parameters() if p.is_floating_point()), None)
+        return None if parameter is None else compute_dtype(parameter.dtype)
+
+    @property
+    def device(self) -> torch.device | None:
+        parameter = next(self.parameters(), None)
+        return None if parameter is None else parameter.device
+
+
+def positions(start: Position, steps: int, reset: Tensor | None) -> Tensor:
+    """How many steps each step is from the beginning of its sequence, (batch, time); a reset begins one."""
+    position = start.unsqueeze(-1) + torch.arange(steps, device=start.device)
+    if reset is None:
+        return position
+    index = torch.arange(steps, device=start.device).expand(reset.shape)
+    last_reset = torch.where(reset, index, -1).cummax(-1).values
+    return torch.where(last_reset >= 0, index - last_reset, position)
+
+
+class CellSpec(Spec, abc.ABC):
+    """The description of a cell."""
+
+    width: int
+
+    @abc.abstractmethod
+    def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Any:
+        """Makes the cell."""

@@ -1,0 +1,61 @@
+"""Cells from what users already have: a cell of `torch.nn`, or any function of state and input."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import IncompatibleError
+from ..spec import check_size
+from ..typing import Vector
+from .base import Cell
+
+__all__ = ["FunctionCell", "TorchCell", "from_function", "from_torch"]
+
+
+def from_torch(cell: nn.RNNCellBase) -> Cell:
+    """A `torch.nn.RNNCell`, `GRUCell` or `LSTMCell` as a cell; the LSTM's state is h and c side by side."""
+    if not isinstance(cell, (nn.RNNCell, nn.GRUCell, nn.LSTMCell)):
+        raise IncompatibleError(
+            f"from_torch takes an nn.RNNCell, nn.GRUCell or nn.LSTMCell; got {type(cell).__name__}. "
+            "For anything else: cells.from_function(lambda state, input: ..., state_size=n)."
+        )
+    return TorchCell(cell)
+
+
+class TorchCell(Cell):
+    def __init__(self, cell: nn.RNNCell | nn.GRUCell | nn.LSTMCell):
+        super().__init__()
+        self.cell = cell
+        self.input_size = cell.input_size
+        self.state_size = cell.hidden_size * (2 if isinstance(cell, nn.LSTMCell) else 1)
+
+    def step(self, state: Vector, drive: Tensor) -> Vector:
+        flat, inputs = state.reshape(-1, state.shape[-1]), drive.reshape(-1, drive.shape[-1])
+        if isinstance(self.cell, nn.LSTMCell):
+            hidden, memory = flat.chunk(2, -1)
+            flat = torch.cat(self.cell(inputs, (hidden.contiguous(), memory.contiguous())), -1)
+        else:
+            flat = self.cell(inputs, flat)
+        return flat.reshape(state.shape)
+
+
+def from_function(function: Callable[[Tensor, Tensor], Tensor], state_size: int, input_size: int | None = None) -> Cell:
+    """Any `function(state, input) -> state` as a cell. It must accept leading batch dimensions.
+
+    If `function` is an `nn.Module`, its parameters are the cell's.
+    """
+    cell = FunctionCell(function, state_size, input_size)
+    check_size(cell, state_size=state_size)
+    return cell
+
+
+class FunctionCell(Cell):
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor], state_size: int, input_size: int | None):
+        super().__init__()
+        self.function = function
+        self.input_size = input_size
+        self.state_size = state_size
+
+    def step(self, state: Vector, drive: Tensor) -> Vector:
+        return self.function(state, drive)

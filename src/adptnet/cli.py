@@ -1,0 +1,35 @@
+"""The command line: `adptnet COMMAND`. A command is a dataclass of its options and a function that takes it."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; the exit code is 0, or 1 for an error that is explained (2, from tyro, for a wrong call)."""
+    from tyro.extras import subcommand_cli_from_dict
+
+    from . import quickstart
+    from .errors import AdptnetError
+
+    commands: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+        "quickstart": (quickstart.Quickstart, quickstart.run)
+    }
+    options = subcommand_cli_from_dict(
+        {name: kind for name, (kind, _) in commands.items()},
+        args=arguments,
+        prog="adptnet",
+        description="Recurrent layers with prescribed timescales and one dial for non-linearity.",
+    )
+    runs = dict(commands.values())
+    try:
+        runs[type(options)](options)
+    except AdptnetError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped.", file=sys.stderr)
+        return 130
+    return 0

@@ -1,0 +1,7 @@
+"""Drive: how the input enters the state, gain ⊙ gate(u) ⊙ u with u = B o."""
+
+from .drive import Drive
+from .gain import EMA, LRU, ZOH, Gain, GainSpec
+from .gate import Gate, SoftplusGate
+
+__all__ = ["EMA", "LRU", "ZOH", "Drive", "Gain", "GainSpec", "Gate", "SoftplusGate"]

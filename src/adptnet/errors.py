@@ -1,0 +1,31 @@
+"""The errors this library raises on purpose.
+
+Each message says what was given, what was needed and what to type. Every class is also the built-in that fits,
+so `except ValueError` keeps working.
+"""
+
+__all__ = ["AdptnetError", "CheckpointError", "IncompatibleError", "InputError", "NonFiniteError", "SpecError"]
+
+
+class AdptnetError(Exception):
+    """Base of every error raised on purpose by adptnet."""
+
+
+class InputError(AdptnetError, ValueError):
+    """A tensor of the wrong shape, dtype or range was given to a layer, a solver or a task."""
+
+
+class NonFiniteError(InputError):
+    """NaN or infinity where a number was needed."""
+
+
+class IncompatibleError(AdptnetError, ValueError):
+    """Parts that are each fine but do not fit together."""
+
+
+class SpecError(AdptnetError, ValueError):
+    """A specification that cannot be built or read."""
+
+
+class CheckpointError(AdptnetError, ValueError):
+    """A file that is not a complete adptnet checkpoint."""

@@ -1,0 +1,25 @@
+"""Modules: the layer, what is built around it, and whole models."""
+
+from .bidirectional import Bidirectional, BidirectionalSpec
+from .block import BlockSpec, ResidualBlock
+from .layer import ADPTNet, LayerSpec, Recurrent, RecurrentLayer
+from .model import ModelSpec, SequenceModel
+from .stack import Stack, StackSpec
+from .verify import Verification, verify
+
+__all__ = [
+    "ADPTNet",
+    "Bidirectional",
+    "BidirectionalSpec",
+    "BlockSpec",
+    "LayerSpec",
+    "ModelSpec",
+    "Recurrent",
+    "RecurrentLayer",
+    "ResidualBlock",
+    "SequenceModel",
+    "Stack",
+    "StackSpec",
+    "Verification",
+    "verify",
+]

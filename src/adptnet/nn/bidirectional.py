@@ -1,0 +1,99 @@
+"""A layer read in both directions of time."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..cells import ADPTState
+from ..errors import InputError
+from ..projections import Dense
+from ..solvers.problem import check_lengths
+from ..spec import Spec, check_kind, spec
+from .layer import LayerSpec
+
+__all__ = ["Bidirectional", "BidirectionalSpec", "BidirectionalState"]
+
+
+@spec
+class BidirectionalSpec(Spec):
+    """Two layers of one kind, one for each direction of time, and a dense map from both outputs to one."""
+
+    layer: LayerSpec
+
+    def __post_init__(self) -> None:
+        check_kind(self, LayerSpec, "layer.spec", layer=self.layer)
+
+    @property
+    def width(self) -> int:
+        return self.layer.width
+
+    def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Bidirectional":
+        return Bidirectional(self.layer, device=device, dtype=dtype)
+
+
+class BidirectionalState(NamedTuple):
+    ahead: ADPTState
+    back: ADPTState
+
+
+class Bidirectional(nn.Module):
+    """Runs a layer forward and another one backward in time and merges them: (batch, time, width) in and out."""
+
+    def __init__(
+        self,
+        layer: LayerSpec,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.spec = BidirectionalSpec(layer)
+        self.width = layer.width
+        self.ahead = layer.build(device=device, dtype=dtype)
+        self.back = layer.build(device=device, dtype=dtype)
+        self.merge = Dense().build(2 * self.width, self.width, device=device, dtype=dtype)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: BidirectionalState | None = None,
+        *,
+        lengths: Tensor | None = None,
+        reset: Tensor | None = None,
+        **run: Any,
+    ) -> tuple[Tensor, BidirectionalState]:
+        """As `RecurrentLayer.forward`, on (batch, time, width). The backward state is the one at the first step."""
+        if x.dim() != 3:
+            raise InputError(f"a bidirectional layer takes (batch, time, {self.width}); got {tuple(x.shape)}.")
+        state_ahead, state_back = (None, None) if state is None else state
+        ahead, final_ahead = self.ahead(x, state_ahead, lengths=lengths, reset=reset, **run)
+        flip = _Flip(x, lengths)
+        back_reset = None if reset is None else flip(_ends(reset))
+        back, final_back = self.back(flip(x), state_back, lengths=lengths, reset=back_reset, **run)
+        both = torch.cat((ahead, flip(back)), -1)
+        merged: Tensor = self.merge(both)
+        return merged, BidirectionalState(final_ahead, final_back)
+
+    def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        raise InputError("a bidirectional layer needs the whole sequence and has no step. Call the layer itself.")
+
+
+def _ends(reset: Tensor) -> Tensor:
+    """True where the next step is a reset: read backward, a sequence begins there."""
+    return torch.cat((reset[:, 1:], torch.zeros_like(reset[:, :1])), 1)
+
+
+class _Flip:
+    """Turns each sequence around in place; padding stays at the end."""
+
+    def __init__(self, x: Tensor, lengths: Tensor | None):
+        batch, steps = x.shape[:2]
+        index = torch.arange(steps, device=x.device).expand(batch, steps)
+        lengths = check_lengths(lengths, batch, steps, x.device)
+        ends = torch.full_like(index[:, :1], steps) if lengths is None else lengths.unsqueeze(-1)
+        self.index = torch.where(index < ends, ends - 1 - index, index)
+
+    def __call__(self, values: Tensor) -> Tensor:
+        index = self.index if values.dim() == 2 else self.index.unsqueeze(-1).expand_as(values)
+        return values.gather(1, index)

@@ -1,0 +1,106 @@
+"""The residual block: norm, layer, GELU, a gated linear unit, and the input added back."""
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..errors import SpecError
+from ..solvers.problem import valid
+from ..spec import Spec, check_fraction, nearest, spec
+from .bidirectional import BidirectionalSpec
+from .layer import LayerSpec
+
+__all__ = ["BlockSpec", "Norm", "NormName", "ResidualBlock"]
+
+NormName = Literal["batch", "layer", "rms"]
+
+
+@spec
+class BlockSpec(Spec):
+    """A residual block around a layer.
+
+    Attributes:
+        layer: The layer, or two of them in both directions.
+        norm: "batch", "layer" or "rms".
+        prenorm: Whether the norm comes before the layer or after the sum.
+        glu: Whether the output map is a gated linear unit or a plain linear one.
+        dropout: After the activation and after the output map.
+    """
+
+    layer: LayerSpec | BidirectionalSpec
+    norm: NormName = "layer"
+    prenorm: bool = True
+    glu: bool = True
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layer, (LayerSpec, BidirectionalSpec)):
+            raise SpecError(f"BlockSpec(layer={self.layer!r}): must be a LayerSpec or BidirectionalSpec: layer.spec.")
+        if self.norm not in get_args(NormName):
+            raise SpecError(f"BlockSpec(norm={self.norm!r}) is unknown.{nearest(str(self.norm), get_args(NormName))}")
+        check_fraction(self, below="at 1 nothing would pass", dropout=self.dropout)
+
+    @property
+    def width(self) -> int:
+        return self.layer.width
+
+    def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "ResidualBlock":
+        return ResidualBlock(self, device=device, dtype=dtype)
+
+
+class ResidualBlock(nn.Module):
+    """z + W(dropout(GELU(layer(norm(z))))): (batch, time, width) in and out, with the layer's state."""
+
+    def __init__(self, spec: BlockSpec, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None):
+        super().__init__()
+        self.spec = spec
+        width = spec.width
+        self.norm = Norm(spec.norm, width, device=device, dtype=dtype)
+        self.layer = spec.layer.build(device=device, dtype=dtype)
+        self.output = nn.Linear(width, 2 * width if spec.glu else width, device=device, dtype=dtype)
+        self.dropout = nn.Dropout(spec.dropout)
+
+    def forward(self, x: Tensor, state: Any = None, *, lengths: Tensor | None = None, **run: Any) -> tuple[Tensor, Any]:
+        """As `RecurrentLayer.forward`."""
+        keep = None if lengths is None else valid(lengths.to(x.device), x.shape[-2])
+        mixed, after = self.layer(self.norm(x, keep) if self.spec.prenorm else x, state, lengths=lengths, **run)
+        return self._out(x, mixed, keep), after
+
+    def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        """As `RecurrentLayer.step`."""
+        mixed, after = self.layer.step(self.norm(x) if self.spec.prenorm else x, state)
+        return self._out(x, mixed, None), after
+
+    def _out(self, x: Tensor, mixed: Tensor, keep: Tensor | None) -> Tensor:
+        y: Tensor = self.output(self.dropout(functional.gelu(mixed)))
+        y = x + self.dropout(functional.glu(y, -1) if self.spec.glu else y)
+        return y if self.spec.prenorm else self.norm(y, keep)
+
+
+class Norm(nn.Module):
+    """A norm over the features; the batch norm takes its statistics over batch and time, padding left out."""
+
+    def __init__(
+        self,
+        name: NormName,
+        width: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        kinds = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm, "rms": nn.RMSNorm}
+        self.norm = kinds[name](width, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
+        if not isinstance(self.norm, nn.BatchNorm1d):
+            normed: Tensor = self.norm(x)
+            return normed
+        if keep is None:
+            flat: Tensor = self.norm(x.reshape(-1, x.shape[-1]))
+            return flat.reshape(x.shape)
+        normed = torch.zeros_like(x)
+        normed[keep] = self.norm(x[keep]).to(x.dtype)
+        return normed

@@ -1,0 +1,315 @@
+"""The layer: (batch, time, width) in and out, around any cell."""
+
+import abc
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from ..adjoints import Adjoint
+from ..beta import TrainableBeta
+from ..cells import ADPTSpec, ADPTState, Cell, CellSpec
+from ..cells.adpt import axes as adpt_axes
+from ..cells.base import positions
+from ..errors import InputError, NonFiniteError, SpecError
+from ..projections import Dense, Projection, ProjectionSpec
+from ..solvers import Sequential, Solution, Solver
+from ..solvers.problem import check_dtype, check_lengths, valid
+from ..spec import Spec, check_kind, nearest, spec
+from ..spectra import Linspace, SpectrumSpec
+from .packing import packed_sequence, ragged
+
+__all__ = ["ADPTNet", "LayerSpec", "Recurrent", "RecurrentLayer"]
+
+
+@spec
+class LayerSpec(Spec):
+    """A layer: a cell and its read-out.
+
+    Attributes:
+        cell: What one step is.
+        readout: From the state to the output. If not given: the state itself where it is as wide as the layer, a
+            dense map otherwise.
+    """
+
+    cell: CellSpec
+    readout: ProjectionSpec | None = None
+
+    def __post_init__(self) -> None:
+        check_kind(self, CellSpec, "cells.ADPTSpec(width=64)", cell=self.cell)
+        if self.readout is not None:
+            check_kind(self, ProjectionSpec, "projections.Dense()", readout=self.readout)
+
+    @property
+    def width(self) -> int:
+        """Features in and out."""
+        return self.cell.width
+
+    def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "RecurrentLayer":
+        """Makes the layer: an `ADPTNet` if the cell is one, a `Recurrent` layer otherwise."""
+        kind = ADPTNet if isinstance(self.cell, ADPTSpec) else Recurrent
+        layer = kind.__new__(kind)
+        RecurrentLayer.__init__(layer, self, device=device, dtype=dtype)
+        return layer
+
+
+class RecurrentLayer(nn.Module, abc.ABC):
+    """A cell run along a sequence, (batch, time, width) in and out; always returns outputs and state.
+
+    The state is explicit: nothing is kept in the module between calls. `solver` and `adjoint` choose how a call runs
+    and are no part of the model; the constructor only sets their defaults.
+    """
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        *,
+        solver: Solver | None = None,
+        adjoint: Adjoint | None = None,
+        batch_first: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.spec = spec
+        self.width = spec.width
+        self.cell: Cell = spec.cell.build(device=device, dtype=dtype)
+        self.readout = _readout(spec, self.cell.state_size, device, dtype)
+        self.solver: Solver = Sequential() if solver is None else solver
+        self.adjoint = adjoint
+        self.batch_first = batch_first
+
+    @property
+    def state_size(self) -> int:
+        return self.cell.state_size
+
+    def forward(
+        self,
+        x: Tensor | PackedSequence,
+        state: ADPTState | None = None,
+        *,
+        lengths: Tensor | None = None,
+        reset: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        solver: Solver | None = None,
+        adjoint: Adjoint | None = None,
+    ) -> tuple[Any, ADPTState]:
+        """Runs the layer along a sequence.
+
+        Args:
+            x: (batch, time, width); (time, batch, width) if not `batch_first`; (time, width) for one sequence; or a
+                `PackedSequence`, which comes back packed.
+            state: What an earlier call returned; the initial state if not given. Gradients flow through it.
+            lengths: (batch,) true lengths of right-padded sequences. Outputs past the end are zero, the returned
+                state is the one at the true end, and what is in the padding does not matter.
+            reset: bool, laid out as `x` without its features. True at t: a new sequence begins at t.
+            cu_seqlens: (sequences + 1,) where each sequence begins and the last one ends, in one packed row: `x` is
+                (1, total, width). State in and out has one row for each sequence.
+            solver: How to find the states; the layer's own by default.
+            adjoint: How to differentiate; the layer's own by default.
+
+        Returns:
+            The outputs, of the shape and dtype of `x`, and the state after the last step.
+        """
+        if isinstance(x, PackedSequence):
+            _alone("a PackedSequence", lengths=lengths, reset=reset, cu_seqlens=cu_seqlens)
+            return packed_sequence(x, lambda y, n: self._run(y, state, n, None, solver, adjoint))
+        if cu_seqlens is not None:
+            _alone("cu_seqlens", lengths=lengths, reset=reset)
+            return ragged(x, cu_seqlens, lambda y, n: self._run(y, state, n, None, solver, adjoint))
+        self._check_shape(x)
+        turned = x.dim() == 3 and not self.batch_first
+        if turned:
+            x, reset = x.transpose(0, 1), None if reset is None else reset.transpose(0, 1)
+        outputs, final = self._run(x, state, lengths, reset, solver, adjoint)
+        return outputs.transpose(0, 1) if turned else outputs, final
+
+    def step(self, x: Tensor, state: ADPTState | None = None) -> tuple[Tensor, ADPTState]:
+        """One step: (batch, width), or (width,) for one sequence. The same numbers as `forward`, O(1) each."""
+        if x.dim() not in (1, 2) or x.shape[-1] != self.width:
+            raise InputError(
+                f"step takes one time step, (batch, {self.width}) or ({self.width},); got {tuple(x.shape)}. "
+                "For a whole sequence call the layer itself."
+            )
+        outputs, final = self._run(x.unsqueeze(-2), state, None, None, Sequential(), None)
+        return outputs.squeeze(-2), final
+
+    def solve(
+        self,
+        x: Tensor,
+        state: ADPTState | None = None,
+        *,
+        solver: Solver | None = None,
+        guess: Tensor | None = None,
+        lengths: Tensor | None = None,
+        reset: Tensor | None = None,
+    ) -> Solution:
+        """The states themselves, batch first, with how they were found. Refuses input that is not finite."""
+        self._check_shape(x)
+        if x.dim() == 3 and not self.batch_first:
+            x, reset = x.transpose(0, 1), None if reset is None else reset.transpose(0, 1)
+        self._check_finite(x, lengths)
+        return (solver or self.solver)(
+            self.cell, x, _as_state(state), guess=guess, lengths=lengths, reset=reset, adjoint=self.adjoint
+        )
+
+    def initial_state(
+        self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> ADPTState:
+        """The state of `batch` sequences that have not begun."""
+        state = self.cell.initial_state(batch, device=device, dtype=dtype)
+        return ADPTState(state, torch.zeros(batch, dtype=torch.int64, device=state.device))
+
+    def check(self, x: Tensor) -> None:
+        """Raises if `x` has the wrong shape or is not finite. `forward` itself does not look for NaN."""
+        self._check_shape(x)
+        self._check_finite(x.transpose(0, 1) if x.dim() == 3 and not self.batch_first else x, None)
+
+    def _run(
+        self,
+        x: Tensor,
+        state: ADPTState | None,
+        lengths: Tensor | None,
+        reset: Tensor | None,
+        solver: Solver | None,
+        adjoint: Adjoint | None,
+    ) -> tuple[Tensor, ADPTState]:
+        state = _as_state(state)
+        lengths = None if lengths is None else torch.as_tensor(lengths)
+        solution = (solver or self.solver)(
+            self.cell, x, state, lengths=lengths, reset=reset, adjoint=adjoint or self.adjoint
+        )
+        with torch.autocast(x.device.type, enabled=False):
+            outputs = solution.states if self.readout is None else self.readout(solution.states)
+        return outputs.to(x.dtype), ADPTState(solution.final, _final_position(x, state, lengths, reset))
+
+    def _check_shape(self, x: Tensor) -> None:
+        if x.dim() not in (2, 3) or x.shape[-1] != self.width:
+            layout = "(batch, time, {w})" if self.batch_first else "(time, batch, {w})"
+            raise InputError(
+                f"the layer takes {layout.format(w=self.width)}, or (time, {self.width}) for one sequence; got shape "
+                f"{tuple(x.shape)}. Build it with width={x.shape[-1] if x.dim() else 1}, or reshape x."
+            )
+        check_dtype(x, self.cell)
+
+    def _check_finite(self, x: Tensor, lengths: Tensor | None) -> None:
+        finite = x.isfinite().all(-1)
+        if lengths is not None:
+            rows = finite.reshape(-1, finite.shape[-1])
+            known = check_lengths(torch.as_tensor(lengths).reshape(-1), rows.shape[0], rows.shape[1], x.device)
+            assert known is not None
+            finite = (rows | ~valid(known, rows.shape[1])).reshape(finite.shape)
+        if not bool(finite.all()):
+            where = tuple(int(i) for i in (~finite).nonzero()[0])
+            place = f"sequence {where[0]}, step {where[1]}" if len(where) == 2 else f"step {where[0]}"
+            raise NonFiniteError(
+                f"x is not finite: first at {place}; {int((~finite).sum())} of {finite.numel()} steps hold NaN or "
+                "infinity. Mend the data (x.isfinite() finds it); nothing is repaired here."
+            )
+
+
+def _as_state(state: Any) -> ADPTState | None:
+    if state is None or isinstance(state, ADPTState):
+        return state
+    if isinstance(state, tuple) and len(state) == 2 and all(isinstance(part, Tensor) for part in state):
+        return ADPTState(*state)  # a state that went through a plain pytree
+    raise InputError(
+        f"state must be the ADPTState an earlier call returned; got {type(state).__name__}. "
+        "Pass layer.initial_state(batch)._replace(state=...) to start from given numbers."
+    )
+
+
+def _readout(
+    spec: LayerSpec, state_size: int, device: torch.device | str | None, dtype: torch.dtype | None
+) -> Projection | None:
+    if spec.readout is None and state_size == spec.width:
+        return None
+    return (spec.readout or Dense()).build(state_size, spec.width, device=device, dtype=dtype)
+
+
+def _alone(what: str, **others: Tensor | None) -> None:
+    for name, value in others.items():
+        if value is not None:
+            raise InputError(f"{what} already says where sequences begin and end; {name} does too. Drop {name}=.")
+
+
+def _final_position(x: Tensor, state: ADPTState | None, lengths: Tensor | None, reset: Tensor | None) -> Tensor:
+    """Where the next step of each sequence will be."""
+    steps = x.shape[-2]
+    start = torch.zeros(x.shape[:-2], dtype=torch.int64, device=x.device) if state is None else state.position
+    if reset is None or not steps:
+        return start + (steps if lengths is None else lengths.to(x.device).reshape(start.shape))
+    every = positions(start.reshape(-1), steps, reset.reshape(-1, steps))
+    ends = torch.full_like(every[:, :1], steps) if lengths is None else lengths.to(x.device).reshape(-1, 1)
+    return (every.gather(1, ends - 1) + 1).reshape(start.shape)
+
+
+class ADPTNet(RecurrentLayer):
+    """A recurrent layer with prescribed timescales and one dial for non-linearity: (batch, time, width) in and out.
+
+    Args:
+        width: Features in and out.
+        state_size: Numbers in the state; `width` if not given.
+        beta: The dial: 0 is a linear model, about 1 and above tracks states. A number, or `TrainableBeta(...)`.
+        spectrum: The timescales.
+        solver: How a call finds its states, unless the call says otherwise.
+        adjoint: How a call is differentiated, likewise.
+        batch_first: Whether `x` is (batch, time, width) or (time, batch, width).
+        device: Where the parameters live.
+        dtype: Of the parameters. The recurrence runs in at least float32.
+        axes: The other choices: `retraction`, `conjugate`, `direction`, `projection`, `input_projection`, `gain`,
+            `gate` (see `cells.ADPTSpec`) and `readout` (see `nn.LayerSpec`).
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        state_size: int | None = None,
+        beta: float | TrainableBeta = 0.125,
+        spectrum: SpectrumSpec = Linspace(),
+        solver: Solver | None = None,
+        adjoint: Adjoint | None = None,
+        batch_first: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **axes: Any,
+    ):
+        readout = axes.pop("readout", None)
+        for name in axes:
+            if name not in adpt_axes():
+                raise SpecError(f"ADPTNet has no argument {name!r}.{nearest(name, (*adpt_axes(), 'readout'))}")
+        cell = ADPTSpec(width, state_size=state_size, beta=beta, spectrum=spectrum, **axes)
+        super().__init__(
+            LayerSpec(cell, readout),
+            solver=solver,
+            adjoint=adjoint,
+            batch_first=batch_first,
+            device=device,
+            dtype=dtype,
+        )
+
+
+class Recurrent(RecurrentLayer):
+    """A layer around any other cell, under the same contract: `Recurrent(cells.ReLURNN(width=64))`."""
+
+    def __init__(
+        self,
+        cell: CellSpec,
+        *,
+        readout: ProjectionSpec | None = None,
+        solver: Solver | None = None,
+        adjoint: Adjoint | None = None,
+        batch_first: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(
+            LayerSpec(cell, readout),
+            solver=solver,
+            adjoint=adjoint,
+            batch_first=batch_first,
+            device=device,
+            dtype=dtype,
+        )

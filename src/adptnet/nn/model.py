@@ -1,0 +1,219 @@
+"""A whole model: an encoder, residual blocks and a head."""
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError, SpecError
+from ..solvers.problem import check_lengths, valid
+from ..spec import Spec, check_size, nearest, spec
+from .bidirectional import BidirectionalSpec
+from .block import BlockSpec, Norm, NormName, ResidualBlock
+from .layer import LayerSpec
+
+__all__ = ["HeadName", "ModelSpec", "SequenceModel"]
+
+HeadName = Literal["token", "last", "mean"]
+
+
+@spec
+class ModelSpec(Spec):
+    """A sequence model.
+
+    Attributes:
+        block: The residual block that is repeated.
+        depth: How many times.
+        vocabulary: Number of tokens, for tokens in; otherwise None.
+        input_size: Features, for real-valued input; otherwise None.
+        output_size: Numbers out at each position or for each sequence; the vocabulary if not given.
+        head: "token": an output at every step. "last": one at the true end. "mean": one of the mean over time.
+    """
+
+    block: BlockSpec
+    depth: int = 1
+    vocabulary: int | None = None
+    input_size: int | None = None
+    output_size: int | None = None
+    head: HeadName = "token"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.block, BlockSpec):
+            raise SpecError(f"ModelSpec(block={self.block!r}): must be a BlockSpec(layer.spec).")
+        check_size(self, depth=self.depth)
+        if (self.vocabulary is None) == (self.input_size is None):
+            raise SpecError(
+                f"ModelSpec(vocabulary={self.vocabulary}, input_size={self.input_size}): pass one of them: "
+                "vocabulary=120 for tokens, input_size=3 for real-valued input."
+            )
+        given = self.vocabulary if self.vocabulary is not None else self.input_size
+        assert given is not None
+        check_size(self, **{"vocabulary" if self.vocabulary is not None else "input_size": given})
+        if self.output_size is None:
+            if self.vocabulary is None:
+                raise SpecError("ModelSpec(output_size=None): with real-valued input, pass output_size=.")
+            object.__setattr__(self, "output_size", self.vocabulary)
+        assert self.output_size is not None
+        check_size(self, output_size=self.output_size)
+        if self.head not in get_args(HeadName):
+            raise SpecError(f"ModelSpec(head={self.head!r}) is unknown.{nearest(str(self.head), get_args(HeadName))}")
+
+    def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "SequenceModel":
+        model = SequenceModel.__new__(SequenceModel)
+        model._setup(self, device, dtype)
+        return model
+
+
+class SequenceModel(nn.Module):
+    """Tokens or real-valued vectors in, logits out, with the state of every layer.
+
+    Args:
+        layer: What the blocks are built around: `layer.spec`.
+        depth: Number of blocks.
+        vocabulary, input_size, output_size, head: See `ModelSpec`.
+        norm, prenorm, glu, dropout: See `BlockSpec`.
+    """
+
+    def __init__(
+        self,
+        layer: LayerSpec | BidirectionalSpec,
+        *,
+        depth: int = 1,
+        vocabulary: int | None = None,
+        input_size: int | None = None,
+        output_size: int | None = None,
+        head: HeadName = "token",
+        norm: NormName = "layer",
+        prenorm: bool = True,
+        glu: bool = True,
+        dropout: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        block = BlockSpec(layer, norm=norm, prenorm=prenorm, glu=glu, dropout=dropout)
+        self._setup(ModelSpec(block, depth, vocabulary, input_size, output_size, head), device, dtype)
+
+    def _setup(self, spec: ModelSpec, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.spec = spec
+        width = spec.block.width
+        self.encoder: nn.Module
+        if spec.vocabulary is not None:
+            self.encoder = nn.Embedding(spec.vocabulary, width, device=device, dtype=dtype)
+            nn.init.normal_(self.encoder.weight, std=0.02)
+        else:
+            assert spec.input_size is not None
+            self.encoder = nn.Linear(spec.input_size, width, device=device, dtype=dtype)
+        self.blocks = nn.ModuleList(spec.block.build(device=device, dtype=dtype) for _ in range(spec.depth))
+        self.norm = Norm(spec.block.norm, width, device=device, dtype=dtype) if spec.block.prenorm else None
+        assert spec.output_size is not None
+        self.decoder = nn.Linear(width, spec.output_size, device=device, dtype=dtype)
+
+    def forward(
+        self, x: Tensor, state: tuple[Any, ...] | None = None, *, lengths: Tensor | None = None, **run: Any
+    ) -> tuple[Tensor, tuple[Any, ...]]:
+        """Logits and the states of all layers.
+
+        Args:
+            x: (batch, time) tokens, or (batch, time, input_size).
+            state: What an earlier call returned.
+            lengths: True lengths of right-padded sequences.
+            run: `reset`, `solver`, `adjoint`, as `RecurrentLayer.forward` takes them.
+
+        Returns:
+            (batch, time, output_size) for the token head, (batch, output_size) for the others.
+        """
+        self._check(x)
+        lengths = check_lengths(lengths, x.shape[0], x.shape[1], x.device)
+        y = self.encoder(x)
+        entering = (None,) * len(self.blocks) if state is None else state
+        leaving = []
+        for block, before in zip(self.blocks, entering, strict=True):
+            y, after = block(y, before, lengths=lengths, **run)
+            leaving.append(after)
+        return self._decoded(y, lengths), tuple(leaving)
+
+    def step(self, x: Tensor, state: tuple[Any, ...] | None = None) -> tuple[Tensor, tuple[Any, ...]]:
+        """One step: (batch,) tokens or (batch, input_size) to (batch, output_size), with the states."""
+        y = self.encoder(x)
+        entering = (None,) * len(self.blocks) if state is None else state
+        leaving = []
+        for block, before in zip(self.blocks, entering, strict=True):
+            assert isinstance(block, ResidualBlock)
+            y, after = block.step(y, before)
+            leaving.append(after)
+        logits: Tensor = self.decoder(y if self.norm is None else self.norm(y))
+        return logits, tuple(leaving)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt: Tensor,
+        steps: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continues `prompt`, (batch, time) tokens, by `steps` tokens, carrying the state: O(1) a token.
+
+        Args:
+            prompt: At least one token each.
+            steps: How many tokens to add.
+            temperature: 0 takes the likeliest token; otherwise logits are divided by it before sampling.
+            top_k: Sample among the k likeliest only.
+            generator: Source of randomness.
+
+        Returns:
+            (batch, time + steps) tokens, the prompt first.
+        """
+        spec = self.spec
+        if spec.vocabulary is None or spec.head != "token" or spec.output_size != spec.vocabulary:
+            raise InputError(
+                f"generate needs a model from tokens to the same tokens; this one has vocabulary={spec.vocabulary}, "
+                f'output_size={spec.output_size}, head={spec.head!r}. Build it with vocabulary=..., head="token".'
+            )
+        if prompt.dim() != 2 or prompt.shape[1] < 1:
+            raise InputError(f"prompt is (batch, time) with at least one token each; got shape {tuple(prompt.shape)}.")
+        if temperature < 0 or (top_k is not None and top_k < 1):
+            raise InputError(f"temperature={temperature}, top_k={top_k}: temperature is 0 or above, top_k from 1.")
+        training = self.training
+        self.eval()
+        try:
+            logits, state = self(prompt)
+            tokens, last = [prompt], logits[:, -1]
+            for _ in range(steps):
+                tokens.append(_sampled(last, temperature, top_k, generator))
+                last, state = self.step(tokens[-1].squeeze(-1), state)
+        finally:
+            self.train(training)
+        return torch.cat(tokens, 1)
+
+    def _decoded(self, y: Tensor, lengths: Tensor | None) -> Tensor:
+        keep = None if lengths is None else valid(lengths, y.shape[1])
+        y = y if self.norm is None else self.norm(y, keep)
+        if self.spec.head == "last":
+            last = torch.full((len(y),), y.shape[1], device=y.device) if lengths is None else lengths
+            y = y[torch.arange(len(y), device=y.device), last - 1]
+        elif self.spec.head == "mean":
+            y = y.mean(1) if keep is None else (y * keep.unsqueeze(-1)).sum(1) / keep.sum(1, keepdim=True)
+        logits: Tensor = self.decoder(y)
+        return logits
+
+    def _check(self, x: Tensor) -> None:
+        if self.spec.vocabulary is not None:
+            if x.dim() != 2 or x.is_floating_point():
+                raise InputError(
+                    f"the model takes (batch, time) tokens, int64; got {x.dtype} of shape {tuple(x.shape)}."
+                )
+        elif x.dim() != 3 or x.shape[-1] != self.spec.input_size:
+            raise InputError(f"the model takes (batch, time, {self.spec.input_size}); got shape {tuple(x.shape)}.")
+
+
+def _sampled(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    if top_k is not None:
+        floor = logits.topk(min(top_k, logits.shape[-1]), -1).values[..., -1:]
+        logits = logits.masked_fill(logits < floor, -torch.inf)
+    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)

@@ -1,0 +1,70 @@
+"""Layers on top of one another, as `num_layers` of `nn.GRU` does."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import SpecError
+from ..spec import Spec, check_fraction, check_size, spec
+from .bidirectional import BidirectionalSpec
+from .layer import LayerSpec
+
+__all__ = ["Stack", "StackSpec"]
+
+
+@spec
+class StackSpec(Spec):
+    """`num_layers` layers of one kind, each on the outputs of the one below, with dropout in between."""
+
+    layer: LayerSpec | BidirectionalSpec
+    num_layers: int = 1
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layer, (LayerSpec, BidirectionalSpec)):
+            raise SpecError(f"StackSpec(layer={self.layer!r}): must be a LayerSpec or BidirectionalSpec: layer.spec.")
+        check_size(self, num_layers=self.num_layers)
+        check_fraction(self, below="at 1 nothing would pass", dropout=self.dropout)
+
+    @property
+    def width(self) -> int:
+        return self.layer.width
+
+    def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Stack":
+        return Stack(self.layer, self.num_layers, dropout=self.dropout, device=device, dtype=dtype)
+
+
+class Stack(nn.Module):
+    """Layers on top of one another: (batch, time, width) in and out, a tuple of states."""
+
+    def __init__(
+        self,
+        layer: LayerSpec | BidirectionalSpec,
+        num_layers: int = 1,
+        *,
+        dropout: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.spec = StackSpec(layer, num_layers, dropout)
+        self.width = layer.width
+        self.layers = nn.ModuleList(layer.build(device=device, dtype=dtype) for _ in range(num_layers))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, state: tuple[Any, ...] | None = None, **run: Any) -> tuple[Tensor, tuple[Any, ...]]:
+        """As `RecurrentLayer.forward`; `run` holds its keyword arguments and reaches every layer."""
+        return self._through(lambda layer: lambda y, s: layer(y, s, **run), x, state)
+
+    def step(self, x: Tensor, state: tuple[Any, ...] | None = None) -> tuple[Tensor, tuple[Any, ...]]:
+        """As `RecurrentLayer.step`."""
+        return self._through(lambda layer: layer.step, x, state)
+
+    def _through(self, way: Any, x: Tensor, state: tuple[Any, ...] | None) -> tuple[Tensor, tuple[Any, ...]]:
+        entering = (None,) * len(self.layers) if state is None else state
+        leaving = []
+        for i, (layer, before) in enumerate(zip(self.layers, entering, strict=True)):
+            x, after = way(layer)(self.dropout(x) if i else x, before)
+            leaving.append(after)
+        return x, tuple(leaving)

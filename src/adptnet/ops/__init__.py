@@ -1,0 +1,1 @@
+"""Operations: each in a package of its own whose `reference.py` is its specification."""

@@ -1,0 +1,73 @@
+"""The rotation of a plane: Q = I + linear S + quadratic S², S = beta (key value' - value key').
+
+Both retractions of the paper have this form and differ only in the two coefficients, which are smooth functions
+of the squared angle. Nothing is divided by an angle, and no n-by-n matrix is formed.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...typing import Column, Matrix, Vector
+
+__all__ = ["PlaneRotation", "plane_rotation", "skew"]
+
+
+class PlaneRotation(NamedTuple):
+    """Turns the plane of `key` and `offset`, which are orthogonal, and leaves the rest of the space alone."""
+
+    key: Vector
+    offset: Vector  # beta times the part of `value` orthogonal to `key`
+    turn: Column  # weight of key offset' - offset key'
+    shrink_key: Column  # weight of key key'
+    shrink_offset: Column  # weight of offset offset'
+
+    def apply(self, x: Vector) -> Vector:
+        """Q x."""
+        return self._turned(x, self.turn)
+
+    def apply_transposed(self, x: Vector) -> Vector:
+        """Q' x, which is also the inverse."""
+        return self._turned(x, -self.turn)
+
+    def dense(self) -> Matrix:
+        """Q as a matrix, for figures and small checks."""
+        size = self.key.shape[-1]
+        eye = torch.eye(size, dtype=self.key.dtype, device=self.key.device).expand(*self.key.shape, size)
+        return PlaneRotation(*(part.unsqueeze(-2) for part in self)).apply(eye).mT
+
+    def _turned(self, x: Tensor, turn: Tensor) -> Tensor:
+        along = (x * self.key).sum(-1, keepdim=True)
+        across = (x * self.offset).sum(-1, keepdim=True)
+        on_key = self.shrink_key * along + turn * across
+        on_offset = self.shrink_offset * across - turn * along
+        return x + on_key * self.key + on_offset * self.offset
+
+
+def plane_rotation(
+    key: Vector,
+    value: Vector,
+    beta: float | Tensor,
+    coefficients: Callable[[Tensor], tuple[Tensor, Tensor]],
+) -> PlaneRotation:
+    """The rotation I + linear S + quadratic S² with `linear, quadratic = coefficients(squared angle)`.
+
+    Equal to its dense definition, value and derivative, for any `key` and `value`: of unit length or not, parallel
+    (the identity, with the right derivative), or zero.
+    """
+    key_squared = key.square().sum(-1, keepdim=True)
+    shared = (key * value).sum(-1, keepdim=True)
+    nonzero = key_squared > 0
+    overlap = torch.where(nonzero, shared / torch.where(nonzero, key_squared, 1.0), 0.0)
+    offset = beta * (value - overlap * key)
+    offset_squared = offset.square().sum(-1, keepdim=True)
+    linear, quadratic = coefficients(key_squared * offset_squared)
+    return PlaneRotation(key, offset, linear, -quadratic * offset_squared, -quadratic * key_squared)
+
+
+def skew(key: Vector, value: Vector) -> Matrix:
+    """key value' - value key' (eq:details_skew_kv), dense: what every rotation here is defined by."""
+    outer = key.unsqueeze(-1) * value.unsqueeze(-2)
+    return outer - outer.mT

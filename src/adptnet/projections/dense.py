@@ -1,0 +1,58 @@
+"""Projections with a full matrix: free, or kept orthogonal."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from ..spec import spec
+from .base import Projection, ProjectionSpec
+
+__all__ = ["Dense", "Orthogonal"]
+
+
+@spec
+class Dense(ProjectionSpec):
+    """Every weight free; starts as `nn.Linear` does, uniform in ±1/√in_features."""
+
+    def build(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Projection:
+        weight = torch.empty(out_features, in_features, device=device, dtype=dtype)
+        return DenseProjection(nn.Parameter(weight.uniform_(-(in_features**-0.5), in_features**-0.5)))
+
+
+@spec
+class Orthogonal(ProjectionSpec):
+    """A matrix with orthonormal rows or columns, whichever are fewer, that stays so while it learns.
+
+    With orthogonal K and V and directions from the state itself, lemma:J_singular_vals holds for every input.
+    """
+
+    def build(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Projection:
+        weight = torch.empty(out_features, in_features, device=device, dtype=dtype)
+        projection = DenseProjection(nn.Parameter(nn.init.orthogonal_(weight)))
+        parametrizations.orthogonal(projection, "weight")
+        return projection
+
+
+class DenseProjection(Projection):
+    weight: Tensor
+
+    def __init__(self, weight: nn.Parameter):
+        super().__init__(weight.shape[1], weight.shape[0])
+        self.weight = weight
+
+    def dense(self) -> Tensor:
+        return self.weight

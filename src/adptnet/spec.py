@@ -1,0 +1,178 @@
+"""Specs: the description of a model, without tensors.
+
+A member of a model axis is a frozen dataclass marked with `@spec`. It can be printed, compared, written as JSON
+and read back, and its `build` makes the `nn.Module`. Checkpoints and result rows store the spec; there is no
+other configuration system.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import numbers
+from collections.abc import Iterable
+from typing import Any, ClassVar, TypeVar, cast, dataclass_transform
+
+from .errors import SpecError
+
+__all__ = [
+    "SPEC_VERSION",
+    "Spec",
+    "check_fraction",
+    "check_kind",
+    "check_nonnegative",
+    "check_positive",
+    "check_size",
+    "nearest",
+    "spec",
+]
+
+SPEC_VERSION = 1
+
+_kinds: dict[str, type["Spec"]] = {}
+
+
+class Spec:
+    """Base of every spec. Mark a concrete one with `@spec`."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    def to_json(self) -> str:
+        """This spec as text, with the version of the format."""
+        return json.dumps({"adptnet_spec": SPEC_VERSION, "spec": _encode(self, type(self).__name__)}, allow_nan=False)
+
+    @staticmethod
+    def from_json(text: str) -> "Spec":
+        """The spec that `to_json` wrote. Unknown fields and newer versions are refused by name."""
+        try:
+            document = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise SpecError(f"A spec is JSON as written by spec.to_json(); this text is not JSON: {error}.") from None
+        if not isinstance(document, dict) or "adptnet_spec" not in document or "spec" not in document:
+            raise SpecError(
+                f'A spec document has the keys "adptnet_spec" and "spec"; got {_shown(document)}. '
+                "Write one with spec.to_json()."
+            )
+        version = document["adptnet_spec"]
+        if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+            raise SpecError(f'"adptnet_spec" is the format\'s version, a whole number from 1; got {version!r}.')
+        if version > SPEC_VERSION:
+            raise SpecError(
+                f"This spec has version {version}; this adptnet reads versions up to {SPEC_VERSION}. "
+                "It was written by a newer adptnet: pip install --upgrade adptnet."
+            )
+        unknown = sorted(set(document) - {"adptnet_spec", "spec"})
+        if unknown:
+            raise SpecError(f"A spec document has no key {unknown[0]!r}; it has adptnet_spec and spec.")
+        decoded = _decode(document["spec"], "spec")
+        if not isinstance(decoded, Spec):
+            raise SpecError(f'"spec" must be an object with a "type"; got {_shown(document["spec"])}.')
+        return decoded
+
+
+_S = TypeVar("_S", bound=type[Spec])
+
+
+@dataclass_transform(frozen_default=True)
+def spec(cls: _S) -> _S:
+    """Makes `cls` a frozen dataclass and lets `Spec.from_json` find it by its name."""
+    made = cast(_S, dataclasses.dataclass(frozen=True)(cls))
+    known = _kinds.get(made.__name__)
+    if known is not None and (known.__module__, known.__qualname__) != (made.__module__, made.__qualname__):
+        raise SpecError(
+            f"Two specs are called {made.__name__}: {known.__module__}.{known.__qualname__} and "
+            f"{made.__module__}.{made.__qualname__}. Rename one; JSON finds a spec by its name."
+        )
+    _kinds[made.__name__] = made
+    return made
+
+
+def _encode(value: Any, where: str) -> Any:
+    if isinstance(value, Spec):
+        fields = {f.name: _encode(getattr(value, f.name), f"{where}.{f.name}") for f in dataclasses.fields(value)}
+        return {"type": type(value).__name__, **fields}
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if _is_number(value):
+        return float(value)
+    if isinstance(value, tuple):
+        return [_encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    raise SpecError(
+        f"{where} = {value!r} cannot go into a spec; it holds specs, finite numbers, text, None and tuples."
+    )
+
+
+def _decode(value: Any, where: str) -> Any:
+    if isinstance(value, list):
+        return tuple(_decode(item, f"{where}[{i}]") for i, item in enumerate(value))
+    if not isinstance(value, dict):
+        return value
+    name = value.get("type")
+    if name not in _kinds:
+        raise SpecError(f"{where} has the type {name!r}, which is unknown here.{nearest(str(name), _kinds)}")
+    kind = _kinds[name]
+    known = [f.name for f in dataclasses.fields(kind)]
+    for field in value:
+        if field != "type" and field not in known:
+            raise SpecError(f"{where}: {name} has no field {field!r}.{nearest(field, known)}")
+    fields = {key: _decode(item, f"{where}.{key}") for key, item in value.items() if key != "type"}
+    try:
+        return kind(**fields)
+    except TypeError as error:
+        raise SpecError(f"{where}: {name} cannot be made from {_shown(fields)}: {error}.") from None
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A closing sentence for an error: the likeliest of `known`, or all of them."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    return f" Perhaps you meant {close[0]!r}." if close else f" Known: {', '.join(names)}."
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_positive(owner: object, **values: float) -> None:
+    """Raises unless every value is a finite number above zero."""
+    for name, value in values.items():
+        if not _is_number(value) or value <= 0:
+            raise SpecError(f"{type(owner).__name__}({name}={value!r}): {name} must be a positive number.")
+
+
+def check_nonnegative(owner: object, **values: float) -> None:
+    """Raises unless every value is a finite number, zero or above."""
+    for name, value in values.items():
+        if not _is_number(value) or value < 0:
+            raise SpecError(f"{type(owner).__name__}({name}={value!r}): {name} must be a number, zero or above.")
+
+
+def check_fraction(owner: object, *, below: str, **values: float) -> None:
+    """Raises unless every value is in [0, 1); `below` says why one whole is refused."""
+    for name, value in values.items():
+        if not _is_number(value) or not 0 <= value < 1:
+            raise SpecError(f"{type(owner).__name__}({name}={value!r}): {name} must be in [0, 1); {below}.")
+
+
+def check_size(owner: object, **values: Any) -> None:
+    """Raises unless every value is a whole number from 1."""
+    for name, value in values.items():
+        if not _is_number(value) or not isinstance(value, numbers.Integral) or value < 1:
+            raise SpecError(f"{type(owner).__name__}({name}={value!r}): {name} must be a whole number from 1.")
+
+
+def check_kind(owner: object, kind: type, example: str, **values: object) -> None:
+    """Raises unless every value is a `kind`; `example` is what to type."""
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            hint = f"{value.__name__}()" if isinstance(value, type) and issubclass(value, kind) else example
+            raise SpecError(
+                f"{type(owner).__name__}({name}={_shown(value)}): {name} must be a {kind.__name__}. Pass {name}={hint}."
+            )

@@ -1,0 +1,95 @@
+"""What a spectrum is: a source of discrete eigenvalues Λ̄ on a real state.
+
+A complex eigenvalue a + ib is the real 2-by-2 block [[a, -b], [b, a]] on two neighbouring numbers of the state, so
+the state, the rotations and every bound stay real.
+"""
+
+import abc
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..marks import NoDecay
+from ..spec import Spec
+from ..typing import Matrix, Vector
+
+__all__ = ["BlockDiagonal", "Spectrum", "SpectrumSpec", "compute_dtype"]
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype recurrences run in for parameters of `dtype`: never below float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class BlockDiagonal(NamedTuple):
+    """A diagonal matrix, or one of 2-by-2 blocks [[a, -b], [b, a]] when `imag` is given."""
+
+    real: Tensor  # (n,): a, twice for a pair
+    imag: Tensor | None = None  # (n,): b, twice for a pair
+
+    def mv(self, x: Vector) -> Vector:
+        """Λ x."""
+        if self.imag is None:
+            return self.real * x
+        return self.real * x + self.imag * _quarter_turn(x)
+
+    def transposed(self) -> "BlockDiagonal":
+        """Λ'."""
+        return BlockDiagonal(self.real, None if self.imag is None else -self.imag)
+
+    def modulus(self) -> Tensor:
+        """|λ| of each number of the state, (n,)."""
+        return self.real.abs() if self.imag is None else torch.hypot(self.real, self.imag)
+
+    def eigenvalues(self) -> Tensor:
+        """One number each: real (n,), or complex (n/2,), the member of each conjugate pair with a + ib."""
+        return self.real if self.imag is None else torch.complex(self.real[..., ::2], self.imag[..., ::2])
+
+    def dense(self) -> Matrix:
+        """Λ as a matrix."""
+        eye = torch.eye(self.real.shape[-1], dtype=self.real.dtype, device=self.real.device)
+        return self.mv(eye).mT
+
+
+def _quarter_turn(x: Tensor) -> Tensor:
+    """Each pair (p, q) becomes (-q, p): multiplication by i."""
+    first, second = x[..., ::2], x[..., 1::2]
+    return torch.stack((-second, first), -1).flatten(-2)
+
+
+class Spectrum(NoDecay, abc.ABC):
+    """A built spectrum. It owns its parameters, in logarithms."""
+
+    @abc.abstractmethod
+    def forward(self) -> BlockDiagonal:
+        """Λ̄, in at least float32."""
+
+    @abc.abstractmethod
+    def log_modulus(self) -> Tensor:
+        """ln |λ̄| of each number of the state, (n,); -inf where λ̄ = 0. Exact close to |λ̄| = 1, where Λ̄ is not."""
+
+    @abc.abstractmethod
+    def hold(self) -> BlockDiagonal:
+        """What one step of a held input adds up to: (1 - λ̄) / λ, of the magnitude where λ̄ < 0, and 1 where λ̄ = 0."""
+
+
+class SpectrumSpec(Spec, abc.ABC):
+    """The description of a spectrum."""
+
+    @abc.abstractmethod
+    def build(
+        self,
+        state_size: int,
+        *,
+        expansion: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Spectrum:
+        """Makes the spectrum.
+
+        Args:
+            state_size: Size of the real state.
+            expansion: Numbers of the state for each channel of the input, where the input is expanded (neighbours in
+                the state); families that are defined per channel then repeat over the channels.
+        """

@@ -1,0 +1,24 @@
+"""Names for the shapes that appear in signatures.
+
+Time is dimension -2 and state is dimension -1, everywhere; `*b` is any number of leading dimensions.
+At run time the names are plain tensors. The test suite loads jaxtyping before this module, and then they are
+checked at every call.
+"""
+
+import sys
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+__all__ = ["Column", "Matrix", "Position", "Positions", "Vector"]
+
+if TYPE_CHECKING or "jaxtyping" in sys.modules:
+    from jaxtyping import Float, Int
+
+    Column = Float[Tensor, "*b 1"]  # one number for each vector
+    Vector = Float[Tensor, "*b n"]  # a state, a key, a drive at one step
+    Matrix = Float[Tensor, "*b n n"]
+    Positions = Int[Tensor, "*b t"]  # how many steps since the sequence began, at every step
+    Position = Int[Tensor, "*b"]
+else:
+    Column = Vector = Matrix = Positions = Position = Tensor

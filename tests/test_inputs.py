@@ -1,0 +1,151 @@
+"""Bad input: an error that says what was given, what was needed and what to type."""
+
+import pytest
+import torch
+
+from adptnet import ADPTNet, ADPTState, Bidirectional, SequenceModel, adjoints, cells, solvers, verify
+from adptnet.errors import IncompatibleError, InputError, NonFiniteError
+
+WIDTH = 6
+
+
+@pytest.fixture
+def layer():
+    return ADPTNet(WIDTH, beta=1.0)
+
+
+def with_nan(*shape):
+    x = torch.randn(*shape)
+    x[..., 3, 2] = torch.nan
+    return x
+
+
+def row(*bounds):
+    return {"cu_seqlens": torch.tensor(bounds)}
+
+
+BAD_CALLS = {
+    "wrong width": (lambda f: f(torch.randn(2, 5, 7)), "got shape (2, 5, 7). Build it with width=7"),
+    "four dimensions": (lambda f: f(torch.randn(2, 2, 5, 6)), "(batch, time, 6), or (time, 6) for one sequence"),
+    "a step for a sequence": (lambda f: f(torch.randn(6)), "got shape (6,)"),
+    "a sequence for a step": (lambda f: f.step(torch.randn(2, 5, 6)), "step takes one time step"),
+    "whole numbers": (lambda f: f(torch.ones(2, 5, 6, dtype=torch.int64)), "Pass inputs.float()"),
+    "too many digits": (lambda f: f.float()(torch.randn(2, 5, 6)), "inputs are torch.float64 but the cell computes in"),
+    "state of another dtype": (
+        lambda f: f(torch.randn(2, 5, 6), f.initial_state(2, dtype=torch.float32)),
+        "the state is torch.float32 but the cell computes in torch.float64. Pass state.to(torch.float64)",
+    ),
+    "state of another batch": (
+        lambda f: f(torch.randn(2, 5, 6), f.initial_state(3)),
+        "Start one with initial_state(2)",
+    ),
+    "state of a bare tensor": (lambda f: f(torch.randn(2, 5, 6), torch.zeros(2, 6)), "the ADPTState an earlier call"),
+    "length zero": (
+        lambda f: f(torch.randn(2, 5, 6), lengths=torch.tensor([5, 0])),
+        "lengths[1] = 0; a length is from 1",
+    ),
+    "length too long": (lambda f: f(torch.randn(2, 5, 6), lengths=torch.tensor([6, 2])), "to the padded length 5"),
+    "fractional lengths": (lambda f: f(torch.randn(2, 5, 6), lengths=torch.tensor([5.0, 2.0])), "Pass lengths.long()"),
+    "too few lengths": (lambda f: f(torch.randn(2, 5, 6), lengths=torch.tensor([5])), "2 sequences need (2,)"),
+    "reset that is not bool": (lambda f: f(torch.randn(2, 5, 6), reset=torch.zeros(2, 5)), "Pass reset.bool()"),
+    "reset of another shape": (
+        lambda f: f(torch.randn(2, 5, 6), reset=torch.zeros(2, 4, dtype=torch.bool)),
+        "torch.bool of shape (2, 5)",
+    ),
+    "empty segment": (lambda f: f(torch.randn(1, 5, 6), **row(0, 3, 3, 5)), "sequence 1 runs from 3 to 3"),
+    "backward segment": (lambda f: f(torch.randn(1, 5, 6), **row(0, 4, 2, 5)), "sequence 1 runs from 4 to 2"),
+    "segments that end early": (lambda f: f(torch.randn(1, 5, 6), **row(0, 4)), "from 0 to the total length, 5"),
+    "segments of a batch": (lambda f: f(torch.randn(2, 5, 6), **row(0, 5)), "x is one row of sequences"),
+    "segments and lengths": (
+        lambda f: f(torch.randn(1, 5, 6), lengths=torch.tensor([5]), **row(0, 5)),
+        "cu_seqlens already says where sequences begin and end; lengths does too. Drop lengths=",
+    ),
+    "a guess for a sequential solve": (lambda f: f.solve(torch.randn(1, 5, 6), guess=torch.zeros(1)), "Drop guess="),
+    "input of another width to a solver": (
+        lambda f: solvers.Sequential()(f.cell, torch.randn(2, 5, 3)),
+        "inputs have 3 features (shape (2, 5, 3)), but ADPTCell takes 6",
+    ),
+    "a vector to a solver": (lambda f: solvers.Sequential()(f.cell, torch.randn(6)), "(batch, time, features)"),
+    "segments of no step": (lambda f: adjoints.Checkpointed(0), "must be a whole number from 1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS, ids=str)
+def test_a_bad_call_gets_a_clear_error(layer, case):
+    call, message = BAD_CALLS[case]
+    with pytest.raises(InputError) as error:
+        call(layer)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_check_and_solve_refuse_what_is_not_finite(layer, bad):
+    x = torch.randn(2, 5, WIDTH)
+    x[1, 3, 2] = bad
+    for call in (layer.check, layer.solve):
+        with pytest.raises(NonFiniteError, match="first at sequence 1, step 3; 1 of 10 steps"):
+            call(x)
+    with pytest.raises(NonFiniteError, match="first at step 3"):
+        layer.check(x[1])
+    layer.check(x[:1])
+    assert layer.solve(x, lengths=torch.tensor([5, 3])).result is solvers.Result.CONVERGED
+    assert layer.solve(x[1], lengths=torch.tensor(3)).result is solvers.Result.CONVERGED
+
+
+def test_check_refuses_what_forward_would(layer):
+    for x in (torch.randn(2, 5, 7), torch.ones(2, 5, 6, dtype=torch.int64)):
+        with pytest.raises(InputError):
+            layer.check(x)
+
+
+def test_forward_lets_nan_through_and_only_where_it_belongs(layer):
+    x = with_nan(2, 5, WIDTH)
+    x[1] = 0.0
+    y, _ = layer(x)
+    assert y[0, :3].isfinite().all()
+    assert y[0, 3:].isnan().any()
+    assert not y[1].any()
+
+
+def test_plain_tuples_and_lists_are_understood(layer):
+    x = torch.randn(2, 5, WIDTH)
+    _, state = layer(x)
+    assert torch.equal(layer(x, tuple(state))[0], layer(x, state)[0])
+    assert torch.equal(layer(x, lengths=[5, 2])[0], layer(x, lengths=torch.tensor([5, 2]))[0])
+    reset = torch.tensor([[False, False, True, False, False]])
+    assert torch.equal(layer(x[0], reset=reset)[0], layer(x[0], reset=reset[0])[0])
+    assert not torch.equal(layer(x[0], reset=reset)[0], layer(x[0])[0])
+
+
+def test_a_model_says_what_it_takes():
+    tokens = SequenceModel(ADPTNet(4).spec, vocabulary=5)
+    vectors = SequenceModel(ADPTNet(4).spec, input_size=3, output_size=2, head="last")
+    with pytest.raises(InputError, match=r"takes \(batch, time\) tokens, int64; got torch\.float64"):
+        tokens(torch.randn(2, 3))
+    with pytest.raises(InputError, match="takes \\(batch, time, 3\\)"):
+        vectors(torch.randn(2, 5, 4))
+    with pytest.raises(InputError, match="generate needs a model from tokens"):
+        vectors.generate(torch.zeros(1, 1, dtype=torch.int64), 3)
+    with pytest.raises(InputError, match="at least one token"):
+        tokens.generate(torch.zeros(1, 0, dtype=torch.int64), 3)
+    with pytest.raises(InputError, match="temperature is 0 or above"):
+        tokens.generate(torch.zeros(1, 1, dtype=torch.int64), 3, temperature=-1.0)
+
+
+def test_what_has_no_step_or_reference_says_so():
+    both = Bidirectional(ADPTNet(4).spec)
+    with pytest.raises(InputError, match="needs the whole sequence"):
+        both.step(torch.randn(2, 4))
+    with pytest.raises(InputError, match="takes \\(batch, time, 4\\)"):
+        both(torch.randn(5, 4))
+    with pytest.raises(IncompatibleError, match="verify compares an ADPTNet"):
+        verify(torch.nn.GRU(3, 3), torch.randn(1, 2, 3))
+    with pytest.raises(IncompatibleError, match=r"nn\.RNNCell, nn\.GRUCell or nn\.LSTMCell; got GRU"):
+        cells.from_torch(torch.nn.GRU(3, 3))
+
+
+def test_a_state_can_be_passed_by_name_and_taken_apart(layer):
+    state = layer.initial_state(3)
+    assert isinstance(state, ADPTState)
+    assert state.state.shape == (3, WIDTH)
+    assert state.position.dtype == torch.int64

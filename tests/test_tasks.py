@@ -1,0 +1,98 @@
+"""The word problem against brute force and published facts."""
+
+import itertools
+
+import pytest
+import torch
+
+from adptnet import Spec
+from adptnet.errors import InputError, SpecError
+from adptnet.tasks import WordProblem, product_table
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("S3", 6), ("S4", 24), ("S5", 120), ("A4", 12), ("A5", 60), ("Z7", 7), ("S1", 1)]
+)
+def test_a_product_table_is_a_group(name, size):
+    table = product_table(name)
+    assert table.shape == (size, size)
+    elements = torch.arange(size)
+    assert torch.equal(table[0], elements)  # 0 is the identity, from both sides
+    assert torch.equal(table[:, 0], elements)
+    for line in (*table, *table.T):
+        assert torch.equal(line.sort().values, elements)
+    p, q, r = torch.randint(size, (3, 500))
+    assert torch.equal(table[table[p, q], r], table[p, table[q, r]])
+
+
+def test_permutations_are_in_lexicographic_order_and_compose_right_to_left():
+    elements = list(itertools.permutations(range(5)))
+    table = product_table("S5")
+    for p, q in torch.randint(120, (200, 2)).tolist():
+        composed = tuple(elements[p][elements[q][i]] for i in range(5))
+        assert elements[table[p, q]] == composed
+
+
+def test_only_s_and_a_are_not_commutative():
+    assert not torch.equal(product_table("S3"), product_table("S3").T)
+    assert torch.equal(product_table("Z6"), product_table("Z6").T)
+
+
+@pytest.mark.parametrize("name", ["S0", "S7", "D4", "s3", "S", "Z0", "S3 "])
+def test_an_unknown_group_is_named(name):
+    with pytest.raises(InputError, match="Groups are S3, A5, Z6"):
+        product_table(name)
+
+
+@pytest.mark.parametrize("group", ["S3", "A5", "Z4"])
+def test_targets_are_the_running_product(group):
+    task = WordProblem(group, length=9)
+    batch = task.batch(50, torch.Generator().manual_seed(1))
+    table = product_table(group)
+    for inputs, targets in zip(batch.inputs.tolist(), batch.targets.tolist(), strict=True):
+        product = 0
+        for x, y in zip(inputs, targets, strict=True):
+            product = int(table[product, x])
+            assert y == product
+
+
+def test_batches_are_seeded_and_even():
+    task = WordProblem("S3")
+    first, second = (task.batch(4000, torch.Generator().manual_seed(5)) for _ in range(2))
+    assert torch.equal(first.inputs, second.inputs)
+    share = torch.bincount(first.inputs.flatten()) / first.inputs.numel()
+    assert (share - 1 / 6).abs().max() < 0.01
+    assert task.batch(3, torch.Generator(), length=20).targets.shape == (3, 20)
+
+
+def test_the_reported_accuracy_is_over_the_last_ten_positions():
+    task = WordProblem("S5", length=16)
+    targets = torch.zeros(1, 16, dtype=torch.int64)
+    predictions = targets.clone()
+    predictions[0, 6:11] = 1  # five of the last ten wrong
+    scores = task.scores(predictions, targets)
+    assert scores["accuracy"] == 0.5
+    assert scores["all_positions"] == 11 / 16
+    assert scores["last_token"] == 1
+    assert scores["whole_sequence"] == 0
+    assert scores["per_position"] == [1.0] * 6 + [0.0] * 5 + [1.0] * 5
+    assert task.chance == 1 / 120
+
+
+def test_two_free_positions_are_a_quarter_at_length_eight():
+    task = WordProblem("S5", length=8)
+    targets = torch.zeros(3, 8, dtype=torch.int64)
+    predictions = torch.ones_like(targets)
+    predictions[:, :2] = 0
+    assert task.scores(predictions, targets)["accuracy"] == 0.25
+
+
+def test_a_task_is_a_spec_and_refuses_bad_sizes():
+    task = WordProblem("A5", length=12)
+    assert Spec.from_json(task.to_json()) == task
+    with pytest.raises(SpecError, match="length must be a whole number from 1"):
+        WordProblem(length=0)
+    with pytest.raises(InputError, match="unknown"):
+        WordProblem("Q8")
+    with pytest.raises(InputError, match="both must be at least 1"):
+        task.batch(0, torch.Generator())
