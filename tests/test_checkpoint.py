@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 import adptnet
-from adptnet import ADPTNet, Bidirectional, Recurrent, SequenceModel, Stack, cells
+from adptnet import ADPTNet, Bidirectional, Recurrent, SequenceModel, Stack, cells, spectra
 from adptnet.errors import CheckpointError, SpecError
 from members import build, legal, name_of
 
@@ -22,7 +22,7 @@ def test_a_layer_comes_back_with_its_numbers(axes, tmp_path):
     assert type(twin) is ADPTNet
     assert twin.spec == layer.spec
     x = torch.randn(2, 7, layer.width)
-    assert torch.equal(twin(x)[0], layer(x)[0])
+    assert_close(twin(x)[0], layer(x)[0], rtol=1e-12, atol=1e-12)  # loaded weights may lie otherwise in memory
     assert [n for n, p in twin.named_parameters() if p.requires_grad] == [
         n for n, p in layer.named_parameters() if p.requires_grad
     ]
@@ -104,9 +104,61 @@ def test_what_is_not_a_checkpoint_is_refused_by_name(tmp_path):
         adptnet.load(path)
 
 
+def test_a_layers_layout_comes_back(tmp_path):
+    adptnet.save(ADPTNet(4, batch_first=False), tmp_path / "model")
+    assert not adptnet.load(tmp_path / "model").batch_first
+
+
+def test_a_link_is_followed_and_permissions_are_the_users(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    adptnet.save(ADPTNet(4), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "target").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def tampered(path, change, **tensors):
+    """A checkpoint of ADPTNet(4) with half its spectrum negative, its spec or its tensors changed."""
+    layer = ADPTNet(4, spectrum=spectra.Negative())
+    text = change(layer.spec.to_json())
+    path.write_bytes(safetensors.torch.save({**layer.state_dict(), **tensors}, {"adptnet": text}))
+    return path
+
+
+def test_a_tampered_checkpoint_is_refused_before_it_costs_anything(tmp_path):
+    huge = tampered(tmp_path / "huge", lambda text: text.replace('"width": 4', '"width": 30000'))
+    with pytest.raises(CheckpointError, match="width=30000, but no weight is that large"):
+        adptnet.load(huge)
+    floats = tampered(tmp_path / "floats", str, **{"cell.spectrum.negative": torch.full((4,), -5.0)})
+    with pytest.raises(CheckpointError, match=r"cell\.spectrum\.negative is torch\.float64, where torch\.bool"):
+        adptnet.load(floats)
+    weird = tampered(
+        tmp_path / "weird", str, **{"cell.spectrum.spectrum.log_dt": torch.zeros(4, dtype=torch.complex64)}
+    )
+    with pytest.raises(CheckpointError, match=r"log_dt is torch\.complex64"):
+        adptnet.load(weird)
+    with pytest.raises(CheckpointError, match="describes no whole module"):
+        adptnet.load(tampered(tmp_path / "part", lambda _: spectra.Linspace().to_json()))
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # torch.compile's own
 def test_what_has_no_spec_is_not_saved(tmp_path):
-    with pytest.raises(CheckpointError, match="Linear has no spec"):
-        adptnet.save(torch.nn.Linear(2, 2), tmp_path / "model")
+    layer = ADPTNet(4)
+
+    class Mine(ADPTNet):
+        pass
+
+    for model in (
+        torch.nn.Linear(2, 2),
+        torch.compile(layer),
+        layer.cell.directions[0],
+        layer.cell.drive.gain,
+        Mine(4),
+    ):
+        with pytest.raises(CheckpointError, match="load could not build a"):
+            adptnet.save(model, tmp_path / "model")
+    with pytest.raises(CheckpointError, match="is a folder"):
+        adptnet.save(layer, tmp_path)
     with pytest.raises(CheckpointError, match="mkdir -p"):
         adptnet.save(ADPTNet(4), tmp_path / "nowhere" / "model")
     assert not list(tmp_path.iterdir())

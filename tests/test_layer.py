@@ -283,7 +283,7 @@ def test_the_relu_rnn_is_torchs():
     layer = Recurrent(cells.ReLURNN(5))
     twin = torch.nn.RNN(5, 5, nonlinearity="relu", batch_first=True)
     with torch.no_grad():
-        twin.weight_hh_l0.copy_(layer.cell.recurrent_weight)
+        twin.weight_hh_l0.copy_(layer.cell.recurrent.weight)
         twin.weight_ih_l0.copy_(layer.cell.input_weight)
         twin.bias_ih_l0.copy_(layer.cell.bias)
         twin.bias_hh_l0.zero_()

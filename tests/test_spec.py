@@ -1,7 +1,8 @@
 """Specs: printed, compared, written and read back; what is wrong in them is named."""
 
-import dataclasses
 import json
+from fractions import Fraction
+from typing import Any
 
 import numpy
 import pytest
@@ -55,13 +56,15 @@ def test_a_models_spec_survives_json_and_is_its_modules(spec):
 
 def test_a_spec_prints_as_what_to_type():
     assert repr(spectra.Negative(spectra.S4DReal(dt_min=0.01), 0.25)) == (
-        "Negative(spectrum=S4DReal(dt_min=0.01, dt_max=0.1, trainable=True), fraction=0.25)"
+        "Negative(spectrum=S4DReal(dt_min=0.01, dt_max=0.1, trainable=True, dt_per='channel'), fraction=0.25)"
     )
 
 
 def test_numpy_numbers_are_written_as_numbers():
     written = spectra.Linspace(dt_min=numpy.float32(0.0625)).to_json()
     assert Spec.from_json(written) == spectra.Linspace(dt_min=0.0625)
+    assert type(ADPTNet(numpy.int64(4), beta=numpy.float32(0.5)).spec.cell.beta) is float
+    assert ADPTNet(4, beta=Fraction(1, 8)).spec == ADPTNet(4).spec
 
 
 def document(**changes):
@@ -81,7 +84,10 @@ def document(**changes):
         ('{"adptnet_spec": 1, "spec": {}, "more": 1}', "no key 'more'"),
         ('{"adptnet_spec": 1, "spec": {"type": "Linspce"}}', "Perhaps you meant 'Linspace'"),
         (document(wdith=3), "ADPTSpec has no field 'wdith'. Perhaps you meant 'width'"),
-        (document(rope={"type": "RoPE"}), "no field 'rope'"),
+        (document(flow={"type": "RoPE"}), "no field 'flow'"),
+        (document(direction={"type": "FromState", "relu": "false"}), "must be True or False"),
+        ('{"adptnet_spec": 1, "spec": {"type": ["LayerSpec"]}}', "unknown here"),
+        ("[" * 100_000, "not JSON"),
         (document(beta=-1), "beta must be a number, zero or above"),
         (document(spectrum={"type": "Cayley"}), "spectrum must be a SpectrumSpec. Pass spectrum=spectra.Linspace()"),
         ('{"adptnet_spec": 1, "spec": {"type": "ADPTSpec"}}', "cannot be made from {}"),
@@ -104,6 +110,45 @@ def test_what_is_wrong_in_a_spec_is_named(text, message):
         (lambda: spectra.Sparse(spectra.Linspace(), 1.0), "fraction must be in [0, 1)"),
         (lambda: spectra.Sparse(1.0), "spectrum must be a SpectrumSpec"),
         (lambda: spectra.Sparse(seed=0.5), "seed must be a whole number"),
+        (lambda: spectra.Sparse(seed=2**70), "seed must be a whole number"),
+        (lambda: spectra.Linspace(dt_min=1e-46), "dt_min must be between 1e-15 and 1e15"),
+        (lambda: spectra.Linspace(dt_per="row"), 'must be "state" or "channel"'),
+        (lambda: spectra.Linspace(trainable="never"), "must be True or False"),
+        (lambda: spectra.Negative(fraction=True), "fraction must be in [0, 1)"),
+        (lambda: spectra.LRURing(r_max=1.0), "needs 0 <= r_min <= r_max < 1"),
+        (lambda: spectra.UniformDecay(decay_min=3.0, decay_max=1.0), "decay_min is the larger"),
+        (lambda: spectra.FromExponents(()), "needs finite numbers"),
+        (lambda: spectra.FromExponents((-1.0,)).build(3), "Pass state_size=1, or 3 exponents"),
+        (lambda: ADPTNet(2, spectrum=spectra.FromExponents((0.1, -1.0))), "Pass gain=drive.ZOH()"),
+        (
+            lambda: ADPTNet(6, projection=projections.LowParam((8, 9), 2)),
+            "makes 72, but the state has size 6. Pass factors=(3, 2)",
+        ),
+        (lambda: ADPTNet(6, state_size=8, input_projection=projections.Kronecker((4, 2))), "is square"),
+        (lambda: projections.Kronecker(factors=(3,)), "factors are two sizes"),
+        (lambda: projections.LowRank(rank=0), "rank must be a whole number from 1"),
+        (lambda: directions.FromState(relu=True, spike=1.0), "either ReLU(x) or spikes"),
+        (lambda: directions.FromState(dot=1.5), "in [-1, 1]"),
+        (
+            lambda: ADPTNet(6, direction=directions.FromState(heads=4)),
+            "4 heads do not divide the state. Pass state_size=8",
+        ),
+        (
+            lambda: ADPTNet(6, spectrum=spectra.S4DInv(), direction=directions.FromState(heads=2)),
+            "even number in each head",
+        ),
+        (lambda: ADPTNet(7, spectrum=spectra.S4DInv()), "Pass state_size=8"),
+        (lambda: ADPTNet(6, beta=(0.1, 0.2)), "2 numbers for 1 heads. Pass direction=FromState(heads=2)"),
+        (lambda: ADPTNet(6, beta=1e20), "no digits left"),
+        (lambda: ADPTNet(6, rope=drive.RoPE(), spectrum=spectra.S4DInv()), "Pass a real spectrum"),
+        (lambda: ADPTNet(5, rope=drive.RoPE()), "Pass state_size=6"),
+        (lambda: drive.RoPE(sign=0), "must be 1 (as printed) or -1"),
+        (lambda: conjugates.Taylor(order=3), "must be 1 or 2"),
+        (lambda: ADPTNet(6, conjugate=conjugates.Taylor(), rotation_aware=True), "Pass conjugate=conjugates.Exact()"),
+        (lambda: ADPTNet(6, start=True, direction=directions.FromState(heads=2)), "Pass heads=1"),
+        (lambda: ADPTNet(6, conjugate=conjugates.Stateful(), memory=cells.SlowMemory()), "does not go with memory"),
+        (lambda: cells.SlowMemory(spectra.S4DInv()), "must be real"),
+        (lambda: nn.BlockSpec(ADPTNet(4, batch_first=False).spec), "Build the layer with batch_first=True"),
         (lambda: spectra.Negative(spectra.Linspace(), 1.5), "fraction must be in [0, 1)"),
         (lambda: spectra.Negative(spectra.Linspace), "Pass spectrum=Linspace()"),
         (lambda: spectra.S4DInv().build(7), "state_size=7 is odd. Pass state_size=8"),
@@ -142,8 +187,12 @@ def test_what_cannot_be_built_is_refused_with_the_fix(make, message):
 
 
 def test_a_spec_holds_no_tensors():
+    @spec
+    class Holder(Spec):
+        content: Any
+
     with pytest.raises(SpecError, match="cannot go into a spec"):
-        dataclasses.replace(nn.BlockSpec(ADPTNet(4).spec), glu=torch.ones(())).to_json()
+        Holder(torch.ones(())).to_json()
 
 
 def test_two_specs_of_one_name_are_refused():

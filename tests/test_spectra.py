@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 import brute
 from adptnet import drive, spectra
-from members import all_spectra, even, is_complex
+from members import all_spectra, even
 
 
 def test_linspace_spaces_the_logarithm_of_the_step():
@@ -58,7 +58,7 @@ def test_every_spectrum_is_its_formula(spectrum, size):
     built = spectrum.build(size)
     expected = brute.eigenvalues(spectrum, built)
     assert_close(built().eigenvalues(), expected)
-    pair = 2 if is_complex(spectrum) else 1
+    pair = 2 if spectrum.is_complex else 1
     assert_close(built.log_modulus(), expected.abs().log().repeat_interleave(pair))
     assert_close(built.hold().dense(), brute.blocks(brute.hold(spectrum, built)))
     assert (built().modulus() < 1).all()

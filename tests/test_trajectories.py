@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 import brute
 from adptnet import TrainableBeta, drive, verify
-from members import all_retractions, all_spectra, build, even, legal, name_of
+from members import adpt_cell, all_retractions, all_spectra, build, even, legal, name_of
 
 STEPS = 24
 
@@ -18,7 +18,9 @@ def compared(layer, batch=2):
     by up to 10⁷ in 24 steps. The same change of one part in 10¹⁵ of the initial state shows by how much.
     """
     x = torch.randn(batch, STEPS, layer.width, requires_grad=True)
-    state = torch.randn(batch, layer.state_size, requires_grad=True)
+    state = layer.cell.initial_state(batch)
+    state[:, : adpt_cell(layer).state_size] = torch.randn(batch, adpt_cell(layer).state_size)
+    state.requires_grad_()
     weights = torch.randn(batch, STEPS, layer.width)
     named = {n: p for n, p in layer.named_parameters() if p.requires_grad}
     leaves = [x, state, *named.values()]

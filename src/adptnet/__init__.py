@@ -4,23 +4,49 @@ layer = adptnet.ADPTNet(width=64, beta=0.125)
 y, state = layer(torch.randn(4, 1024, 64))
 """
 
-from . import adjoints, cells, conjugates, directions, drive, errors, nn, projections, retractions, solvers, spectra
+from . import (
+    adjoints,
+    cells,
+    conjugates,
+    directions,
+    drive,
+    errors,
+    nn,
+    projections,
+    retractions,
+    solvers,
+    spectra,
+    tasks,
+    training,
+)
+from ._version import __version__
 from .beta import TrainableBeta
 from .cells import ADPTState
 from .checkpoint import load, save
-from .nn import ADPTNet, Bidirectional, Recurrent, SequenceModel, Stack, verify
+from .nn import (
+    ADPTNet,
+    Bidirectional,
+    CoupledADPTNet,
+    LinearADPTNet,
+    Recurrent,
+    SequenceModel,
+    Stack,
+    TaylorADPTNet,
+    verify,
+)
 from .spec import Spec
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ADPTNet",
     "ADPTState",
     "Bidirectional",
+    "CoupledADPTNet",
+    "LinearADPTNet",
     "Recurrent",
     "SequenceModel",
     "Spec",
     "Stack",
+    "TaylorADPTNet",
     "TrainableBeta",
     "__version__",
     "adjoints",
@@ -36,5 +62,7 @@ __all__ = [
     "save",
     "solvers",
     "spectra",
+    "tasks",
+    "training",
     "verify",
 ]

@@ -42,7 +42,7 @@ class Checkpointed(Adjoint):
     """
 
     def __init__(self, segment_length: int | None = None):
-        if segment_length is not None and segment_length < 1:
+        if segment_length is not None and (not isinstance(segment_length, int) or segment_length < 1):
             raise InputError(f"Checkpointed(segment_length={segment_length}): must be a whole number from 1.")
         self.segment_length = segment_length
 

@@ -1,4 +1,4 @@
-"""β, the one dial of the non-linearity: a fixed number, or a trainable one with a range."""
+"""β, the one dial of the non-linearity: a fixed number, or a trainable one with a range; one for each head if asked."""
 
 import math
 
@@ -9,7 +9,7 @@ from .errors import SpecError
 from .marks import NoDecay
 from .spec import Spec, check_nonnegative, spec
 
-__all__ = ["Beta", "TrainableBeta"]
+__all__ = ["Beta", "BetaValue", "TrainableBeta"]
 
 
 @spec
@@ -17,20 +17,36 @@ class TrainableBeta(Spec):
     """A β that learns. The value used is clipped to [minimum, maximum]; the parameter itself may lie outside.
 
     The gradient passes the clip unchanged, so that a β outside the range can come back.
+
+    Attributes:
+        initial: Where it starts; a tuple for one β a head.
+        minimum: Smallest value used.
+        maximum: Largest value used; None for no limit.
     """
 
-    initial: float = 0.125
+    initial: float | tuple[float, ...] = 0.125
     minimum: float = 0.0
     maximum: float | None = None
 
     def __post_init__(self) -> None:
-        check_nonnegative(self, initial=self.initial, minimum=self.minimum)
+        check_nonnegative(self, minimum=self.minimum)
         if self.maximum is not None:
             check_nonnegative(self, maximum=self.maximum)
-        if not self.minimum <= self.initial <= (math.inf if self.maximum is None else self.maximum):
-            raise SpecError(
-                f"{self}: needs minimum <= initial <= maximum. Pass minimum=0.0, maximum=None for no range."
-            )
+        for value in self.initial if isinstance(self.initial, tuple) else (self.initial,):
+            check_nonnegative(self, initial=value)
+            if not self.minimum <= value <= (math.inf if self.maximum is None else self.maximum):
+                raise SpecError(
+                    f"{self}: needs minimum <= initial <= maximum. Pass minimum=0.0, maximum=None for no range."
+                )
+
+
+BetaValue = float | tuple[float, ...] | TrainableBeta
+
+
+def heads_of(value: BetaValue) -> int | None:
+    """How many heads a β is given for; None if one number serves all."""
+    numbers = value.initial if isinstance(value, TrainableBeta) else value
+    return len(numbers) if isinstance(numbers, tuple) else None
 
 
 class Beta(NoDecay):
@@ -38,7 +54,7 @@ class Beta(NoDecay):
 
     def __init__(
         self,
-        value: float | TrainableBeta,
+        value: BetaValue,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -47,14 +63,25 @@ class Beta(NoDecay):
         self.value = value
         self.parameter: nn.Parameter | None = None
         if isinstance(value, TrainableBeta):
-            self.parameter = nn.Parameter(torch.tensor(float(value.initial), device=device, dtype=dtype))
+            self.parameter = nn.Parameter(torch.tensor(value.initial, device=device, dtype=dtype))
 
-    def forward(self) -> float | Tensor:
+    def forward(self, like: Tensor) -> float | Tensor:
+        """The value in use: a number, or a tensor in the dtype of `like`; (heads, 1) for one a head."""
         if isinstance(self.value, TrainableBeta) and self.parameter is not None:
-            raw = self.parameter
-            return raw + (raw.clamp(self.value.minimum, self.value.maximum) - raw).detach()
+            raw = self.parameter.to(like.dtype)
+            used = raw.clamp(self.value.minimum, self.value.maximum).detach() + (raw - raw.detach())
+            return used.unsqueeze(-1) if used.dim() else used
+        if isinstance(self.value, tuple):
+            return torch.tensor(self.value, dtype=like.dtype, device=like.device).unsqueeze(-1)
         assert isinstance(self.value, (int, float))
         return float(self.value)
+
+    def report(self) -> dict[str, list[float]]:
+        """The raw numbers and those in use, one for each head."""
+        raw = self.value if self.parameter is None else self.parameter.detach()
+        used = self(torch.zeros((), dtype=torch.float64))
+        flat = [torch.as_tensor(v, dtype=torch.float64).detach().reshape(-1).tolist() for v in (raw, used)]
+        return {"raw": flat[0], "used": flat[1]}
 
     def extra_repr(self) -> str:
         return repr(self.value)

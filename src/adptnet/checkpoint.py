@@ -1,14 +1,16 @@
 """Saving and loading: weights as safetensors, with the spec in the same file. Nothing is ever unpickled."""
 
+import json
 import os
-import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from .errors import CheckpointError, SpecError
-from .spec import Spec
+from .errors import CheckpointError
+from .files import write_whole
+from .spec import ModuleSpec, Spec
 
 __all__ = ["load", "save"]
 
@@ -25,26 +27,18 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     from safetensors.torch import save as serialise
 
     spec = getattr(model, "spec", None)
-    if not isinstance(spec, Spec) or not hasattr(spec, "build"):
+    if not isinstance(spec, ModuleSpec) or not type(model).__module__.startswith("adptnet."):
         raise CheckpointError(
-            f"{type(model).__name__} has no spec, so load could not build it again. Save a model made of adptnet "
-            "modules, or its parts one by one."
+            f"load could not build a {type(model).__name__} again. Save one of adptnet's own modules that has a spec; "
+            "of a compiled model, save model._orig_mod."
         )
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    content = serialise(tensors, metadata={_KEY: spec.to_json()})
     target = Path(path)
     if not target.parent.is_dir():
         raise CheckpointError(f"The folder {target.parent} does not exist. Make it first: mkdir -p {target.parent}")
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    if target.is_dir():
+        raise CheckpointError(f"{target} is a folder. Pass a file in it, e.g. {target / 'model.safetensors'}")
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
+    write_whole(target, serialise(tensors, metadata={_KEY: spec.to_json()}))
 
 
 def load(path: str | os.PathLike[str], *, device: torch.device | str | None = None) -> nn.Module:
@@ -54,6 +48,22 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str | None = No
         path: A file written by `save`.
         device: Where to put it; the CPU if not given.
     """
+    spec, tensors = _read(path)
+    _check_size(path, spec, tensors)
+    with torch.random.fork_rng(devices=[]):  # the weights are replaced: leave the caller's random numbers alone
+        model: nn.Module = spec.build()
+    for name, own in model.state_dict().items():
+        found = tensors.get(name)
+        if found is not None and (found.is_floating_point(), found.is_complex()) != (own.is_floating_point(), False):
+            raise CheckpointError(f"{os.fspath(path)}: {name} is {found.dtype}, where {own.dtype} is needed.")
+    try:
+        model.load_state_dict(tensors, assign=True)  # keeps the dtypes of the file
+    except RuntimeError as error:
+        raise CheckpointError(f"{os.fspath(path)}: weights and spec do not belong together. {error}") from None
+    return model if device is None else model.to(device)
+
+
+def _read(path: str | os.PathLike[str]) -> tuple[ModuleSpec, dict[str, Tensor]]:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -73,12 +83,25 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str | None = No
             "or write the file with adptnet.save(model, path)."
         )
     spec = Spec.from_json(metadata[_KEY])
-    if not hasattr(spec, "build"):
-        raise SpecError(f"{type(spec).__name__} describes no module. Save a whole layer or model.")
-    with torch.random.fork_rng(devices=[]):  # the weights are replaced: leave the caller's random numbers alone
-        model: nn.Module = spec.build()
-    try:
-        model.load_state_dict(tensors, assign=True)  # keeps the dtypes of the file
-    except RuntimeError as error:
-        raise CheckpointError(f"{os.fspath(path)}: weights and spec do not belong together. {error}") from None
-    return model if device is None else model.to(device)
+    if not isinstance(spec, ModuleSpec):
+        raise CheckpointError(f"{os.fspath(path)}: {type(spec).__name__} describes no whole module.")
+    return spec, tensors
+
+
+def _check_size(path: str | os.PathLike[str], spec: ModuleSpec, tensors: dict[str, Tensor]) -> None:
+    """A size in the spec shows in the weights: a file that asks for more memory than it fills is refused unbuilt."""
+    largest = max((max(tensor.shape, default=0) for tensor in tensors.values()), default=0)
+    for name, value in _sizes(json.loads(spec.to_json())):
+        if value > max(largest, len(tensors)):
+            raise CheckpointError(
+                f"{os.fspath(path)}: weights and spec do not belong together. The spec has {name}={value}, "
+                "but no weight is that large."
+            )
+
+
+def _sizes(node: Any) -> list[tuple[str, int]]:
+    if not isinstance(node, dict):
+        return []
+    named = ("width", "state_size", "vocabulary", "input_size", "output_size", "depth", "num_layers", "heads", "steps")
+    found = [(name, value) for name, value in node.items() if name in named and isinstance(value, int)]
+    return found + [size for value in node.values() for size in _sizes(value)]

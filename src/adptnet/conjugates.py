@@ -1,18 +1,36 @@
 """Conjugates: how M = Q Λ̄ Q' acts on the state, as an operator that is never formed."""
 
 import abc
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .directions import KeyValue
+from .errors import IncompatibleError, SpecError
 from .ops.plane_rotation import PlaneRotation, skew
 from .retractions import Retraction
-from .spec import Spec, spec
+from .spec import Spec, check_size, spec
 from .spectra import BlockDiagonal
 from .typing import Matrix, Vector
 
-__all__ = ["Conjugate", "ConjugateSpec", "Diagonal", "Exact", "RotatedConjugate", "StaticConjugate"]
+__all__ = [
+    "Conjugate",
+    "ConjugateSpec",
+    "Diagonal",
+    "Exact",
+    "HeadedConjugate",
+    "Product",
+    "RotatedConjugate",
+    "StartedBlocks",
+    "Stateful",
+    "StaticConjugate",
+    "Taylor",
+    "TaylorConjugate",
+    "block_diagonal",
+    "dense_step",
+]
 
 
 class Conjugate(abc.ABC):
@@ -33,43 +51,123 @@ class Conjugate(abc.ABC):
     def dense(self) -> Matrix:
         """M as a matrix."""
 
+    def turn(self, x: Vector) -> Vector:
+        """Q x, where there is one: for the rotation-aware drive."""
+        raise IncompatibleError(f"{type(self).__name__} has no rotation. Use conjugates.Exact() or Product().")
+
+
+class StartedBlocks(NamedTuple):
+    """Q₀ Λ̄ Q₀' for a learned start Q₀: in the place of Λ̄ wherever only its action is asked for."""
+
+    blocks: BlockDiagonal
+    start: Tensor  # (n, n), orthogonal
+
+    def mv(self, x: Vector) -> Vector:
+        return self.blocks.mv(x @ self.start) @ self.start.mT
+
+    def dense(self) -> Tensor:
+        return self.start @ self.blocks.dense() @ self.start.mT
+
+
+Eigen = BlockDiagonal | StartedBlocks
+
 
 class ConjugateSpec(Spec, abc.ABC):
     """The description of a conjugate."""
 
-    turns: ClassVar[bool]  # whether it uses key and value
+    turns: ClassVar[bool] = True  # whether it uses key and value
+    rotates: ClassVar[bool] = True  # whether it has an orthogonal Q
+
+    @property
+    def planes(self) -> int:
+        """How many pairs of key and value it uses, each with a K and a V of its own."""
+        return 1
 
     @abc.abstractmethod
     def operator(
-        self, lambda_bar: BlockDiagonal, planes: KeyValue | None, beta: float | Tensor, retraction: Retraction
+        self, eigen: Eigen, planes: Sequence[KeyValue], beta: float | Tensor, retraction: Retraction
     ) -> Conjugate:
         """M for these eigenvalues and directions."""
 
     @abc.abstractmethod
-    def define(
-        self, lambda_bar: BlockDiagonal, planes: KeyValue | None, beta: float | Tensor, retraction: Retraction
-    ) -> Matrix:
+    def define(self, eigen: Eigen, planes: Sequence[KeyValue], beta: float | Tensor, retraction: Retraction) -> Matrix:
         """The same by its definition, with dense matrices: slow, and what `operator` is compared with."""
+
+
+def dense_step(beta: float | Tensor, plane: KeyValue) -> Tensor:
+    """beta (key value' - value key'), dense."""
+    return (beta.unsqueeze(-1) if isinstance(beta, Tensor) else beta) * skew(plane.key, plane.value)
 
 
 @spec
 class Exact(ConjugateSpec):
     """M = Q Λ̄ Q' (eq:state_dependent_similarity)."""
 
-    turns: ClassVar[bool] = True
+    def operator(
+        self, eigen: Eigen, planes: Sequence[KeyValue], beta: float | Tensor, retraction: Retraction
+    ) -> Conjugate:
+        return RotatedConjugate([retraction(*planes[0], beta)], eigen)
+
+    def define(self, eigen: Eigen, planes: Sequence[KeyValue], beta: float | Tensor, retraction: Retraction) -> Matrix:
+        rotation = retraction.define(dense_step(beta, planes[0]))
+        return rotation @ eigen.dense() @ rotation.mT
+
+
+@spec
+class Product(ConjugateSpec):
+    """M = Q Λ̄ Q' with Q the product of `steps` plane rotations, the first one innermost: Q = Q_m … Q_2 Q_1.
+
+    Each has its own K and V of the same state. One step is `Exact`; more reach further from the identity, as
+    DeltaProduct does for linear recurrences.
+    """
+
+    steps: int = 2
+
+    def __post_init__(self) -> None:
+        check_size(self, steps=self.steps)
+
+    @property
+    def planes(self) -> int:
+        return self.steps
 
     def operator(
-        self, lambda_bar: BlockDiagonal, planes: KeyValue | None, beta: float | Tensor, retraction: Retraction
+        self, eigen: Eigen, planes: Sequence[KeyValue], beta: float | Tensor, retraction: Retraction
     ) -> Conjugate:
-        assert planes is not None
-        return RotatedConjugate(retraction(planes.key, planes.value, beta), lambda_bar)
+        return RotatedConjugate([retraction(*plane, beta) for plane in planes], eigen)
 
-    def define(
-        self, lambda_bar: BlockDiagonal, planes: KeyValue | None, beta: float | Tensor, retraction: Retraction
-    ) -> Matrix:
-        assert planes is not None
-        rotation = retraction.define(beta * skew(planes.key, planes.value))
-        return rotation @ lambda_bar.dense() @ rotation.mT
+    def define(self, eigen: Eigen, planes: Sequence[KeyValue], beta: float | Tensor, retraction: Retraction) -> Matrix:
+        dense = eigen.dense()
+        for plane in planes:
+            rotation = retraction.define(dense_step(beta, plane))
+            dense = rotation @ dense @ rotation.mT
+        return dense
+
+
+@spec
+class Taylor(ConjugateSpec):
+    """The exact conjugate to first or second order in β, without a rotation: for small β only.
+
+    Λ̄ + β[S, Λ̄] + ½β²[S, [S, Λ̄]] with S = k v' - v k' and [A, B] = AB - BA (eq:taylor_ADPTNet has the opposite sign,
+    which belongs to Q'Λ̄Q). The error falls with β² or β³. M no longer has the moduli |λ̄| as its singular values, so
+    for large β the state may grow.
+    """
+
+    rotates: ClassVar[bool] = False
+    order: int = 1
+
+    def __post_init__(self) -> None:
+        if self.order not in (1, 2):
+            raise SpecError(f"Taylor(order={self.order!r}): must be 1 or 2. For all orders use conjugates.Exact().")
+
+    def operator(
+        self, eigen: Eigen, planes: Sequence[KeyValue], beta: float | Tensor, retraction: Retraction
+    ) -> Conjugate:
+        return TaylorConjugate(planes[0], eigen, beta, self.order)
+
+    def define(self, eigen: Eigen, planes: Sequence[KeyValue], beta: float | Tensor, retraction: Retraction) -> Matrix:
+        dense, step = eigen.dense(), dense_step(beta, planes[0])
+        first = step @ dense - dense @ step
+        return dense + first + ((step @ first - first @ step) / 2 if self.order == 2 else 0)
 
 
 @spec
@@ -77,33 +175,66 @@ class Diagonal(ConjugateSpec):
     """M = Λ̄: β = 0, a diagonal state-space model. There are no K and V."""
 
     turns: ClassVar[bool] = False
+    rotates: ClassVar[bool] = False
+
+    @property
+    def planes(self) -> int:
+        return 0
 
     def operator(
-        self, lambda_bar: BlockDiagonal, planes: KeyValue | None, beta: float | Tensor, retraction: Retraction
+        self, eigen: Eigen, planes: Sequence[KeyValue], beta: float | Tensor, retraction: Retraction
     ) -> Conjugate:
-        return StaticConjugate(lambda_bar)
+        return StaticConjugate(eigen)
 
-    def define(
-        self, lambda_bar: BlockDiagonal, planes: KeyValue | None, beta: float | Tensor, retraction: Retraction
-    ) -> Matrix:
-        return lambda_bar.dense()
+    def define(self, eigen: Eigen, planes: Sequence[KeyValue], beta: float | Tensor, retraction: Retraction) -> Matrix:
+        return eigen.dense()
+
+
+@spec
+class Stateful(ConjugateSpec):
+    """M = Q_t Λ̄ Q_t' with a Q that is remembered: Q_t = Q_{t-1} exp(β S), S = k (Q_{t-1}v)' - (Q_{t-1}v) k'.
+
+    The paper's first idea (eq:naive_ortho_update), for study: the state carries the n² numbers of Q beside x, so n must
+    be small. `cells.StatefulCell` runs it.
+    """
+
+    def operator(
+        self, eigen: Eigen, planes: Sequence[KeyValue], beta: float | Tensor, retraction: Retraction
+    ) -> Conjugate:
+        raise IncompatibleError(
+            "Stateful needs its Q: build the cell with cells.ADPTSpec(conjugate=Stateful()).build()."
+        )
+
+    def define(self, eigen: Eigen, planes: Sequence[KeyValue], beta: float | Tensor, retraction: Retraction) -> Matrix:
+        raise IncompatibleError(
+            "Stateful needs its Q: build the cell with cells.ADPTSpec(conjugate=Stateful()).build()."
+        )
 
 
 class RotatedConjugate(Conjugate):
-    """Q Λ̄ Q' for a plane rotation Q."""
+    """Q Λ̄ Q' for a product Q of plane rotations, the first one innermost."""
 
-    def __init__(self, rotation: PlaneRotation, lambda_bar: BlockDiagonal):
-        self.rotation = rotation
-        self.lambda_bar = lambda_bar
+    def __init__(self, rotations: Sequence[PlaneRotation], eigen: Eigen):
+        self.rotations = rotations
+        self.eigen = eigen
 
     def mv(self, x: Vector) -> Vector:
-        return self.rotation.apply(self.lambda_bar.mv(self.rotation.apply_transposed(x)))
+        for rotation in reversed(self.rotations):
+            x = rotation.apply_transposed(x)
+        return self.turn(self.eigen.mv(x))
+
+    def turn(self, x: Vector) -> Vector:
+        for rotation in self.rotations:
+            x = rotation.apply(x)
+        return x
 
     def diagonal(self) -> Vector:
+        if len(self.rotations) > 1 or isinstance(self.eigen, StartedBlocks):
+            return self.dense().diagonal(dim1=-2, dim2=-1)
         # Q = I + F G F' with F = [key offset], so diag M = diag(Λ + F G F'Λ + ΛF (F G)' + F G (F'ΛF) (F G)'). The skew
         # part of Λ (complex pairs) cancels in every term.
-        key, offset, turn, shrink_key, shrink_offset = self.rotation
-        real = self.lambda_bar.real
+        key, offset, turn, shrink_key, shrink_offset = self.rotations[0]
+        real = self.eigen.real
         turned_key = shrink_key * key - turn * offset  # the columns of F G
         turned_offset = turn * key + shrink_offset * offset
         key_key = (key * real * key).sum(-1, keepdim=True)
@@ -118,21 +249,97 @@ class RotatedConjugate(Conjugate):
         return real + linear + quadratic
 
     def dense(self) -> Matrix:
-        rotation = self.rotation.dense()
-        return rotation @ self.lambda_bar.dense() @ rotation.mT
+        dense = self.eigen.dense()
+        for rotation in self.rotations:
+            matrix = rotation.dense()
+            dense = matrix @ dense @ matrix.mT
+        return dense
+
+
+class TaylorConjugate(Conjugate):
+    """Λ̄ + β[S, Λ̄], and ½β²[S, [S, Λ̄]] at order two, applied from the right to the left."""
+
+    def __init__(self, plane: KeyValue, eigen: Eigen, beta: float | Tensor, order: int):
+        self.plane = plane
+        self.eigen = eigen
+        self.beta = beta
+        self.order = order
+
+    def mv(self, x: Vector) -> Vector:
+        eigen, skew_of = self.eigen.mv, self._skew
+        remembered, moved = eigen(x), skew_of(x)
+        first = skew_of(remembered) - eigen(moved)  # [S, Λ] x
+        if self.order == 1:
+            return remembered + self.beta * first
+        second = skew_of(first) - (skew_of(eigen(moved)) - eigen(skew_of(moved)))  # [S, [S, Λ]] x
+        return remembered + self.beta * first + self.beta * self.beta / 2 * second
+
+    def _skew(self, x: Tensor) -> Tensor:
+        key, value = self.plane
+        return key * (value * x).sum(-1, keepdim=True) - value * (key * x).sum(-1, keepdim=True)
+
+    def diagonal(self) -> Vector:
+        if self.order == 2 or not isinstance(self.eigen, BlockDiagonal):
+            return self.dense().diagonal(dim1=-2, dim2=-1)
+        # diag [S, Λ] vanishes for real eigenvalues, and for a pair by its two turned products
+        key, value = self.plane
+        back = self.eigen.transposed()
+        first = key * back.mv(value) - value * back.mv(key) - self.eigen.mv(key) * value + self.eigen.mv(value) * key
+        return self.eigen.real + self.beta * first
+
+    def dense(self) -> Matrix:
+        key, value = self.plane
+        size = key.shape[-1]
+        eye = torch.eye(size, dtype=key.dtype, device=key.device).expand(*key.shape, size)
+        beta = self.beta.unsqueeze(-2) if isinstance(self.beta, Tensor) and self.beta.dim() else self.beta
+        eigen = self.eigen
+        if isinstance(eigen, BlockDiagonal) and eigen.real.dim() > 1:
+            eigen = BlockDiagonal(eigen.real.unsqueeze(-2), None if eigen.imag is None else eigen.imag.unsqueeze(-2))
+        plane = KeyValue(key.unsqueeze(-2), value.unsqueeze(-2))
+        return TaylorConjugate(plane, eigen, beta, self.order).mv(eye).mT
 
 
 class StaticConjugate(Conjugate):
     """Λ̄ itself."""
 
-    def __init__(self, lambda_bar: BlockDiagonal):
-        self.lambda_bar = lambda_bar
+    def __init__(self, eigen: Eigen):
+        self.eigen = eigen
 
     def mv(self, x: Vector) -> Vector:
-        return self.lambda_bar.mv(x)
+        return self.eigen.mv(x)
 
     def diagonal(self) -> Vector:
-        return self.lambda_bar.real
+        if isinstance(self.eigen, StartedBlocks):
+            return self.dense().diagonal()
+        return self.eigen.real
 
     def dense(self) -> Matrix:
-        return self.lambda_bar.dense()
+        return self.eigen.dense()
+
+
+class HeadedConjugate(Conjugate):
+    """A conjugate for each head, on its own part of the state."""
+
+    def __init__(self, each: Conjugate, heads: int):
+        self.each = each
+        self.heads = heads
+
+    def mv(self, x: Vector) -> Vector:
+        return self.each.mv(x.unflatten(-1, (self.heads, -1))).flatten(-2)
+
+    def turn(self, x: Vector) -> Vector:
+        return self.each.turn(x.unflatten(-1, (self.heads, -1))).flatten(-2)
+
+    def diagonal(self) -> Vector:
+        return self.each.diagonal().flatten(-2)
+
+    def dense(self) -> Matrix:
+        return block_diagonal(self.each.dense())
+
+
+def block_diagonal(blocks: Tensor) -> Tensor:
+    """(*b, heads, m, m) to (*b, heads·m, heads·m)."""
+    heads, size = blocks.shape[-3], blocks.shape[-1]
+    eye = torch.eye(heads, dtype=blocks.dtype, device=blocks.device)
+    spread = blocks.unsqueeze(-2) * eye[:, None, :, None]  # (*b, heads, m, heads, m)
+    return spread.flatten(-2).flatten(-3, -2).reshape(*blocks.shape[:-3], heads * size, heads * size)

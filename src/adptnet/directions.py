@@ -1,36 +1,53 @@
 """Directions: where the key and the value come from."""
 
+import abc
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from .projections import ProjectionSpec
-from .spec import Spec, spec
+from .errors import SpecError
+from .projections import Projection, ProjectionSpec
+from .projections.heads import Heads
+from .spec import Spec, check_positive, check_size, spec
 from .typing import Vector
 
-__all__ = ["Directions", "FromState", "KeyValue", "unit"]
+__all__ = ["DirectionSpec", "Directions", "FromInput", "FromState", "KeyValue", "spike", "unit"]
 
 
 class KeyValue(NamedTuple):
-    """The pair that spans the plane of a rotation."""
+    """The pair that spans the plane of a rotation: (*b, n), or (*b, heads, n / heads)."""
 
-    key: Vector
-    value: Vector
+    key: Tensor
+    value: Tensor
 
 
-@spec
-class FromState(Spec):
-    """Key and value are unit vectors along K x and V x (eq:details_skew_kv).
+class DirectionSpec(Spec, abc.ABC):
+    """The description of the directions.
 
     Attributes:
-        relu: Take K and V of ReLU(x). Stronger on state tracking; the step is then only positively homogeneous,
-            the certificates do not hold (the paper says otherwise, see docs/deviations.md), and a state with no
-            positive entry takes the identity, where the step is discontinuous.
+        layer_norm: Apply a LayerNorm to Kx and Vx before they are brought to unit length.
+        dot: Hold key·value at this number (eq:parametric_kv_dot, with the mixing weight √(1 - p²) that keeps the key
+            at unit length): 0 turns furthest, ±1 not at all. None leaves it free.
+        heads: Divide the state into equal parts, each with a K, a V and a plane of its own.
     """
 
-    relu: bool = False
+    layer_norm: bool
+    dot: float | None
+    heads: int
+
+    def __post_init__(self) -> None:
+        check_size(self, heads=self.heads)
+        if self.dot is not None and not -1 <= self.dot <= 1:
+            raise SpecError(f"{type(self).__name__}(dot={self.dot!r}): a dot product of unit vectors is in [-1, 1].")
+
+    @property
+    def keeps_lemmas(self) -> bool:
+        """Whether the paper's lemmas, and certificates, hold with these directions (docs/deviations.md, point 13)."""
+        return not self.layer_norm and self.dot is None
 
     def build(
         self,
@@ -43,13 +60,71 @@ class FromState(Spec):
         """Makes K and V, both described by `projection`."""
         return Directions(self, state_size, projection, device, dtype)
 
+    def source(self, x: Tensor) -> Tensor:
+        """What K and V are applied to."""
+        return x
+
+
+@spec
+class FromState(DirectionSpec):
+    """Key and value are unit vectors along K x and V x (eq:details_skew_kv).
+
+    Attributes:
+        relu: Take K and V of ReLU(x). Stronger on state tracking; the step is then only positively homogeneous,
+            the certificates do not hold (the paper says otherwise, see docs/deviations.md), and a state with no
+            positive entry takes the identity, where the step is discontinuous.
+        spike: Take K and V of the spikes [x >= spike], with a boxcar surrogate derivative of width one.
+        layer_norm, dot, heads: See `DirectionSpec`.
+    """
+
+    relu: bool = False
+    spike: float | None = None
+    layer_norm: bool = False
+    dot: float | None = None
+    heads: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.spike is not None:
+            check_positive(self, spike=self.spike)
+            if self.relu:
+                raise SpecError(f"{self}: K and V take either ReLU(x) or spikes. Drop relu=True, or spike=.")
+
+    @property
+    def keeps_lemmas(self) -> bool:
+        return super().keeps_lemmas and not self.relu and self.spike is None
+
+    def source(self, x: Tensor) -> Tensor:
+        if self.spike is not None:
+            return spike(x - self.spike)
+        return x.relu() if self.relu else x
+
+
+@spec
+class FromInput(DirectionSpec):
+    """Key and value are unit vectors along K u and V u of the projected input u = B o (eq:linear_ADPTNet).
+
+    M then varies with the input but not with the state: the layer is linear in its state.
+
+    Attributes:
+        layer_norm, dot, heads: See `DirectionSpec`.
+    """
+
+    layer_norm: bool = False
+    dot: float | None = None
+    heads: int = 1
+
+    @property
+    def keeps_lemmas(self) -> bool:
+        return True  # nothing depends on the state, so J = M
+
 
 class Directions(nn.Module):
     """K and V, and what happens around them."""
 
     def __init__(
         self,
-        spec: FromState,
+        spec: DirectionSpec,
         state_size: int,
         projection: ProjectionSpec,
         device: torch.device | str | None,
@@ -57,26 +132,54 @@ class Directions(nn.Module):
     ):
         super().__init__()
         self.spec = spec
-        self.key_projection = projection.build(state_size, state_size, device=device, dtype=dtype)
-        self.value_projection = projection.build(state_size, state_size, device=device, dtype=dtype)
+
+        def projections() -> Projection:
+            size = state_size // spec.heads
+            heads = [projection.build(size, size, device=device, dtype=dtype) for _ in range(spec.heads)]
+            return heads[0] if spec.heads == 1 else Heads(heads)
+
+        def norm() -> nn.LayerNorm | None:
+            return nn.LayerNorm(state_size, device=device, dtype=dtype) if spec.layer_norm else None
+
+        self.key_projection, self.value_projection = projections(), projections()
+        self.key_norm, self.value_norm = norm(), norm()
 
     def bound(self, dtype: torch.dtype) -> Callable[[Tensor], KeyValue]:
-        """The directions of a state, with the projections evaluated once."""
-        key_of, value_of = self.key_projection.bound(dtype), self.value_projection.bound(dtype)
-        relu = self.spec.relu
+        """The directions of a source vector, with the projections evaluated once."""
+        key_of = _normed(self.key_projection.bound(dtype), self.key_norm, self.spec.heads)
+        value_of = _normed(self.value_projection.bound(dtype), self.value_norm, self.spec.heads)
 
-        def directions(state: Tensor) -> KeyValue:
-            source = state.relu() if relu else state
-            return KeyValue(unit(key_of(source)), unit(value_of(source)))
+        def directions(x: Tensor) -> KeyValue:
+            source = self.spec.source(x)
+            key, value = key_of(source), value_of(source)
+            return KeyValue(key if self.spec.dot is None else mixed(key, value, self.spec.dot), value)
 
         return directions
 
-    def forward(self, state: Vector) -> KeyValue:
-        return self.bound(state.dtype)(state)
+    def forward(self, x: Vector) -> KeyValue:
+        return self.bound(x.dtype)(x)
+
+
+def _normed(project: Callable[[Tensor], Tensor], norm: nn.LayerNorm | None, heads: int) -> Callable[[Tensor], Tensor]:
+    def direction(x: Tensor) -> Tensor:
+        y = project(x)
+        if norm is not None:
+            y = functional.layer_norm(
+                unit(y), norm.normalized_shape, norm.weight.to(y.dtype), norm.bias.to(y.dtype), norm.eps
+            )
+        return unit(y if heads == 1 else y.unflatten(-1, (heads, -1)))
+
+    return direction
+
+
+def mixed(key: Tensor, value: Tensor, dot: float) -> Tensor:
+    """A unit key in the plane of both, with key·value = `dot` (eq:parametric_kv_dot)."""
+    across = unit(key - (key * value).sum(-1, keepdim=True) * value)
+    return math.sqrt(1 - dot**2) * across + dot * value
 
 
 def unit(x: Vector) -> Vector:
-    """`x` at length one, for any finite length; zero stays zero, with zero derivative.
+    """`x` at length one, for any length that floating point can invert; zero stays zero, with zero derivative.
 
     The largest entry is divided out first, as a constant: the direction does not depend on it, so neither value nor
     derivative change, and squares neither overflow nor vanish.
@@ -84,6 +187,12 @@ def unit(x: Vector) -> Vector:
     if x.shape[-1] == 0:
         return x
     scale = x.detach().abs().amax(-1, keepdim=True)
-    zero = scale == 0
+    zero = scale < 2**10 * torch.finfo(x.dtype).tiny  # below 1e-35 in float32, where 1/scale would overflow
     scaled = x / torch.where(zero, 1.0, scale)
     return scaled * torch.where(zero, 1.0, scaled.square().sum(-1, keepdim=True)).rsqrt().masked_fill(zero, 0.0)
+
+
+def spike(x: Tensor) -> Tensor:
+    """1 where x >= 0, else 0; the derivative is 1 for |x| < 1/2, else 0 (the boxcar surrogate)."""
+    slope = x.clamp(-0.5, 0.5)
+    return (x >= 0).to(x.dtype) + (slope - slope.detach())

@@ -38,9 +38,7 @@ def models(width: int) -> dict[str, ModelSpec]:
     """The four models, by the names in the table. They differ in the recurrence only."""
 
     def adpt(beta: float) -> LayerSpec:
-        return LayerSpec(
-            ADPTSpec(width, beta=beta, spectrum=Negative(S4DReal(), 0.5), gain=LRU(), gate=SoftplusGate(rank=16))
-        )
+        return LayerSpec(ADPTSpec(width, beta=beta, spectrum=Negative(S4DReal(), 0.5), gain=LRU(), gate=SoftplusGate()))
 
     layers = {
         "ADPTNet β=0": adpt(0.0),
@@ -104,7 +102,7 @@ def _run(options: Quickstart) -> dict[str, Any]:
 
 def _eigenvalues(model: SequenceModel) -> list[float] | None:
     cells = [module for module in model.modules() if isinstance(module, ADPTCell)]
-    return cells[0].eigenvalues().eigenvalues().tolist() if cells else None
+    return cells[0].spectrum().eigenvalues().tolist() if cells else None
 
 
 @contextmanager

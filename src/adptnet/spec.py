@@ -5,23 +5,29 @@ and read back, and its `build` makes the `nn.Module`. Checkpoints and result row
 other configuration system.
 """
 
+import abc
 import dataclasses
 import difflib
 import json
 import math
 import numbers
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar, cast, dataclass_transform
+
+import torch
 
 from .errors import SpecError
 
 __all__ = [
     "SPEC_VERSION",
+    "ModuleSpec",
     "Spec",
     "check_fraction",
     "check_kind",
     "check_nonnegative",
     "check_positive",
+    "check_scale",
+    "check_seed",
     "check_size",
     "nearest",
     "spec",
@@ -46,7 +52,7 @@ class Spec:
         """The spec that `to_json` wrote. Unknown fields and newer versions are refused by name."""
         try:
             document = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, TypeError, RecursionError) as error:
             raise SpecError(f"A spec is JSON as written by spec.to_json(); this text is not JSON: {error}.") from None
         if not isinstance(document, dict) or "adptnet_spec" not in document or "spec" not in document:
             raise SpecError(
@@ -70,12 +76,32 @@ class Spec:
         return decoded
 
 
+class ModuleSpec(Spec, abc.ABC):
+    """A spec of a whole module, which can be built from it alone: what `save` and `load` take."""
+
+    @abc.abstractmethod
+    def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Any:
+        """Makes the module."""
+
+
 _S = TypeVar("_S", bound=type[Spec])
 
 
 @dataclass_transform(frozen_default=True)
 def spec(cls: _S) -> _S:
     """Makes `cls` a frozen dataclass and lets `Spec.from_json` find it by its name."""
+    checks: Callable[[Any], None] | None = getattr(cls, "__post_init__", None)
+
+    def __post_init__(self: Any) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is bool and not isinstance(value, bool):
+                raise SpecError(f"{cls.__name__}({field.name}={_shown(value)}): must be True or False.")
+            object.__setattr__(self, field.name, _plain(value))
+        if checks is not None:
+            checks(self)
+
+    cls.__post_init__ = __post_init__  # type: ignore[attr-defined]
     made = cast(_S, dataclasses.dataclass(frozen=True)(cls))
     known = _kinds.get(made.__name__)
     if known is not None and (known.__module__, known.__qualname__) != (made.__module__, made.__qualname__):
@@ -85,6 +111,15 @@ def spec(cls: _S) -> _S:
         )
     _kinds[made.__name__] = made
     return made
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of other libraries as Python's own, lists as tuples."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_plain(item) for item in value)
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) and not isinstance(value, (bool, float, int)) else value
 
 
 def _encode(value: Any, where: str) -> Any:
@@ -110,7 +145,7 @@ def _decode(value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         return value
     name = value.get("type")
-    if name not in _kinds:
+    if not isinstance(name, str) or name not in _kinds:
         raise SpecError(f"{where} has the type {name!r}, which is unknown here.{nearest(str(name), _kinds)}")
     kind = _kinds[name]
     known = [f.name for f in dataclasses.fields(kind)]
@@ -137,7 +172,10 @@ def _shown(value: Any) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number beyond floating point
+        return False
 
 
 def check_positive(owner: object, **values: float) -> None:
@@ -154,6 +192,21 @@ def check_nonnegative(owner: object, **values: float) -> None:
             raise SpecError(f"{type(owner).__name__}({name}={value!r}): {name} must be a number, zero or above.")
 
 
+def check_scale(owner: object, **values: float) -> None:
+    """Raises unless every value is positive and leaves room for products and exponentials in float32."""
+    check_positive(owner, **values)
+    for name, value in values.items():
+        if not 1e-15 <= value <= 1e15:
+            raise SpecError(f"{type(owner).__name__}({name}={value!r}): {name} must be between 1e-15 and 1e15.")
+
+
+def check_seed(owner: object, **values: Any) -> None:
+    """Raises unless every value is a whole number that seeds a generator."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+            raise SpecError(f"{type(owner).__name__}({name}={_shown(value)}): {name} must be a whole number from 0.")
+
+
 def check_fraction(owner: object, *, below: str, **values: float) -> None:
     """Raises unless every value is in [0, 1); `below` says why one whole is refused."""
     for name, value in values.items():
@@ -164,8 +217,8 @@ def check_fraction(owner: object, *, below: str, **values: float) -> None:
 def check_size(owner: object, **values: Any) -> None:
     """Raises unless every value is a whole number from 1."""
     for name, value in values.items():
-        if not _is_number(value) or not isinstance(value, numbers.Integral) or value < 1:
-            raise SpecError(f"{type(owner).__name__}({name}={value!r}): {name} must be a whole number from 1.")
+        if not _is_number(value) or not isinstance(value, numbers.Integral) or not 1 <= int(value) < 2**31:
+            raise SpecError(f"{type(owner).__name__}({name}={_shown(value)}): {name} must be a whole number from 1.")
 
 
 def check_kind(owner: object, kind: type, example: str, **values: object) -> None:

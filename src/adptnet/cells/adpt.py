@@ -1,106 +1,23 @@
 """The ADPT cell: x_t = M(x_{t-1}) x_{t-1} + drive_t with M = Q Λ̄ Q' (eq:recurrence_eq)."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..beta import Beta, TrainableBeta
-from ..conjugates import Conjugate, ConjugateSpec, Exact
-from ..directions import FromState, KeyValue
-from ..drive import EMA, Drive, GainSpec, SoftplusGate
-from ..errors import IncompatibleError
-from ..projections import Dense, Expand, ProjectionSpec
-from ..retractions import Exponential, Retraction
-from ..spec import check_kind, check_nonnegative, check_size, spec
-from ..spectra import BlockDiagonal, Linspace, SpectrumSpec
+from ..beta import Beta
+from ..conjugates import Conjugate, Eigen, HeadedConjugate, StartedBlocks, block_diagonal, dense_step
+from ..directions import Directions, FromInput, KeyValue
+from ..drive import Drive
+from ..errors import InputError
+from ..projections import Orthogonal
+from ..spectra import BlockDiagonal, Spectrum
 from ..typing import Matrix, Positions, Vector
-from .base import Cell, CellSpec
+from .base import Cell
+from .spec import ADPTSpec
 
-__all__ = ["ADPTCell", "ADPTSpec"]
-
-
-@spec
-class ADPTSpec(CellSpec):
-    """Every choice of the model in one place; what does not fit together is refused here.
-
-    Attributes:
-        width: Features of the input.
-        state_size: Numbers in the state; `width` if not given.
-        beta: How far the state may turn itself in a step; 0 is a linear model.
-        spectrum: The timescales.
-        retraction: How far a step turns.
-        conjugate: How the rotation acts on the timescales.
-        direction: Where key and value come from.
-        projection: What K and V are.
-        input_projection: What B is.
-        gain: What normalises the input.
-        gate: A gate on the input, or None.
-    """
-
-    width: int
-    state_size: int | None = None
-    beta: float | TrainableBeta = 0.125
-    spectrum: SpectrumSpec = Linspace()
-    retraction: Retraction = Exponential()
-    conjugate: ConjugateSpec = Exact()
-    direction: FromState = FromState()
-    projection: ProjectionSpec = Dense()
-    input_projection: ProjectionSpec = Dense()
-    gain: GainSpec = EMA()
-    gate: SoftplusGate | None = None
-
-    def __post_init__(self) -> None:
-        check_size(self, width=self.width)
-        if self.state_size is None:
-            object.__setattr__(self, "state_size", self.width)
-        check_size(self, state_size=self.size)
-        if not isinstance(self.beta, TrainableBeta):
-            check_nonnegative(self, beta=self.beta)
-        check_kind(self, SpectrumSpec, "spectra.Linspace()", spectrum=self.spectrum)
-        check_kind(self, Retraction, "retractions.Exponential()", retraction=self.retraction)
-        check_kind(self, ConjugateSpec, "conjugates.Exact()", conjugate=self.conjugate)
-        check_kind(self, FromState, "directions.FromState()", direction=self.direction)
-        check_kind(
-            self,
-            ProjectionSpec,
-            "projections.Dense()",
-            projection=self.projection,
-            input_projection=self.input_projection,
-        )
-        check_kind(self, GainSpec, "drive.EMA()", gain=self.gain)
-        if self.gate is not None:
-            check_kind(self, SoftplusGate, "drive.SoftplusGate()", gate=self.gate)
-        if not self.conjugate.turns and self.beta != 0:
-            raise IncompatibleError(
-                f"ADPTSpec(conjugate={self.conjugate}, beta={self.beta}): this conjugate does not turn. "
-                "Pass beta=0, or conjugate=conjugates.Exact()."
-            )
-        if isinstance(self.projection, Expand):
-            raise IncompatibleError(
-                "ADPTSpec(projection=Expand()): K and V are square; an expansion would only scale each number of the "
-                "state. Pass projection=projections.Dense(), and Expand() as input_projection."
-            )
-        if isinstance(self.input_projection, Expand) and self.size % self.width:
-            raise IncompatibleError(
-                f"ADPTSpec(width={self.width}, state_size={self.size}, input_projection=Expand()): the state must be a "
-                f"multiple of the width. Pass state_size={(self.size // self.width + 1) * self.width}."
-            )
-
-    @property
-    def size(self) -> int:
-        """The state size, resolved."""
-        return self.width if self.state_size is None else self.state_size
-
-    @property
-    def expansion(self) -> int:
-        """Numbers of the state for each channel of the input, if the input is expanded; 1 otherwise."""
-        return self.size // self.width if isinstance(self.input_projection, Expand) else 1
-
-    def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "ADPTCell":
-        return ADPTCell(self, device=device, dtype=dtype)
+__all__ = ["ADPTCell", "GivenCell"]
 
 
 class ADPTCell(Cell):
@@ -113,64 +30,199 @@ class ADPTCell(Cell):
         self.state_size = spec.size
         self.spectrum = spec.spectrum.build(spec.size, expansion=spec.expansion, device=device, dtype=dtype)
         self.beta = Beta(spec.beta, device=device, dtype=dtype)
-        self.directions = (
+        self.directions = nn.ModuleList(
             spec.direction.build(spec.size, spec.projection, device=device, dtype=dtype)
-            if spec.conjugate.turns
-            else None
+            for _ in range(spec.conjugate.planes)
         )
+        self.start = Orthogonal().build(spec.size, spec.size, device=device, dtype=dtype) if spec.start else None
         self.drive = Drive(
             spec.input_projection.build(spec.width, spec.size, device=device, dtype=dtype),
             spec.gain.build(self.spectrum),
             None if spec.gate is None else spec.gate.build(spec.size, device=device, dtype=dtype),
+            None if spec.rope is None else spec.rope.build(spec.size, device=device, dtype=dtype),
         )
 
     def prepare(self, inputs: Tensor, position: Positions) -> Tensor:
-        drive: Tensor = self.drive(inputs, self.spectrum)
-        return drive
+        return self.prepare_given(inputs, position, None, None)
 
-    def step(self, state: Vector, drive: Vector) -> Vector:
+    def prepare_given(self, inputs: Tensor, position: Tensor, dt: Tensor | None, beta: Tensor | None) -> Tensor:
+        """The drive, then what else a step needs: directions that come from the input, and `dt` and `beta` if given."""
+        u = self.drive.project(inputs)
+        parts: list[Tensor] = [self.drive(u, position, self.spectrum, dt)]
+        if isinstance(self.spec.direction, FromInput):
+            for directions in self._directions():
+                parts += [part.reshape(u.shape) for part in directions.bound(u.dtype)(u)]
+        parts += [part.expand(*u.shape[:-1], 1) for part in (dt, beta) if part is not None]
+        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+
+    def step(self, state: Vector, drive: Tensor) -> Vector:
+        return self.bound().step(state, drive)
+
+    def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
+        return self.bound().step
+
+    def eigenvalues(self) -> BlockDiagonal | None:
+        """Λ̄; None with a learned start, whose constant part Q₀ Λ̄ Q₀' is not diagonal."""
+        if self.start is not None:
+            return None
+        lambda_bar: BlockDiagonal = self.spectrum()
+        return lambda_bar
+
+    def conjugate(self, state: Vector, drive: Tensor) -> Conjugate:
+        bound = self.bound()
+        return bound.conjugate(state, bound.parts(drive))
+
+    def define_conjugate(self, state: Vector, drive: Tensor) -> Matrix:
+        """M by its definition, with dense matrices: the slow reference of `conjugate`."""
+        bound, spec = self.bound(), self.spec
+        eigen, planes, beta = bound.evaluated(state, bound.parts(drive))
+        dense = spec.conjugate.define(eigen, planes, beta, spec.retraction)
+        dense = block_diagonal(dense) if spec.heads > 1 else dense
+        return dense.expand(*state.shape, self.state_size)
+
+    def define_step(self, state: Vector, drive: Tensor) -> Vector:
+        """`step` by its definition, with dense matrices."""
+        bound, spec = self.bound(), self.spec
+        parts = bound.parts(drive)
+        driven = parts.drive
+        if spec.rotation_aware:
+            _, planes, beta = bound.evaluated(state, parts)
+            rotation = torch.eye(spec.size // spec.heads, dtype=state.dtype, device=state.device)
+            for plane in planes:
+                rotation = spec.retraction.define(dense_step(beta, plane)) @ rotation
+            rotation = block_diagonal(rotation) if spec.heads > 1 else rotation
+            driven = (rotation @ driven.unsqueeze(-1)).squeeze(-1)
+        return (self.define_conjugate(state, drive) @ state.unsqueeze(-1)).squeeze(-1) + driven
+
+    def given(self, *, dt: Tensor | None = None, beta: Tensor | None = None) -> Cell:
+        """This cell with steps of lengths `dt` (batch, time), or with one `beta` for each sequence (batch,)."""
+        return self if dt is None and beta is None else GivenCell(self, dt, beta)
+
+    def bound(self, *, dt: bool = False, beta: bool = False) -> "Bound":
+        """The cell with its parameters evaluated; `dt` and `beta` say whether they come with the drive."""
+        blocks: BlockDiagonal = self.spectrum()
+        dtype = blocks.real.dtype
+        from_state = not isinstance(self.spec.direction, FromInput)
+        return Bound(
+            spec=self.spec,
+            spectrum=self.spectrum,
+            blocks=None if dt else blocks,
+            start=None if self.start is None else self.start.dense().to(dtype),
+            beta=None if beta else self.beta(blocks.real),
+            directions=[d.bound(dtype) for d in self._directions()] if from_state else None,
+        )
+
+    def _directions(self) -> list[Directions]:
+        return [directions for directions in self.directions if isinstance(directions, Directions)]
+
+
+class _Parts(NamedTuple):
+    """A slice of the drive, taken apart."""
+
+    drive: Tensor
+    planes: list[KeyValue] | None
+    dt: Tensor | None
+    beta: Tensor | None
+
+
+class Bound(NamedTuple):
+    """A cell with its parameters evaluated: what is the same at every step."""
+
+    spec: ADPTSpec
+    spectrum: Spectrum
+    blocks: BlockDiagonal | None  # None: depends on the length of the step
+    start: Tensor | None
+    beta: float | Tensor | None  # None: comes with the drive
+    directions: list[Callable[[Tensor], KeyValue]] | None  # None: come with the drive
+
+    def step(self, state: Tensor, drive: Tensor) -> Tensor:
+        parts = self.parts(drive)
+        conjugate = self.conjugate(state, parts)
+        driven = conjugate.turn(parts.drive) if self.spec.rotation_aware else parts.drive
+        return conjugate.mv(state) + driven
+
+    def conjugate(self, state: Tensor, parts: _Parts) -> Conjugate:
+        operator = self.spec.conjugate.operator(*self.evaluated(state, parts), self.spec.retraction)
+        return operator if self.spec.heads == 1 else HeadedConjugate(operator, self.spec.heads)
+
+    def evaluated(self, state: Tensor, parts: _Parts) -> tuple[Eigen, list[KeyValue], float | Tensor]:
+        """Eigenvalues, directions and β at this step, with the heads along a dimension of their own."""
+        eigen: Eigen = self.spectrum(parts.dt) if self.blocks is None else self.blocks
+        beta = parts.beta if self.beta is None else self.beta
+        assert beta is not None
+        if self.spec.heads > 1:
+            assert isinstance(eigen, BlockDiagonal)
+            eigen = eigen.heads(self.spec.heads)
+            beta = beta.unsqueeze(-2) if parts.beta is not None and isinstance(beta, Tensor) else beta
+        if self.start is not None:
+            assert isinstance(eigen, BlockDiagonal)
+            eigen = StartedBlocks(eigen, self.start)
+        if self.directions is not None:
+            return eigen, [directions(state) for directions in self.directions], beta
+        assert parts.planes is not None
+        return eigen, parts.planes, beta
+
+    def parts(self, drive: Tensor) -> _Parts:
+        if self.directions is not None and self.blocks is not None and self.beta is not None:
+            return _Parts(drive, None, None, None)
+        size, heads = self.spec.size, self.spec.heads
+        count = 0 if self.directions is not None else 2 * self.spec.conjugate.planes
+        sizes = [size, *[size] * count, *[1] * (self.blocks is None), *[1] * (self.beta is None)]
+        driven, *rest = drive.split(sizes, -1)
+        vectors = [v if heads == 1 else v.unflatten(-1, (heads, -1)) for v in rest[:count]]
+        planes = [KeyValue(*vectors[i : i + 2]) for i in range(0, count, 2)]
+        return _Parts(
+            driven,
+            planes if count else None,
+            rest[count] if self.blocks is None else None,
+            rest[-1] if self.beta is None else None,
+        )
+
+
+class GivenCell(Cell):
+    """An `ADPTCell` with what one call gives it: the length of each step, or a β for each sequence."""
+
+    def __init__(self, cell: ADPTCell, dt: Tensor | None, beta: Tensor | None):
+        super().__init__()
+        self.cell = cell
+        self.input_size = cell.input_size
+        self.state_size = cell.state_size
+        self.dt = dt
+        self.beta = beta
+
+    def prepare(self, inputs: Tensor, position: Positions) -> Tensor:
+        dt = None if self.dt is None else _shaped("dt", self.dt, inputs, inputs.shape[:-1], "(batch, time)")
+        beta = None if self.beta is None else _shaped("beta", self.beta, inputs, inputs.shape[:-2], "(batch,)")
+        return self.cell.prepare_given(
+            inputs,
+            position,
+            None if dt is None else dt.unsqueeze(-1),
+            None if beta is None else beta.reshape(*beta.shape, 1, 1),
+        )
+
+    def step(self, state: Vector, drive: Tensor) -> Vector:
         return self._bound().step(state, drive)
 
     def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
         return self._bound().step
 
-    def eigenvalues(self) -> BlockDiagonal:
-        lambda_bar: BlockDiagonal = self.spectrum()
-        return lambda_bar
+    def eigenvalues(self) -> BlockDiagonal | None:
+        return self.cell.eigenvalues() if self.dt is None else None
 
-    def conjugate(self, state: Vector, drive: Vector) -> Conjugate:
-        return self._bound().conjugate(state)
-
-    def define_conjugate(self, state: Vector) -> Matrix:
-        """M at `state` by its definition, with dense matrices: the slow reference of `conjugate`."""
+    def conjugate(self, state: Vector, drive: Tensor) -> Conjugate:
         bound = self._bound()
-        dense = self.spec.conjugate.define(bound.lambda_bar, bound.planes(state), bound.beta, self.spec.retraction)
-        return dense.expand(*state.shape, self.state_size)
+        return bound.conjugate(state, bound.parts(drive))
 
-    def _bound(self) -> "_Bound":
-        lambda_bar = self.eigenvalues()
-        directions = None if self.directions is None else self.directions.bound(lambda_bar.real.dtype)
-        return _Bound(self.spec, lambda_bar, self.beta(), directions)
+    def _bound(self) -> Bound:
+        return self.cell.bound(dt=self.dt is not None, beta=self.beta is not None)
 
 
-class _Bound(NamedTuple):
-    """A cell with its parameters evaluated: what is the same at every step."""
-
-    spec: ADPTSpec
-    lambda_bar: BlockDiagonal
-    beta: float | Tensor
-    directions: Callable[[Tensor], KeyValue] | None
-
-    def planes(self, state: Tensor) -> KeyValue | None:
-        return None if self.directions is None else self.directions(state)
-
-    def conjugate(self, state: Tensor) -> Conjugate:
-        return self.spec.conjugate.operator(self.lambda_bar, self.planes(state), self.beta, self.spec.retraction)
-
-    def step(self, state: Tensor, drive: Tensor) -> Tensor:
-        return self.conjugate(state).mv(state) + drive
-
-
-def axes() -> tuple[str, ...]:
-    """The names of the model axes, as `ADPTNet` takes them."""
-    return tuple(f.name for f in dataclasses.fields(ADPTSpec) if f.name != "width")
+def _shaped(name: str, values: Tensor, inputs: Tensor, shape: torch.Size, layout: str) -> Tensor:
+    values = torch.as_tensor(values, dtype=inputs.dtype, device=inputs.device)
+    if values.dim() == len(shape) - 1:
+        values = values.unsqueeze(0)  # one sequence
+    if values.shape != shape:
+        raise InputError(f"{name} has shape {tuple(values.shape)}; it must be {layout}, {tuple(shape)}.")
+    if not bool((values >= 0).all()):
+        raise InputError(f"{name} must be zero or above everywhere, and no NaN; the smallest is {values.min().item()}.")
+    return values

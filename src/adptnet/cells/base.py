@@ -2,13 +2,14 @@
 
 import abc
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..conjugates import Conjugate
-from ..spec import Spec
+from ..errors import IncompatibleError
+from ..spec import ModuleSpec
 from ..spectra import BlockDiagonal
 from ..spectra.base import compute_dtype
 from ..typing import Matrix, Position, Positions, Vector
@@ -26,12 +27,18 @@ class ADPTState(NamedTuple):
         """The same numbers, cut from the graph: for truncated back-propagation."""
         return ADPTState(self.state.detach(), self.position)
 
+    def to(self, target: torch.dtype | torch.device | str) -> "ADPTState":
+        """The same on another device, or with the state in another dtype."""
+        position = self.position if isinstance(target, torch.dtype) else self.position.to(target)
+        return ADPTState(self.state.to(target), position)
+
 
 class Cell(nn.Module, abc.ABC):
     """One step of a recurrence. The state is one flat tensor (..., state_size), batched over leading dimensions."""
 
     input_size: int | None  # features of the input; None if any
     state_size: int
+    output_size: int | None = None  # numbers of the state that are shown; None if all
 
     @abc.abstractmethod
     def step(self, state: Vector, drive: Tensor) -> Vector:
@@ -52,6 +59,17 @@ class Cell(nn.Module, abc.ABC):
     def conjugate(self, state: Vector, drive: Tensor) -> Conjugate | None:
         """M at `state` if the step is M x + drive: Forward-DEER, Koopman-DEER, figures."""
         return None
+
+    def output(self, state: Tensor) -> Tensor:
+        """The part of the state that is shown to the next layer: all of it, unless it holds more than one thing."""
+        return state
+
+    def given(self, *, dt: Tensor | None = None, beta: Tensor | None = None) -> "Cell":
+        """This cell with what one call gives it: steps of lengths `dt`, a `beta` for each sequence."""
+        if dt is None and beta is None:
+            return self
+        what = "dt" if dt is not None else "beta"
+        raise IncompatibleError(f"{type(self).__name__} takes no {what}=. Drop it, or use an ADPTNet without a memory.")
 
     def jacobian(self, state: Vector, drive: Tensor) -> Matrix:
         """The derivative of `step` with respect to the state."""
@@ -92,11 +110,7 @@ def positions(start: Position, steps: int, reset: Tensor | None) -> Tensor:
     return torch.where(last_reset >= 0, index - last_reset, position)
 
 
-class CellSpec(Spec, abc.ABC):
+class CellSpec(ModuleSpec):
     """The description of a cell."""
 
     width: int
-
-    @abc.abstractmethod
-    def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Any:
-        """Makes the cell."""

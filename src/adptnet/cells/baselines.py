@@ -1,21 +1,24 @@
-"""Cells to compare with."""
+"""Cells to compare with: plain recurrent networks."""
+
+import abc
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+from ..projections import Dense, Orthogonal, Projection, ProjectionSpec
 from ..spec import check_size, spec
 from ..typing import Positions, Vector
 from .base import Cell, CellSpec
 
-__all__ = ["ReLURNN", "ReLURNNCell"]
+__all__ = ["OrthogonalRNN", "OrthogonalRNNCell", "ReLURNN", "ReLURNNCell", "TanhRNN", "TanhRNNCell"]
 
 
-@spec
-class ReLURNN(CellSpec):
-    """x_t = ReLU(W x_{t-1} + U o_t + b) (eq vanilla_rnn), started as `nn.RNN` is."""
+class _VanillaSpec(CellSpec):
+    """What the plain networks share: a width and a state size."""
 
     width: int
-    state_size: int | None = None
+    state_size: int | None
 
     def __post_init__(self) -> None:
         if self.state_size is None:
@@ -27,27 +30,89 @@ class ReLURNN(CellSpec):
         """The state size, resolved."""
         return self.width if self.state_size is None else self.state_size
 
-    def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "ReLURNNCell":
-        return ReLURNNCell(self, device=device, dtype=dtype)
 
+class _VanillaCell(Cell):
+    """x_t = f(W x_{t-1} + U o_t + b) (eq vanilla_rnn)."""
 
-class ReLURNNCell(Cell):
-    def __init__(self, spec: ReLURNN, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        spec: _VanillaSpec,
+        recurrent: ProjectionSpec,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ):
         super().__init__()
         self.spec = spec
         self.input_size = spec.width
         self.state_size = spec.size
-        bound = spec.size**-0.5
+        reach = spec.size**-0.5
 
         def uniform(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype).uniform_(-bound, bound))
+            return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype).uniform_(-reach, reach))
 
-        self.recurrent_weight = uniform(spec.size, spec.size)
+        self.recurrent: Projection = recurrent.build(spec.size, spec.size, device=device, dtype=dtype)
         self.input_weight = uniform(spec.size, spec.width)
         self.bias = uniform(spec.size)
+
+    @abc.abstractmethod
+    def activation(self, x: Tensor) -> Tensor: ...
 
     def prepare(self, inputs: Tensor, position: Positions) -> Tensor:
         return inputs @ self.input_weight.to(inputs.dtype).mT + self.bias.to(inputs.dtype)
 
     def step(self, state: Vector, drive: Vector) -> Vector:
-        return (state @ self.recurrent_weight.to(state.dtype).mT + drive).relu()
+        return self.activation(self.recurrent(state) + drive)
+
+    def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
+        recurrent = self.recurrent.bound(self.input_weight.dtype if self.dtype is None else self.dtype)
+        return lambda state, drive: self.activation(recurrent(state) + drive)
+
+
+@spec
+class ReLURNN(_VanillaSpec):
+    """x_t = ReLU(W x_{t-1} + U o_t + b), started as `nn.RNN` is."""
+
+    width: int
+    state_size: int | None = None
+
+    def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "ReLURNNCell":
+        return ReLURNNCell(self, Dense(), device, dtype)
+
+
+class ReLURNNCell(_VanillaCell):
+    def activation(self, x: Tensor) -> Tensor:
+        return x.relu()
+
+
+@spec
+class TanhRNN(_VanillaSpec):
+    """x_t = tanh(W x_{t-1} + U o_t + b), started as `nn.RNN` is."""
+
+    width: int
+    state_size: int | None = None
+
+    def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "TanhRNNCell":
+        return TanhRNNCell(self, Dense(), device, dtype)
+
+
+class TanhRNNCell(_VanillaCell):
+    def activation(self, x: Tensor) -> Tensor:
+        return x.tanh()
+
+
+@spec
+class OrthogonalRNN(_VanillaSpec):
+    """x_t = ReLU(Q x_{t-1} + U o_t + b) with a Q that is orthogonal and stays so (eq:orthogonal_rnn_expriment)."""
+
+    width: int
+    state_size: int | None = None
+
+    def build(
+        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "OrthogonalRNNCell":
+        return OrthogonalRNNCell(self, Orthogonal(), device, dtype)
+
+
+class OrthogonalRNNCell(_VanillaCell):
+    def activation(self, x: Tensor) -> Tensor:
+        return x.relu()

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..errors import IncompatibleError
 from ..spec import check_size
-from ..typing import Vector
+from ..typing import Positions, Vector
 from .base import Cell
 
 __all__ = ["FunctionCell", "TorchCell", "from_function", "from_torch"]
@@ -29,6 +29,11 @@ class TorchCell(Cell):
         self.cell = cell
         self.input_size = cell.input_size
         self.state_size = cell.hidden_size * (2 if isinstance(cell, nn.LSTMCell) else 1)
+        self.output_size = cell.hidden_size
+
+    def prepare(self, inputs: Tensor, position: Positions) -> Tensor:
+        _refuse_half(self)
+        return inputs
 
     def step(self, state: Vector, drive: Tensor) -> Vector:
         flat, inputs = state.reshape(-1, state.shape[-1]), drive.reshape(-1, drive.shape[-1])
@@ -39,15 +44,32 @@ class TorchCell(Cell):
             flat = self.cell(inputs, flat)
         return flat.reshape(state.shape)
 
+    def output(self, state: Tensor) -> Tensor:
+        return state[..., : self.cell.hidden_size]
+
 
 def from_function(function: Callable[[Tensor, Tensor], Tensor], state_size: int, input_size: int | None = None) -> Cell:
     """Any `function(state, input) -> state` as a cell. It must accept leading batch dimensions.
 
     If `function` is an `nn.Module`, its parameters are the cell's.
     """
+    if isinstance(function, nn.RNNCellBase):
+        raise IncompatibleError(
+            f"from_function calls function(state, input); {type(function).__name__} takes (input, state). "
+            "Use cells.from_torch(cell)."
+        )
     cell = FunctionCell(function, state_size, input_size)
     check_size(cell, state_size=state_size)
     return cell
+
+
+def _refuse_half(cell: Cell) -> None:
+    for name, parameter in cell.named_parameters():
+        if parameter.dtype in (torch.float16, torch.bfloat16):
+            raise IncompatibleError(
+                f"{name} is {parameter.dtype}; a wrapped cell runs in the dtype of its weights, and a state needs at "
+                "least float32. Call .float() on the cell."
+            )
 
 
 class FunctionCell(Cell):
@@ -56,6 +78,10 @@ class FunctionCell(Cell):
         self.function = function
         self.input_size = input_size
         self.state_size = state_size
+
+    def prepare(self, inputs: Tensor, position: Positions) -> Tensor:
+        _refuse_half(self)
+        return inputs
 
     def step(self, state: Vector, drive: Tensor) -> Vector:
         return self.function(state, drive)

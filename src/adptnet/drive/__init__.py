@@ -1,7 +1,8 @@
-"""Drive: how the input enters the state, gain ⊙ gate(u) ⊙ u with u = B o."""
+"""Drive: how the input enters the state, gain ⊙ gate(u) ⊙ R(u) with u = B o."""
 
 from .drive import Drive
 from .gain import EMA, LRU, ZOH, Gain, GainSpec
 from .gate import Gate, SoftplusGate
+from .rope import RoPE, RotaryPositions
 
-__all__ = ["EMA", "LRU", "ZOH", "Drive", "Gain", "GainSpec", "Gate", "SoftplusGate"]
+__all__ = ["EMA", "LRU", "ZOH", "Drive", "Gain", "GainSpec", "Gate", "RoPE", "RotaryPositions", "SoftplusGate"]

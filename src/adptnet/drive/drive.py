@@ -6,21 +6,28 @@ from ..projections import Projection
 from ..spectra import Spectrum
 from .gain import Gain
 from .gate import Gate
+from .rope import RotaryPositions
 
 __all__ = ["Drive"]
 
 
 class Drive(nn.Module):
-    """gain ⊙ gate(u) ⊙ u, u = B o (eq:recurrence_eq, eq:input_gate_ADPTNet). Does not depend on the state."""
+    """gain ⊙ gate(u) ⊙ R(u), u = B o (eq:recurrence_fn_redo, eq:input_gate_ADPTNet). Does not depend on the state."""
 
-    def __init__(self, input_projection: Projection, gain: Gain, gate: Gate | None):
+    def __init__(self, input_projection: Projection, gain: Gain, gate: Gate | None, rope: RotaryPositions | None):
         super().__init__()
         self.input_projection = input_projection
         self.gain = gain
         self.gate = gate
+        self.rope = rope
 
-    def forward(self, inputs: Tensor, spectrum: Spectrum) -> Tensor:
-        """(*b, t, width) to (*b, t, state_size)."""
+    def project(self, inputs: Tensor) -> Tensor:
+        """u = B o: (*b, t, width) to (*b, t, state_size)."""
         u: Tensor = self.input_projection(inputs)
-        gated = u if self.gate is None else self.gate(u) * u
-        return self.gain(spectrum).mv(gated)  # type: ignore[no-any-return]
+        return u
+
+    def forward(self, u: Tensor, position: Tensor, spectrum: Spectrum, dt: Tensor | None = None) -> Tensor:
+        """The drive of the projected input `u` at `position` (*b, t); `dt` (*b, t, 1) where steps differ."""
+        turned: Tensor = u if self.rope is None else self.rope(u, position)
+        gated = turned if self.gate is None else self.gate(u) * turned
+        return self.gain(spectrum, dt).mv(gated)  # type: ignore[no-any-return]

@@ -23,7 +23,7 @@ class GainSpec(Spec, abc.ABC):
     tied: bool
 
     @abc.abstractmethod
-    def of(self, spectrum: Spectrum) -> BlockDiagonal:
+    def of(self, spectrum: Spectrum, dt: Tensor | None = None) -> BlockDiagonal:
         """The gain that belongs to the eigenvalues of `spectrum`."""
 
     def build(self, spectrum: Spectrum) -> "Gain":
@@ -46,9 +46,9 @@ class Gain(NoDecay):
             self.real = _free(start.real[:: self.pair], dtype)
             self.imag = None if start.imag is None else _free(start.imag[:: self.pair], dtype)
 
-    def forward(self, spectrum: Spectrum) -> BlockDiagonal:
+    def forward(self, spectrum: Spectrum, dt: Tensor | None = None) -> BlockDiagonal:
         if self.real is None:
-            return self.spec.of(spectrum)
+            return self.spec.of(spectrum, dt)
         return BlockDiagonal(self._spread(self.real), None if self.imag is None else self._spread(self.imag))
 
     def _spread(self, values: Tensor) -> Tensor:
@@ -65,8 +65,8 @@ class EMA(GainSpec):
 
     tied: bool = True
 
-    def of(self, spectrum: Spectrum) -> BlockDiagonal:
-        return BlockDiagonal(-torch.expm1(spectrum.log_modulus()))
+    def of(self, spectrum: Spectrum, dt: Tensor | None = None) -> BlockDiagonal:
+        return BlockDiagonal(-torch.expm1(spectrum.log_modulus(dt)))
 
 
 @spec
@@ -75,8 +75,8 @@ class LRU(GainSpec):
 
     tied: bool = True
 
-    def of(self, spectrum: Spectrum) -> BlockDiagonal:
-        return BlockDiagonal((-torch.expm1(2 * spectrum.log_modulus())).sqrt())
+    def of(self, spectrum: Spectrum, dt: Tensor | None = None) -> BlockDiagonal:
+        return BlockDiagonal((-torch.expm1(2 * spectrum.log_modulus(dt))).sqrt())
 
 
 @spec
@@ -85,5 +85,5 @@ class ZOH(GainSpec):
 
     tied: bool = True
 
-    def of(self, spectrum: Spectrum) -> BlockDiagonal:
-        return spectrum.hold()
+    def of(self, spectrum: Spectrum, dt: Tensor | None = None) -> BlockDiagonal:
+        return spectrum.hold(dt)

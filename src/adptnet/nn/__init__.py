@@ -5,6 +5,7 @@ from .block import BlockSpec, ResidualBlock
 from .layer import ADPTNet, LayerSpec, Recurrent, RecurrentLayer
 from .model import ModelSpec, SequenceModel
 from .stack import Stack, StackSpec
+from .variants import CoupledADPTNet, LinearADPTNet, TaylorADPTNet
 from .verify import Verification, verify
 
 __all__ = [
@@ -12,7 +13,9 @@ __all__ = [
     "Bidirectional",
     "BidirectionalSpec",
     "BlockSpec",
+    "CoupledADPTNet",
     "LayerSpec",
+    "LinearADPTNet",
     "ModelSpec",
     "Recurrent",
     "RecurrentLayer",
@@ -20,6 +23,7 @@ __all__ = [
     "SequenceModel",
     "Stack",
     "StackSpec",
+    "TaylorADPTNet",
     "Verification",
     "verify",
 ]

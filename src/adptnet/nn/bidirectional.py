@@ -6,23 +6,25 @@ import torch
 from torch import Tensor, nn
 
 from ..cells import ADPTState
-from ..errors import InputError
+from ..errors import InputError, SpecError
 from ..projections import Dense
 from ..solvers.problem import check_lengths
-from ..spec import Spec, check_kind, spec
+from ..spec import ModuleSpec, check_kind, spec
 from .layer import LayerSpec
+from .packing import refuse_packed
 
 __all__ = ["Bidirectional", "BidirectionalSpec", "BidirectionalState"]
 
 
 @spec
-class BidirectionalSpec(Spec):
+class BidirectionalSpec(ModuleSpec):
     """Two layers of one kind, one for each direction of time, and a dense map from both outputs to one."""
 
     layer: LayerSpec
 
     def __post_init__(self) -> None:
         check_kind(self, LayerSpec, "layer.spec", layer=self.layer)
+        refuse_time_major(self, self.layer)
 
     @property
     def width(self) -> int:
@@ -64,19 +66,31 @@ class Bidirectional(nn.Module):
         **run: Any,
     ) -> tuple[Tensor, BidirectionalState]:
         """As `RecurrentLayer.forward`, on (batch, time, width). The backward state is the one at the first step."""
+        refuse_packed(x)
+        if run.get("cu_seqlens") is not None:
+            raise InputError("a bidirectional layer takes padded sequences. Pass lengths= instead of cu_seqlens=.")
         if x.dim() != 3:
             raise InputError(f"a bidirectional layer takes (batch, time, {self.width}); got {tuple(x.shape)}.")
         state_ahead, state_back = (None, None) if state is None else state
         ahead, final_ahead = self.ahead(x, state_ahead, lengths=lengths, reset=reset, **run)
         flip = _Flip(x, lengths)
-        back_reset = None if reset is None else flip(_ends(reset))
+        back_reset = None if reset is None else flip(_ends(torch.as_tensor(reset)) & flip.inside)
         back, final_back = self.back(flip(x), state_back, lengths=lengths, reset=back_reset, **run)
-        both = torch.cat((ahead, flip(back)), -1)
-        merged: Tensor = self.merge(both)
+        with torch.autocast(x.device.type, enabled=False):
+            both = torch.cat((ahead, flip(back)), -1)
+            merged: Tensor = self.merge(both.to(self.merge.dense().dtype)).to(x.dtype)
         return merged, BidirectionalState(final_ahead, final_back)
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         raise InputError("a bidirectional layer needs the whole sequence and has no step. Call the layer itself.")
+
+
+def refuse_time_major(owner: ModuleSpec, layer: LayerSpec) -> None:
+    """What is built around a layer is batch first."""
+    if not layer.batch_first:
+        raise SpecError(
+            f"{type(owner).__name__} is batch first, and so must its layer be. Build the layer with batch_first=True."
+        )
 
 
 def _ends(reset: Tensor) -> Tensor:
@@ -92,6 +106,7 @@ class _Flip:
         index = torch.arange(steps, device=x.device).expand(batch, steps)
         lengths = check_lengths(lengths, batch, steps, x.device)
         ends = torch.full_like(index[:, :1], steps) if lengths is None else lengths.unsqueeze(-1)
+        self.inside = index < ends - 1  # whether the next step belongs to the sequence
         self.index = torch.where(index < ends, ends - 1 - index, index)
 
     def __call__(self, values: Tensor) -> Tensor:

@@ -7,10 +7,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import SpecError
-from ..solvers.problem import valid
-from ..spec import Spec, check_fraction, nearest, spec
-from .bidirectional import BidirectionalSpec
+from ..solvers.problem import check_lengths, valid
+from ..spec import ModuleSpec, check_fraction, nearest, spec
+from .bidirectional import BidirectionalSpec, refuse_time_major
 from .layer import LayerSpec
+from .packing import refuse_packed
 
 __all__ = ["BlockSpec", "Norm", "NormName", "ResidualBlock"]
 
@@ -18,7 +19,7 @@ NormName = Literal["batch", "layer", "rms"]
 
 
 @spec
-class BlockSpec(Spec):
+class BlockSpec(ModuleSpec):
     """A residual block around a layer.
 
     Attributes:
@@ -37,7 +38,11 @@ class BlockSpec(Spec):
 
     def __post_init__(self) -> None:
         if not isinstance(self.layer, (LayerSpec, BidirectionalSpec)):
-            raise SpecError(f"BlockSpec(layer={self.layer!r}): must be a LayerSpec or BidirectionalSpec: layer.spec.")
+            raise SpecError(
+                f"BlockSpec(layer={type(self.layer).__name__}): must be a LayerSpec or BidirectionalSpec: layer.spec."
+            )
+        if isinstance(self.layer, LayerSpec):
+            refuse_time_major(self, self.layer)
         if self.norm not in get_args(NormName):
             raise SpecError(f"BlockSpec(norm={self.norm!r}) is unknown.{nearest(str(self.norm), get_args(NormName))}")
         check_fraction(self, below="at 1 nothing would pass", dropout=self.dropout)
@@ -63,8 +68,11 @@ class ResidualBlock(nn.Module):
         self.dropout = nn.Dropout(spec.dropout)
 
     def forward(self, x: Tensor, state: Any = None, *, lengths: Tensor | None = None, **run: Any) -> tuple[Tensor, Any]:
-        """As `RecurrentLayer.forward`."""
-        keep = None if lengths is None else valid(lengths.to(x.device), x.shape[-2])
+        """As `RecurrentLayer.forward`, on (batch, time, width)."""
+        refuse_packed(x)
+        lengths = check_lengths(lengths, x.shape[0], x.shape[1], x.device)
+        keep = None if lengths is None else valid(lengths, x.shape[1])
+        x = x if keep is None else torch.where(keep.unsqueeze(-1), x, 0.0)
         mixed, after = self.layer(self.norm(x, keep) if self.spec.prenorm else x, state, lengths=lengths, **run)
         return self._out(x, mixed, keep), after
 
@@ -76,7 +84,8 @@ class ResidualBlock(nn.Module):
     def _out(self, x: Tensor, mixed: Tensor, keep: Tensor | None) -> Tensor:
         y: Tensor = self.output(self.dropout(functional.gelu(mixed)))
         y = x + self.dropout(functional.glu(y, -1) if self.spec.glu else y)
-        return y if self.spec.prenorm else self.norm(y, keep)
+        y = y if self.spec.prenorm else self.norm(y, keep)
+        return y if keep is None else torch.where(keep.unsqueeze(-1), y, 0.0)
 
 
 class Norm(nn.Module):

@@ -8,33 +8,35 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ..adjoints import Adjoint
-from ..beta import TrainableBeta
+from ..beta import BetaValue
 from ..cells import ADPTSpec, ADPTState, Cell, CellSpec
-from ..cells.adpt import axes as adpt_axes
 from ..cells.base import positions
+from ..cells.spec import axes as adpt_axes
 from ..errors import InputError, NonFiniteError, SpecError
 from ..projections import Dense, Projection, ProjectionSpec
 from ..solvers import Sequential, Solution, Solver
 from ..solvers.problem import check_dtype, check_lengths, valid
-from ..spec import Spec, check_kind, nearest, spec
+from ..spec import ModuleSpec, check_kind, nearest, spec
 from ..spectra import Linspace, SpectrumSpec
-from .packing import packed_sequence, ragged
+from .packing import packed_sequence, ragged, refuse_packed
 
 __all__ = ["ADPTNet", "LayerSpec", "Recurrent", "RecurrentLayer"]
 
 
 @spec
-class LayerSpec(Spec):
+class LayerSpec(ModuleSpec):
     """A layer: a cell and its read-out.
 
     Attributes:
         cell: What one step is.
         readout: From the state to the output. If not given: the state itself where it is as wide as the layer, a
             dense map otherwise.
+        batch_first: Whether the layer takes (batch, time, width) or (time, batch, width).
     """
 
     cell: CellSpec
     readout: ProjectionSpec | None = None
+    batch_first: bool = True
 
     def __post_init__(self) -> None:
         check_kind(self, CellSpec, "cells.ADPTSpec(width=64)", cell=self.cell)
@@ -50,7 +52,8 @@ class LayerSpec(Spec):
         """Makes the layer: an `ADPTNet` if the cell is one, a `Recurrent` layer otherwise."""
         kind = ADPTNet if isinstance(self.cell, ADPTSpec) else Recurrent
         layer = kind.__new__(kind)
-        RecurrentLayer.__init__(layer, self, device=device, dtype=dtype)
+        cell = self.cell.build(device=device, dtype=dtype)
+        RecurrentLayer.__init__(layer, cell, self.width, self.readout, spec=self, batch_first=self.batch_first)
         return layer
 
 
@@ -61,22 +64,29 @@ class RecurrentLayer(nn.Module, abc.ABC):
     and are no part of the model; the constructor only sets their defaults.
     """
 
+    spec: LayerSpec | None  # None around a cell that was given as it is
+
     def __init__(
         self,
-        spec: LayerSpec,
+        cell: Cell,
+        width: int,
+        readout: ProjectionSpec | None,
         *,
+        spec: LayerSpec | None,
         solver: Solver | None = None,
         adjoint: Adjoint | None = None,
         batch_first: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         self.spec = spec
-        self.width = spec.width
-        self.cell: Cell = spec.cell.build(device=device, dtype=dtype)
-        self.readout = _readout(spec, self.cell.state_size, device, dtype)
-        self.solver: Solver = Sequential() if solver is None else solver
+        self.width = width
+        self.cell = cell
+        self.readout: Projection | None = None
+        shown = cell.output_size or cell.state_size
+        if readout is not None or shown != width:
+            like = next(cell.parameters(), torch.empty(0))
+            self.readout = (readout or Dense()).build(shown, width, device=like.device, dtype=like.dtype)
+        self.solver: Solver = _solver(solver, Sequential())
         self.adjoint = adjoint
         self.batch_first = batch_first
 
@@ -92,6 +102,8 @@ class RecurrentLayer(nn.Module, abc.ABC):
         lengths: Tensor | None = None,
         reset: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        dt: Tensor | None = None,
+        beta: Tensor | None = None,
         solver: Solver | None = None,
         adjoint: Adjoint | None = None,
     ) -> tuple[Any, ADPTState]:
@@ -106,6 +118,8 @@ class RecurrentLayer(nn.Module, abc.ABC):
             reset: bool, laid out as `x` without its features. True at t: a new sequence begins at t.
             cu_seqlens: (sequences + 1,) where each sequence begins and the last one ends, in one packed row: `x` is
                 (1, total, width). State in and out has one row for each sequence.
+            dt: The length of each step in units of the usual one, laid out as `reset`: for irregular sampling.
+            beta: (batch,) a β for each sequence, in place of the layer's own.
             solver: How to find the states; the layer's own by default.
             adjoint: How to differentiate; the layer's own by default.
 
@@ -113,26 +127,39 @@ class RecurrentLayer(nn.Module, abc.ABC):
             The outputs, of the shape and dtype of `x`, and the state after the last step.
         """
         if isinstance(x, PackedSequence):
-            _alone("a PackedSequence", lengths=lengths, reset=reset, cu_seqlens=cu_seqlens)
-            return packed_sequence(x, lambda y, n: self._run(y, state, n, None, solver, adjoint))
+            _alone("a PackedSequence", lengths=lengths, reset=reset, cu_seqlens=cu_seqlens, dt=dt)
+            cell = self.cell.given(beta=beta)
+            return packed_sequence(x, lambda y, n: self._run(cell, y, state, n, None, solver, adjoint))
         if cu_seqlens is not None:
-            _alone("cu_seqlens", lengths=lengths, reset=reset)
-            return ragged(x, cu_seqlens, lambda y, n: self._run(y, state, n, None, solver, adjoint))
+            _alone("cu_seqlens", lengths=lengths, reset=reset, dt=dt)
+            cell = self.cell.given(beta=beta)
+            return ragged(x, cu_seqlens, lambda y, n: self._run(cell, y, state, n, None, solver, adjoint))
         self._check_shape(x)
         turned = x.dim() == 3 and not self.batch_first
         if turned:
-            x, reset = x.transpose(0, 1), None if reset is None else reset.transpose(0, 1)
-        outputs, final = self._run(x, state, lengths, reset, solver, adjoint)
+            x, reset, dt = x.transpose(0, 1), _turned(reset), _turned(dt)
+        outputs, final = self._run(self.cell.given(dt=dt, beta=beta), x, state, lengths, reset, solver, adjoint)
         return outputs.transpose(0, 1) if turned else outputs, final
 
-    def step(self, x: Tensor, state: ADPTState | None = None) -> tuple[Tensor, ADPTState]:
-        """One step: (batch, width), or (width,) for one sequence. The same numbers as `forward`, O(1) each."""
+    def step(
+        self,
+        x: Tensor,
+        state: ADPTState | None = None,
+        *,
+        dt: Tensor | None = None,
+        beta: Tensor | None = None,
+    ) -> tuple[Tensor, ADPTState]:
+        """One step: (batch, width), or (width,) for one sequence. The same numbers as `forward`, O(1) each.
+
+        `dt` and `beta` are (batch,), as in `forward`.
+        """
         if x.dim() not in (1, 2) or x.shape[-1] != self.width:
             raise InputError(
                 f"step takes one time step, (batch, {self.width}) or ({self.width},); got {tuple(x.shape)}. "
                 "For a whole sequence call the layer itself."
             )
-        outputs, final = self._run(x.unsqueeze(-2), state, None, None, Sequential(), None)
+        cell = self.cell.given(dt=None if dt is None else torch.as_tensor(dt).unsqueeze(-1), beta=beta)
+        outputs, final = self._run(cell, x.unsqueeze(-2), state, None, None, Sequential(), None)
         return outputs.squeeze(-2), final
 
     def solve(
@@ -144,14 +171,22 @@ class RecurrentLayer(nn.Module, abc.ABC):
         guess: Tensor | None = None,
         lengths: Tensor | None = None,
         reset: Tensor | None = None,
+        dt: Tensor | None = None,
+        beta: Tensor | None = None,
     ) -> Solution:
         """The states themselves, batch first, with how they were found. Refuses input that is not finite."""
         self._check_shape(x)
         if x.dim() == 3 and not self.batch_first:
-            x, reset = x.transpose(0, 1), None if reset is None else reset.transpose(0, 1)
+            x, reset, dt = x.transpose(0, 1), _turned(reset), _turned(dt)
         self._check_finite(x, lengths)
-        return (solver or self.solver)(
-            self.cell, x, _as_state(state), guess=guess, lengths=lengths, reset=reset, adjoint=self.adjoint
+        return _solver(solver, self.solver)(
+            self.cell.given(dt=dt, beta=beta),
+            x,
+            _as_state(state),
+            guess=guess,
+            lengths=lengths,
+            reset=reset,
+            adjoint=self.adjoint,
         )
 
     def initial_state(
@@ -168,6 +203,7 @@ class RecurrentLayer(nn.Module, abc.ABC):
 
     def _run(
         self,
+        cell: Cell,
         x: Tensor,
         state: ADPTState | None,
         lengths: Tensor | None,
@@ -177,14 +213,16 @@ class RecurrentLayer(nn.Module, abc.ABC):
     ) -> tuple[Tensor, ADPTState]:
         state = _as_state(state)
         lengths = None if lengths is None else torch.as_tensor(lengths)
-        solution = (solver or self.solver)(
-            self.cell, x, state, lengths=lengths, reset=reset, adjoint=adjoint or self.adjoint
+        solution = _solver(solver, self.solver)(
+            cell, x, state, lengths=lengths, reset=reset, adjoint=adjoint or self.adjoint
         )
         with torch.autocast(x.device.type, enabled=False):
-            outputs = solution.states if self.readout is None else self.readout(solution.states)
+            shown = self.cell.output(solution.states)
+            outputs = shown if self.readout is None else self.readout(shown)
         return outputs.to(x.dtype), ADPTState(solution.final, _final_position(x, state, lengths, reset))
 
     def _check_shape(self, x: Tensor) -> None:
+        refuse_packed(x)
         if x.dim() not in (2, 3) or x.shape[-1] != self.width:
             layout = "(batch, time, {w})" if self.batch_first else "(time, batch, {w})"
             raise InputError(
@@ -209,6 +247,15 @@ class RecurrentLayer(nn.Module, abc.ABC):
             )
 
 
+def _turned(values: Tensor | None) -> Tensor | None:
+    if values is None:
+        return None
+    values = torch.as_tensor(values)
+    if values.dim() != 2:
+        raise InputError(f"reset and dt are laid out as x, (time, batch); got shape {tuple(values.shape)}.")
+    return values.transpose(0, 1)
+
+
 def _as_state(state: Any) -> ADPTState | None:
     if state is None or isinstance(state, ADPTState):
         return state
@@ -220,12 +267,12 @@ def _as_state(state: Any) -> ADPTState | None:
     )
 
 
-def _readout(
-    spec: LayerSpec, state_size: int, device: torch.device | str | None, dtype: torch.dtype | None
-) -> Projection | None:
-    if spec.readout is None and state_size == spec.width:
-        return None
-    return (spec.readout or Dense()).build(state_size, spec.width, device=device, dtype=dtype)
+def _solver(given: Solver | None, default: Solver) -> Solver:
+    if given is None:
+        return default
+    if not isinstance(given, Solver):
+        raise InputError(f"solver={given!r}: must be a solver object. Pass solver=solvers.Sequential().")
+    return given
 
 
 def _alone(what: str, **others: Tensor | None) -> None:
@@ -240,7 +287,7 @@ def _final_position(x: Tensor, state: ADPTState | None, lengths: Tensor | None, 
     start = torch.zeros(x.shape[:-2], dtype=torch.int64, device=x.device) if state is None else state.position
     if reset is None or not steps:
         return start + (steps if lengths is None else lengths.to(x.device).reshape(start.shape))
-    every = positions(start.reshape(-1), steps, reset.reshape(-1, steps))
+    every = positions(start.reshape(-1), steps, torch.as_tensor(reset).reshape(-1, steps))
     ends = torch.full_like(every[:, :1], steps) if lengths is None else lengths.to(x.device).reshape(-1, 1)
     return (every.gather(1, ends - 1) + 1).reshape(start.shape)
 
@@ -267,7 +314,7 @@ class ADPTNet(RecurrentLayer):
         width: int,
         *,
         state_size: int | None = None,
-        beta: float | TrainableBeta = 0.125,
+        beta: BetaValue = 0.125,
         spectrum: SpectrumSpec = Linspace(),
         solver: Solver | None = None,
         adjoint: Adjoint | None = None,
@@ -282,21 +329,29 @@ class ADPTNet(RecurrentLayer):
                 raise SpecError(f"ADPTNet has no argument {name!r}.{nearest(name, (*adpt_axes(), 'readout'))}")
         cell = ADPTSpec(width, state_size=state_size, beta=beta, spectrum=spectrum, **axes)
         super().__init__(
-            LayerSpec(cell, readout),
+            cell.build(device=device, dtype=dtype),
+            width,
+            readout,
+            spec=LayerSpec(cell, readout, batch_first),
             solver=solver,
             adjoint=adjoint,
             batch_first=batch_first,
-            device=device,
-            dtype=dtype,
         )
 
 
 class Recurrent(RecurrentLayer):
-    """A layer around any other cell, under the same contract: `Recurrent(cells.ReLURNN(width=64))`."""
+    """A layer around any other cell, under the same contract: `Recurrent(cells.ReLURNN(width=64))`.
+
+    Args:
+        cell: The description of a cell; or a cell itself, such as `cells.from_torch(nn.GRUCell(64, 64))`, whose layer
+            has no spec and is saved by its state dict.
+        readout: From the state to the output; see `LayerSpec`.
+        solver, adjoint, batch_first, device, dtype: As for `ADPTNet`.
+    """
 
     def __init__(
         self,
-        cell: CellSpec,
+        cell: CellSpec | Cell,
         *,
         readout: ProjectionSpec | None = None,
         solver: Solver | None = None,
@@ -305,11 +360,10 @@ class Recurrent(RecurrentLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
+        spec = None if isinstance(cell, Cell) else LayerSpec(cell, readout, batch_first)
+        built: Cell = cell if isinstance(cell, Cell) else cell.build(device=device, dtype=dtype)
+        if built.input_size is None:
+            raise InputError("a layer needs to know its width. Pass input_size= to cells.from_function.")
         super().__init__(
-            LayerSpec(cell, readout),
-            solver=solver,
-            adjoint=adjoint,
-            batch_first=batch_first,
-            device=device,
-            dtype=dtype,
+            built, built.input_size, readout, spec=spec, solver=solver, adjoint=adjoint, batch_first=batch_first
         )

@@ -1,5 +1,7 @@
 """A whole model: an encoder, residual blocks and a head."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
@@ -7,18 +9,20 @@ from torch import Tensor, nn
 
 from ..errors import InputError, SpecError
 from ..solvers.problem import check_lengths, valid
-from ..spec import Spec, check_size, nearest, spec
+from ..spec import ModuleSpec, check_size, nearest, spec
 from .bidirectional import BidirectionalSpec
 from .block import BlockSpec, Norm, NormName, ResidualBlock
 from .layer import LayerSpec
+from .packing import refuse_packed
+from .stack import states_of
 
-__all__ = ["HeadName", "ModelSpec", "SequenceModel"]
+__all__ = ["HeadName", "ModelSpec", "SequenceModel", "evaluating"]
 
 HeadName = Literal["token", "last", "mean"]
 
 
 @spec
-class ModelSpec(Spec):
+class ModelSpec(ModuleSpec):
     """A sequence model.
 
     Attributes:
@@ -39,7 +43,7 @@ class ModelSpec(Spec):
 
     def __post_init__(self) -> None:
         if not isinstance(self.block, BlockSpec):
-            raise SpecError(f"ModelSpec(block={self.block!r}): must be a BlockSpec(layer.spec).")
+            raise SpecError(f"ModelSpec(block={type(self.block).__name__}): must be a BlockSpec(layer.spec).")
         check_size(self, depth=self.depth)
         if (self.vocabulary is None) == (self.input_size is None):
             raise SpecError(
@@ -124,9 +128,15 @@ class SequenceModel(nn.Module):
             (batch, time, output_size) for the token head, (batch, output_size) for the others.
         """
         self._check(x)
+        if run.get("cu_seqlens") is not None and self.spec.head != "token":
+            raise InputError(
+                f"head={self.spec.head!r} gives one output a sequence. Pass lengths= instead of cu_seqlens=."
+            )
         lengths = check_lengths(lengths, x.shape[0], x.shape[1], x.device)
+        if lengths is not None and x.is_floating_point():
+            x = torch.where(valid(lengths, x.shape[1]).unsqueeze(-1), x, 0.0)
         y = self.encoder(x)
-        entering = (None,) * len(self.blocks) if state is None else state
+        entering = states_of(self.blocks, state)
         leaving = []
         for block, before in zip(self.blocks, entering, strict=True):
             y, after = block(y, before, lengths=lengths, **run)
@@ -135,8 +145,10 @@ class SequenceModel(nn.Module):
 
     def step(self, x: Tensor, state: tuple[Any, ...] | None = None) -> tuple[Tensor, tuple[Any, ...]]:
         """One step: (batch,) tokens or (batch, input_size) to (batch, output_size), with the states."""
+        if self.spec.head == "mean":
+            raise InputError('head="mean" needs the whole sequence and has no step. Call the model itself.')
         y = self.encoder(x)
-        entering = (None,) * len(self.blocks) if state is None else state
+        entering = states_of(self.blocks, state)
         leaving = []
         for block, before in zip(self.blocks, entering, strict=True):
             assert isinstance(block, ResidualBlock)
@@ -175,18 +187,14 @@ class SequenceModel(nn.Module):
             )
         if prompt.dim() != 2 or prompt.shape[1] < 1:
             raise InputError(f"prompt is (batch, time) with at least one token each; got shape {tuple(prompt.shape)}.")
-        if temperature < 0 or (top_k is not None and top_k < 1):
+        if not temperature >= 0 or (top_k is not None and top_k < 1):
             raise InputError(f"temperature={temperature}, top_k={top_k}: temperature is 0 or above, top_k from 1.")
-        training = self.training
-        self.eval()
-        try:
+        with evaluating(self):
             logits, state = self(prompt)
             tokens, last = [prompt], logits[:, -1]
             for _ in range(steps):
                 tokens.append(_sampled(last, temperature, top_k, generator))
                 last, state = self.step(tokens[-1].squeeze(-1), state)
-        finally:
-            self.train(training)
         return torch.cat(tokens, 1)
 
     def _decoded(self, y: Tensor, lengths: Tensor | None) -> Tensor:
@@ -201,13 +209,16 @@ class SequenceModel(nn.Module):
         return logits
 
     def _check(self, x: Tensor) -> None:
+        refuse_packed(x)
         if self.spec.vocabulary is not None:
-            if x.dim() != 2 or x.is_floating_point():
+            if x.dim() != 2 or x.dtype not in (torch.int64, torch.int32):
                 raise InputError(
                     f"the model takes (batch, time) tokens, int64; got {x.dtype} of shape {tuple(x.shape)}."
                 )
         elif x.dim() != 3 or x.shape[-1] != self.spec.input_size:
             raise InputError(f"the model takes (batch, time, {self.spec.input_size}); got shape {tuple(x.shape)}.")
+        if x.shape[1] == 0 and self.spec.head != "token":
+            raise InputError(f"head={self.spec.head!r} needs at least one step; got shape {tuple(x.shape)}.")
 
 
 def _sampled(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
@@ -216,4 +227,17 @@ def _sampled(logits: Tensor, temperature: float, top_k: int | None, generator: t
     if top_k is not None:
         floor = logits.topk(min(top_k, logits.shape[-1]), -1).values[..., -1:]
         logits = logits.masked_fill(logits < floor, -torch.inf)
-    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+    above = logits - logits.amax(-1, keepdim=True)  # at most 0, so that no temperature makes an infinity
+    return torch.multinomial((above / temperature).softmax(-1), 1, generator=generator)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; afterwards every module is in the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -9,10 +9,19 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from ..cells import ADPTState
 from ..errors import InputError
 
-__all__ = ["packed_sequence", "ragged"]
+__all__ = ["packed_sequence", "ragged", "refuse_packed"]
 
 # From a padded batch (batch, time, width) and its lengths to outputs and state.
 Run = Callable[[Tensor, Tensor], tuple[Tensor, ADPTState]]
+
+
+def refuse_packed(x: object) -> None:
+    """Raises on torch's packed form, which only a call of a bare layer takes."""
+    if isinstance(x, PackedSequence):
+        raise InputError(
+            "a PackedSequence goes to a bare layer only. Unpack it: "
+            "x, lengths = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True), and pass lengths=lengths."
+        )
 
 
 def packed_sequence(packed: PackedSequence, run: Run) -> tuple[PackedSequence, ADPTState]:

@@ -5,16 +5,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError
-from ..spec import Spec, check_fraction, check_size, spec
-from .bidirectional import BidirectionalSpec
+from ..errors import InputError, SpecError
+from ..spec import ModuleSpec, check_fraction, check_size, spec
+from .bidirectional import BidirectionalSpec, refuse_time_major
 from .layer import LayerSpec
+from .packing import refuse_packed
 
-__all__ = ["Stack", "StackSpec"]
+__all__ = ["Stack", "StackSpec", "states_of"]
 
 
 @spec
-class StackSpec(Spec):
+class StackSpec(ModuleSpec):
     """`num_layers` layers of one kind, each on the outputs of the one below, with dropout in between."""
 
     layer: LayerSpec | BidirectionalSpec
@@ -23,7 +24,11 @@ class StackSpec(Spec):
 
     def __post_init__(self) -> None:
         if not isinstance(self.layer, (LayerSpec, BidirectionalSpec)):
-            raise SpecError(f"StackSpec(layer={self.layer!r}): must be a LayerSpec or BidirectionalSpec: layer.spec.")
+            raise SpecError(
+                f"StackSpec(layer={type(self.layer).__name__}): must be a LayerSpec or BidirectionalSpec: layer.spec."
+            )
+        if isinstance(self.layer, LayerSpec):
+            refuse_time_major(self, self.layer)
         check_size(self, num_layers=self.num_layers)
         check_fraction(self, below="at 1 nothing would pass", dropout=self.dropout)
 
@@ -62,9 +67,22 @@ class Stack(nn.Module):
         return self._through(lambda layer: layer.step, x, state)
 
     def _through(self, way: Any, x: Tensor, state: tuple[Any, ...] | None) -> tuple[Tensor, tuple[Any, ...]]:
-        entering = (None,) * len(self.layers) if state is None else state
+        refuse_packed(x)
+        entering = states_of(self.layers, state)
         leaving = []
         for i, (layer, before) in enumerate(zip(self.layers, entering, strict=True)):
             x, after = way(layer)(self.dropout(x) if i else x, before)
             leaving.append(after)
         return x, tuple(leaving)
+
+
+def states_of(layers: nn.ModuleList, state: tuple[Any, ...] | None) -> tuple[Any, ...]:
+    """One state for each layer: those given, or none."""
+    if state is None:
+        return (None,) * len(layers)
+    if not isinstance(state, (tuple, list)) or len(state) != len(layers):
+        raise InputError(
+            f"state must be the tuple of {len(layers)} states an earlier call returned; got {type(state).__name__}"
+            + (f" of {len(state)}." if isinstance(state, (tuple, list)) else ".")
+        )
+    return tuple(state)

@@ -3,5 +3,6 @@
 from .base import Projection, ProjectionSpec
 from .dense import Dense, Orthogonal
 from .expand import Expand
+from .factored import Kronecker, LowParam, LowRank
 
-__all__ = ["Dense", "Expand", "Orthogonal", "Projection", "ProjectionSpec"]
+__all__ = ["Dense", "Expand", "Kronecker", "LowParam", "LowRank", "Orthogonal", "Projection", "ProjectionSpec"]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..spec import Spec
 
-__all__ = ["Projection", "ProjectionSpec"]
+__all__ = ["Biased", "Projection", "ProjectionSpec", "with_bias"]
 
 
 class Projection(nn.Module, abc.ABC):
@@ -31,12 +31,60 @@ class Projection(nn.Module, abc.ABC):
     def forward(self, x: Tensor) -> Tensor:
         return self.bound(x.dtype)(x)
 
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates of one application."""
+        return self.in_features * self.out_features
+
+    @property
+    def parameter_count(self) -> int:
+        """Numbers that are stored and learn."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def condition_number(self) -> Tensor:
+        """Largest over smallest singular value of the matrix; infinite if it is singular."""
+        singular = torch.linalg.svdvals(self.dense().detach().double())
+        tiny = singular[0] * max(self.in_features, self.out_features) * torch.finfo(torch.float64).eps
+        return torch.where(singular[-1] > tiny, singular[0] / singular[-1].clamp(min=tiny), torch.inf)
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
+class Biased(Projection):
+    """A projection and a bias, which starts at zero."""
+
+    def __init__(self, projection: Projection):
+        super().__init__(projection.in_features, projection.out_features)
+        self.projection = projection
+        like = next(projection.parameters())
+        self.bias = nn.Parameter(torch.zeros(projection.out_features, device=like.device, dtype=like.dtype))
+
+    def dense(self) -> Tensor:
+        return self.projection.dense()
+
+    def bound(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        project, bias = self.projection.bound(dtype), self.bias.to(dtype)
+        return lambda x: project(x) + bias
+
+    @property
+    def macs(self) -> int:
+        return self.projection.macs
+
+
+def with_bias(projection: Projection, bias: bool) -> Projection:
+    """`projection`, with a bias if asked for."""
+    return Biased(projection) if bias else projection
+
+
 class ProjectionSpec(Spec, abc.ABC):
-    """The description of a projection."""
+    """The description of a projection.
+
+    Attributes:
+        bias: Whether a bias is added. On K or V it takes the layer outside the lemmas (docs/deviations.md, point 13).
+    """
+
+    bias: bool
 
     @abc.abstractmethod
     def build(

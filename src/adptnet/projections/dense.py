@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from ..spec import spec
-from .base import Projection, ProjectionSpec
+from .base import Projection, ProjectionSpec, with_bias
 
 __all__ = ["Dense", "Orthogonal"]
 
@@ -13,6 +13,8 @@ __all__ = ["Dense", "Orthogonal"]
 @spec
 class Dense(ProjectionSpec):
     """Every weight free; starts as `nn.Linear` does, uniform in ±1/√in_features."""
+
+    bias: bool = False
 
     def build(
         self,
@@ -23,7 +25,8 @@ class Dense(ProjectionSpec):
         dtype: torch.dtype | None = None,
     ) -> Projection:
         weight = torch.empty(out_features, in_features, device=device, dtype=dtype)
-        return DenseProjection(nn.Parameter(weight.uniform_(-(in_features**-0.5), in_features**-0.5)))
+        reach = in_features**-0.5
+        return with_bias(DenseProjection(nn.Parameter(weight.uniform_(-reach, reach))), self.bias)
 
 
 @spec
@@ -33,6 +36,8 @@ class Orthogonal(ProjectionSpec):
     With orthogonal K and V and directions from the state itself, lemma:J_singular_vals holds for every input.
     """
 
+    bias: bool = False
+
     def build(
         self,
         in_features: int,
@@ -41,10 +46,13 @@ class Orthogonal(ProjectionSpec):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Projection:
+        dtype = torch.promote_types(
+            dtype or torch.get_default_dtype(), torch.float32
+        )  # no factorisation in half precision
         weight = torch.empty(out_features, in_features, device=device, dtype=dtype)
         projection = DenseProjection(nn.Parameter(nn.init.orthogonal_(weight)))
         parametrizations.orthogonal(projection, "weight")
-        return projection
+        return with_bias(projection, self.bias)
 
 
 class DenseProjection(Projection):

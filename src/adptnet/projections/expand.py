@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..errors import SpecError
 from ..spec import spec
-from .base import Projection, ProjectionSpec
+from .base import Projection, ProjectionSpec, with_bias
 
 __all__ = ["Expand"]
 
@@ -19,6 +19,8 @@ class Expand(ProjectionSpec):
     As an input projection it spreads each channel; as a read-out it sums each channel's numbers back. Weights
     start at random with variance 1 when spreading (the input keeps its scale) and 1/m when summing.
     """
+
+    bias: bool = False
 
     def build(
         self,
@@ -36,7 +38,7 @@ class Expand(ProjectionSpec):
             )
         spread = in_features == small
         weight = torch.randn(large, device=device, dtype=dtype) * (1.0 if spread else (small / large) ** 0.5)
-        return ExpandProjection(weight, in_features, out_features)
+        return with_bias(ExpandProjection(weight, in_features, out_features), self.bias)
 
 
 class ExpandProjection(Projection):
@@ -54,3 +56,7 @@ class ExpandProjection(Projection):
         if self.in_features <= self.out_features:
             return lambda x: x.repeat_interleave(self.out_features // self.in_features, -1) * weight
         return lambda x: (x * weight).unflatten(-1, (self.out_features, -1)).sum(-1)
+
+    @property
+    def macs(self) -> int:
+        return self.weight.numel()

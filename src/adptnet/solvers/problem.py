@@ -20,6 +20,7 @@ class Problem(NamedTuple):
     fresh: Tensor  # (batch, state_size), entering a step with a reset
     reset: Tensor | None  # (batch, time)
     lengths: Tensor | None  # (batch,)
+    valid: Tensor | None  # (batch, time): whether a step is before the end
     batched: bool
 
     @property
@@ -28,16 +29,14 @@ class Problem(NamedTuple):
 
     def masked(self, states: Tensor) -> Tensor:
         """The states, zero past the end of each sequence."""
-        if self.lengths is None:
-            return states
-        return torch.where(valid(self.lengths, self.steps).unsqueeze(-1), states, 0.0)
+        return states if self.valid is None else torch.where(self.valid.unsqueeze(-1), states, 0.0)
 
     def final(self, states: Tensor) -> Tensor:
-        """The state at the true end of each sequence."""
+        """The state at the true end of each sequence, in memory of its own."""
         if not self.steps:
-            return self.state
+            return self.state.clone()
         if self.lengths is None:
-            return states[:, -1]
+            return states[:, -1].clone()
         last = (self.lengths - 1)[:, None, None].expand(-1, 1, states.shape[-1])
         return states.gather(1, last).squeeze(1)
 
@@ -57,6 +56,7 @@ def pose(
         )
     dtype = check_dtype(inputs, cell)
     batched = inputs.dim() == 3
+    reset = None if reset is None else torch.as_tensor(reset)
     if not batched:
         inputs = inputs.unsqueeze(0)
         reset = reset.unsqueeze(0) if reset is not None and reset.dim() == 1 else reset
@@ -65,15 +65,19 @@ def pose(
     lengths = check_lengths(lengths, batch, steps, inputs.device)
     reset = _check_reset(reset, batch, steps)
     start = torch.zeros(batch, dtype=torch.int64, device=inputs.device)
+    given = state.state if isinstance(state, ADPTState) else state
+    entering = _entering(cell, given, batch, dtype, inputs.device)
     if isinstance(state, ADPTState):
-        state, start = state
-        start = start.reshape(-1)
-    entering = _entering(cell, state, batch, dtype, inputs.device)
-    if lengths is not None:  # what is in the padding must not matter, not even to gradients
-        inputs = torch.where(valid(lengths, steps).unsqueeze(-1), inputs, 0.0)
+        start = _check_position(state.position, batch, inputs.device)
+    before_end = None
+    if lengths is not None:  # what is in the padding must not matter, not even to gradients: the last step stands in
+        before_end = valid(lengths, steps)
+        last = torch.minimum(torch.arange(steps, device=inputs.device), lengths.unsqueeze(-1) - 1)
+        inputs = inputs.gather(1, last.unsqueeze(-1).expand_as(inputs))
+        reset = None if reset is None else reset.gather(1, last)
     drive = cell.prepare(inputs.to(dtype), positions(start, steps, reset))
     fresh = cell.initial_state(batch, device=inputs.device, dtype=dtype)
-    return Problem(drive, entering, fresh, reset, lengths, batched)
+    return Problem(drive, entering, fresh, reset, lengths, before_end, batched)
 
 
 def check_dtype(inputs: Tensor, cell: Cell) -> torch.dtype:
@@ -97,6 +101,8 @@ def _entering(cell: Cell, state: Tensor | None, batch: int, dtype: torch.dtype, 
             f"the state is {state.dtype} but the cell computes in {dtype}. Pass state.to({dtype}); a state is kept in "
             "at least float32, whatever the inputs are."
         )
+    if state.device != device:
+        raise InputError(f"the state is on {state.device}, the inputs are on {device}. Pass state.to({str(device)!r}).")
     state = state.unsqueeze(0) if state.dim() == 1 else state
     if state.shape != (batch, cell.state_size):
         raise InputError(
@@ -104,6 +110,15 @@ def _entering(cell: Cell, state: Tensor | None, batch: int, dtype: torch.dtype, 
             f"{(batch, cell.state_size)}. Start one with initial_state({batch})."
         )
     return state
+
+
+def _check_position(position: Tensor, batch: int, device: torch.device) -> Tensor:
+    if position.dtype != torch.int64 or position.numel() != batch:
+        raise InputError(
+            f"the state's position is {position.dtype} of shape {tuple(position.shape)}; {batch} sequences need int64 "
+            f"of shape {(batch,)}. Pass the ADPTState an earlier call returned."
+        )
+    return position.reshape(-1).to(device)
 
 
 def valid(lengths: Tensor, steps: int) -> Tensor:
@@ -118,6 +133,7 @@ def check_lengths(lengths: Tensor | None, batch: int, steps: int, device: torch.
     lengths = torch.as_tensor(lengths)
     if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
         raise InputError(f"lengths are {lengths.dtype}; they count steps. Pass lengths.long().")
+    lengths = lengths.to(device=device, dtype=torch.int64)
     if lengths.shape != (batch,):
         raise InputError(f"lengths have shape {tuple(lengths.shape)}; {batch} sequences need {(batch,)}.")
     wrong = (lengths < 1) | (lengths > steps)
@@ -127,7 +143,7 @@ def check_lengths(lengths: Tensor | None, batch: int, steps: int, device: torch.
             f"lengths[{i}] = {int(lengths[i])}; a length is from 1 to the padded length {steps}. "
             + ("Drop empty sequences from the batch." if int(lengths[i]) < 1 else "Pad the inputs to the longest.")
         )
-    return lengths.to(device=device, dtype=torch.int64)
+    return lengths
 
 
 def _check_reset(reset: Tensor | None, batch: int, steps: int) -> Tensor | None:

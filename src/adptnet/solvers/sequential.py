@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch.nn.utils import parametrize
 
 from ..adjoints import Adjoint, Loop, Unrolled
 from ..cells.base import ADPTState, Cell
@@ -29,7 +28,7 @@ class Sequential(Solver):
     ) -> Solution:
         if guess is not None:
             raise InputError("Sequential computes every step once and takes no guess. Drop guess=.")
-        with torch.autocast(inputs.device.type, enabled=False), parametrize.cached():
+        with torch.autocast(inputs.device.type, enabled=False):
             problem = pose(cell, inputs, state, lengths, reset)
             states = (adjoint or Unrolled()).run(_loop(cell, problem), problem.state, problem.steps)
         final = problem.final(states)
@@ -55,13 +54,29 @@ def _loop(cell: Cell, problem: Problem) -> Loop:
     drives = problem.drive.unbind(-2)
     resets = None if problem.reset is None else problem.reset.unsqueeze(-1).unbind(-2)
 
+    valid = None if problem.valid is None else problem.valid.unsqueeze(-1).unbind(-2)
+
     def loop(state: Tensor, start: int, stop: int) -> Tensor:
-        states = []
+        states: list[Tensor] = []
+        entering = state
         for t in range(start, stop):
+            # Past the end of a sequence its last step is done again, so that nothing new, and no NaN, can arise there.
+            entering = state if valid is None else torch.where(valid[t], state, entering)
             if resets is not None:
-                state = torch.where(resets[t], problem.fresh, state)
-            state = step(state, drives[t])
+                entering = torch.where(resets[t], problem.fresh, entering)
+            state = step(entering, drives[t])
+            if t == 0:
+                _check_step(cell, entering, state)
             states.append(state)
         return torch.stack(states, -2) if states else state.unsqueeze(-2)[..., :0, :]
 
     return loop
+
+
+def _check_step(cell: Cell, before: Tensor, after: Tensor) -> None:
+    if after.shape != before.shape or after.dtype != before.dtype:
+        given, made = (f"{tuple(state.shape)}, {state.dtype}" for state in (before, after))
+        raise InputError(
+            f"the step of {type(cell).__name__} made a state of shape {made} of one of shape {given}. "
+            "It must keep both, for any leading dimensions."
+        )

@@ -1,7 +1,22 @@
 """Spectra: which timescales the state has. Each is a spec whose `build` makes the eigenvalues Λ̄."""
 
 from .base import BlockDiagonal, Spectrum, SpectrumSpec
-from .continuous import Linspace, S4DInv, S4DReal
-from .wrappers import Negative, Sparse
+from .continuous import Linspace, LRURing, S4DInv, S4DLin, S4DReal, UniformDecay
+from .exponents import FromExponents
+from .wrappers import ContinuousPM, Negative, Sparse
 
-__all__ = ["BlockDiagonal", "Linspace", "Negative", "S4DInv", "S4DReal", "Sparse", "Spectrum", "SpectrumSpec"]
+__all__ = [
+    "BlockDiagonal",
+    "ContinuousPM",
+    "FromExponents",
+    "LRURing",
+    "Linspace",
+    "Negative",
+    "S4DInv",
+    "S4DLin",
+    "S4DReal",
+    "Sparse",
+    "Spectrum",
+    "SpectrumSpec",
+    "UniformDecay",
+]

@@ -3,12 +3,11 @@
 import torch
 from torch import Tensor
 
-from ..errors import SpecError
-from ..spec import check_fraction, check_kind, spec
+from ..spec import check_fraction, check_kind, check_seed, spec
 from .base import BlockDiagonal, Spectrum, SpectrumSpec
 from .continuous import Linspace
 
-__all__ = ["Negative", "Sparse"]
+__all__ = ["ContinuousPM", "Negative", "Sparse"]
 
 
 @spec
@@ -23,8 +22,16 @@ class Negative(SpectrumSpec):
 
     def __post_init__(self) -> None:
         check_kind(self, SpectrumSpec, "spectra.Linspace()", spectrum=self.spectrum)
-        if self.fraction != 1:
+        if self.fraction != 1 or isinstance(self.fraction, bool):
             check_fraction(self, below="1 itself turns them all", fraction=self.fraction)
+
+    @property
+    def is_complex(self) -> bool:
+        return self.spectrum.is_complex
+
+    @property
+    def grows(self) -> bool:
+        return self.spectrum.grows
 
     def build(
         self,
@@ -46,16 +53,16 @@ class NegativeSpectrum(Spectrum):
         self.spectrum = spectrum
         self.register_buffer("negative", _spread(spectrum, fraction))
 
-    def forward(self) -> BlockDiagonal:
-        lambda_bar = self.spectrum()
+    def forward(self, dt: Tensor | None = None) -> BlockDiagonal:
+        lambda_bar = self.spectrum(dt)
         sign = 1 - 2 * self.negative.to(lambda_bar.real.dtype)
         return BlockDiagonal(sign * lambda_bar.real, None if lambda_bar.imag is None else sign * lambda_bar.imag)
 
-    def log_modulus(self) -> Tensor:
-        return self.spectrum.log_modulus()
+    def log_modulus(self, dt: Tensor | None = None) -> Tensor:
+        return self.spectrum.log_modulus(dt)
 
-    def hold(self) -> BlockDiagonal:
-        return self.spectrum.hold()
+    def hold(self, dt: Tensor | None = None) -> BlockDiagonal:
+        return self.spectrum.hold(dt)
 
 
 def _spread(spectrum: Spectrum, fraction: float) -> Tensor:
@@ -65,6 +72,11 @@ def _spread(spectrum: Spectrum, fraction: float) -> Tensor:
     rank = alive[::pair].cumsum(0).double()  # 1, 2, 3, … along the non-zero ones
     marked = alive[::pair] & ((rank * fraction + 1e-9).floor() > ((rank - 1) * fraction + 1e-9).floor())
     return marked.repeat_interleave(pair)
+
+
+def ContinuousPM(dt_min: float = 1e-3, dt_max: float = 1e-1) -> Negative:
+    """The `continuous_pm` of the paper's L = 32 sweep, which it does not define: `Linspace` with alternating signs."""
+    return Negative(Linspace(dt_min=dt_min, dt_max=dt_max), 0.5)
 
 
 @spec
@@ -82,8 +94,15 @@ class Sparse(SpectrumSpec):
             below="at 1 nothing would be remembered (for no memory at all use a plain linear layer)",
             fraction=self.fraction,
         )
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise SpecError(f"Sparse(seed={self.seed!r}): seed must be a whole number.")
+        check_seed(self, seed=self.seed)
+
+    @property
+    def is_complex(self) -> bool:
+        return self.spectrum.is_complex
+
+    @property
+    def grows(self) -> bool:
+        return self.spectrum.grows
 
     def build(
         self,
@@ -111,14 +130,14 @@ class SparseSpectrum(Spectrum):
         silent[order[: min(round(fraction * count), count - 1)]] = True
         self.register_buffer("silent", silent.repeat_interleave(pair).to(lambda_bar.real.device))
 
-    def forward(self) -> BlockDiagonal:
-        return self._filled(self.spectrum(), 0.0)
+    def forward(self, dt: Tensor | None = None) -> BlockDiagonal:
+        return self._filled(self.spectrum(dt), 0.0)
 
-    def log_modulus(self) -> Tensor:
-        return self.spectrum.log_modulus().masked_fill(self.silent, -torch.inf)
+    def log_modulus(self, dt: Tensor | None = None) -> Tensor:
+        return self.spectrum.log_modulus(dt).masked_fill(self.silent, -torch.inf)
 
-    def hold(self) -> BlockDiagonal:
-        return self._filled(self.spectrum.hold(), 1.0)
+    def hold(self, dt: Tensor | None = None) -> BlockDiagonal:
+        return self._filled(self.spectrum.hold(dt), 1.0)
 
     def _filled(self, blocks: BlockDiagonal, value: float) -> BlockDiagonal:
         imag = None if blocks.imag is None else blocks.imag.masked_fill(self.silent, 0.0)

@@ -14,7 +14,6 @@ __all__ = ["product_table"]
 _LARGEST = {"S": 6, "A": 6, "Z": 2048}
 
 
-@functools.cache
 def product_table(name: str) -> Tensor:
     """The product of every pair of elements: table[p, q] is p·q, (size, size) int64.
 
@@ -22,7 +21,12 @@ def product_table(name: str) -> Tensor:
         name: "S3", "S5" (all permutations), "A5" (the even ones), "Z6" (addition modulo 6). Permutations are
             numbered in lexicographic order, so 0 is the identity, and (p·q)[i] = p[q[i]].
     """
-    match = re.fullmatch(r"([SAZ])([1-9]\d*)", name)
+    return _table(name).clone()
+
+
+@functools.cache
+def _table(name: str) -> Tensor:
+    match = re.fullmatch(r"([SAZ])([1-9]\d*)", str(name))
     if match is None or int(match[2]) > _LARGEST[match[1]]:
         largest = ", ".join(f"{kind}{n}" for kind, n in _LARGEST.items())
         raise InputError(f"group {name!r} is unknown. Groups are S3, A5, Z6 and the like, up to {largest}.")

@@ -1,7 +1,7 @@
 """The settings of a training run, under the names the paper's tables use."""
 
 from ..errors import SpecError
-from ..spec import Spec, check_fraction, check_nonnegative, check_positive, check_size, spec
+from ..spec import Spec, check_fraction, check_nonnegative, check_positive, check_seed, check_size, spec
 
 __all__ = ["TrainConfig"]
 
@@ -36,6 +36,7 @@ class TrainConfig(Spec):
         check_size(self, steps=self.steps, batch_size=self.batch_size)
         check_positive(self, learning_rate=self.learning_rate, epsilon=self.epsilon)
         check_nonnegative(self, weight_decay=self.weight_decay)
+        check_seed(self, seed=self.seed)
         check_fraction(self, below="at 1 the learning rate would never fall", warmup=self.warmup)
         if self.clip is not None:
             check_positive(self, clip=self.clip)

@@ -3,11 +3,13 @@
 import json
 import os
 import platform
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from .._version import __version__
+from ..files import write_whole
 
 __all__ = ["environment", "write_json"]
 
@@ -15,21 +17,11 @@ __all__ = ["environment", "write_json"]
 def write_json(path: Path, content: Any) -> None:
     """Writes `content` to `path`, all of it or nothing; makes the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(content, file, indent=1, allow_nan=False)
-            file.write("\n")
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_whole(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
 
 
 def environment() -> dict[str, str | int]:
     """Versions and machine, to stand beside every number."""
-    from .. import __version__
-
     return {
         "adptnet": __version__,
         "torch": torch.__version__,

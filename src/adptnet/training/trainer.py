@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..errors import AdptnetError
+from ..errors import AdptnetError, InputError
+from ..nn.model import evaluating
 from ..tasks import Task
 from .config import TrainConfig
 from .optim import param_groups
@@ -72,16 +73,16 @@ def evaluate(
     model: nn.Module, task: Task, lengths: Sequence[int], *, size: int = 4096, batch_size: int = 512, seed: int = 1
 ) -> dict[int, dict[str, float | list[float]]]:
     """Scores of `model` on `size` fresh sequences of each length. The same seed draws the same sequences."""
-    training = model.training
-    model.eval()
+    if size < 1 or batch_size < 1:
+        raise InputError(f"evaluate(size={size}, batch_size={batch_size}): both must be at least 1.")
     scores = {}
-    for length in lengths:
-        generator = torch.Generator().manual_seed(seed)
-        predictions, targets = [], []
-        for start in range(0, size, batch_size):
-            batch = task.batch(min(batch_size, size - start), generator, length=length)
-            predictions.append(model(batch.inputs)[0].argmax(-1))
-            targets.append(batch.targets)
-        scores[length] = task.scores(torch.cat(predictions), torch.cat(targets))
-    model.train(training)
+    with evaluating(model):
+        for length in lengths:
+            generator = torch.Generator().manual_seed(seed)
+            predictions, targets = [], []
+            for start in range(0, size, batch_size):
+                batch = task.batch(min(batch_size, size - start), generator, length=length)
+                predictions.append(model(batch.inputs)[0].argmax(-1))
+                targets.append(batch.targets)
+            scores[length] = task.scores(torch.cat(predictions), torch.cat(targets))
     return scores

@@ -1,0 +1,68 @@
+"""The coupled cell: an ADPT state and a slow linear memory that feeds back into it (eq:coupled_ADPTNet)."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..typing import Positions, Vector
+from .adpt import ADPTCell
+from .base import Cell
+from .spec import ADPTSpec
+
+__all__ = ["CoupledCell"]
+
+
+class CoupledCell(Cell):
+    """x_t = M x_{t-1} + γ ⊙ (u_t + feedback ⊙ w_{t-1}),  w_t = Γ w_{t-1} + (1 - Γ) x_t.
+
+    The state is x and w in a row.
+    """
+
+    def __init__(self, spec: ADPTSpec, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None):
+        super().__init__()
+        assert spec.memory is not None
+        self.spec = spec
+        self.input_size = spec.width
+        self.state_size = 2 * spec.size
+        self.output_size = spec.size
+        self.fast = ADPTCell(spec, device=device, dtype=dtype)
+        self.slow = spec.memory.spectrum.build(spec.size, device=device, dtype=dtype)
+        self.feedback = nn.Parameter(torch.full((spec.size,), spec.memory.feedback, device=device, dtype=dtype))
+
+    def prepare(self, inputs: Tensor, position: Positions) -> Tensor:
+        return self.fast.prepare(inputs, position)
+
+    def step(self, state: Vector, drive: Tensor) -> Vector:
+        return self.stepper()(state, drive)
+
+    def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
+        size = self.spec.size
+        bound = self.fast.bound()
+        gain, decay = self.fast.drive.gain(self.fast.spectrum), self.slow()
+        charge = -torch.expm1(self.slow.log_modulus())
+        feedback = self.feedback.to(decay.real.dtype)
+
+        def step(state: Tensor, drive: Tensor) -> Tensor:
+            fast, slow = state.split(size, -1)
+            fed = drive[..., :size] + gain.mv(feedback * slow)
+            fast = bound.step(fast, torch.cat((fed, drive[..., size:]), -1))
+            return torch.cat((fast, decay.mv(slow) + charge * fast), -1)
+
+        return step
+
+    def define_step(self, state: Vector, drive: Tensor) -> Vector:
+        """`step` by its definition, with dense matrices."""
+        size = self.spec.size
+        fast, slow = state.split(size, -1)
+        gain, decay = self.fast.drive.gain(self.fast.spectrum).dense(), self.slow().dense()
+        fed = drive[..., :size] + (self.feedback * slow) @ gain.mT
+        fast = self.fast.define_step(fast, torch.cat((fed, drive[..., size:]), -1))
+        return torch.cat((fast, slow @ decay.mT + fast - fast @ decay.mT), -1)
+
+    def output(self, state: Tensor) -> Tensor:
+        return state[..., : self.spec.size]
+
+    def slow_state(self, state: Tensor) -> Tensor:
+        """w."""
+        return state[..., self.spec.size :]

@@ -1,0 +1,222 @@
+"""The description of an ADPT cell: every choice of the model in one place."""
+
+import dataclasses
+import numbers
+from typing import Any
+
+import torch
+
+from ..beta import BetaValue, TrainableBeta, heads_of
+from ..conjugates import ConjugateSpec, Exact, Stateful
+from ..directions import DirectionSpec, FromInput, FromState
+from ..drive import EMA, LRU, GainSpec, RoPE, SoftplusGate
+from ..errors import IncompatibleError, SpecError
+from ..projections import Dense, Expand, ProjectionSpec
+from ..retractions import Exponential, Retraction
+from ..spec import Spec, check_kind, check_nonnegative, check_size, spec
+from ..spectra import Linspace, SpectrumSpec
+from .base import Cell, CellSpec
+
+__all__ = ["ADPTSpec", "SlowMemory", "axes"]
+
+
+@spec
+class SlowMemory(Spec):
+    """A slow linear memory w beside the state (eq:coupled_ADPTNet): w_t = Γ w_{t-1} + (1 - Γ) x_t.
+
+    It feeds back into the drive as γ ⊙ feedback ⊙ w_{t-1}.
+
+    Attributes:
+        spectrum: Γ; real, non-negative eigenvalues, slower than the state's.
+        feedback: Where the feedback starts, the same for every number of the state. It learns.
+    """
+
+    spectrum: SpectrumSpec = Linspace(dt_min=1e-4, dt_max=1e-2)
+    feedback: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_kind(self, SpectrumSpec, "spectra.Linspace(dt_min=1e-4, dt_max=1e-2)", spectrum=self.spectrum)
+        if self.spectrum.is_complex:
+            raise SpecError(f"SlowMemory(spectrum={self.spectrum}): Γ must be real. Pass spectra.Linspace(...).")
+        if isinstance(self.feedback, bool) or not isinstance(self.feedback, numbers.Real):
+            raise SpecError(f"SlowMemory(feedback={self.feedback!r}): must be a number.")
+
+
+@spec
+class ADPTSpec(CellSpec):
+    """Every choice of the model; what does not fit together is refused here.
+
+    Attributes:
+        width: Features of the input.
+        state_size: Numbers in the state; `width` if not given.
+        beta: How far the state may turn itself in a step; 0 is a linear model. A tuple gives one to each head.
+        spectrum: The timescales.
+        retraction: How far a step turns.
+        conjugate: How the rotation acts on the timescales.
+        direction: Where key and value come from.
+        projection: What K and V are.
+        input_projection: What B is.
+        gain: What normalises the input.
+        gate: A gate on the input, or None.
+        rope: Rotary positions on the input, or None.
+        rotation_aware: Turn the drive with the state (eq:rotation_aware_normalisation). Outside the lemmas.
+        start: Step from a learned rotation Q₀ instead of the identity: M = Q Q₀ Λ̄ Q₀' Q'.
+        memory: A slow linear memory beside the state, or None.
+    """
+
+    width: int
+    state_size: int | None = None
+    beta: BetaValue = 0.125
+    spectrum: SpectrumSpec = Linspace()
+    retraction: Retraction = Exponential()
+    conjugate: ConjugateSpec = Exact()
+    direction: DirectionSpec = FromState()
+    projection: ProjectionSpec = Dense()
+    input_projection: ProjectionSpec = Dense()
+    gain: GainSpec = EMA()
+    gate: SoftplusGate | None = None
+    rope: RoPE | None = None
+    rotation_aware: bool = False
+    start: bool = False
+    memory: SlowMemory | None = None
+
+    def __post_init__(self) -> None:
+        check_size(self, width=self.width)
+        if self.state_size is None:
+            object.__setattr__(self, "state_size", self.width)
+        check_size(self, state_size=self.size)
+        self._check_kinds()
+        self._check_beta()
+        self._check_sizes()
+        self._check_fit()
+
+    @property
+    def size(self) -> int:
+        """The state size, resolved."""
+        return self.width if self.state_size is None else self.state_size
+
+    @property
+    def heads(self) -> int:
+        return self.direction.heads
+
+    @property
+    def expansion(self) -> int:
+        """Numbers of the state for each channel of the input, if the input is expanded; 1 otherwise."""
+        return self.size // self.width if isinstance(self.input_projection, Expand) else 1
+
+    @property
+    def outside_lemmas(self) -> tuple[str, ...]:
+        """Why the paper's bounds do not hold for this cell, if they do not (docs/deviations.md, point 13)."""
+        reasons = {
+            f"direction={self.direction}": not self.direction.keeps_lemmas,
+            "bias on K and V": self.projection.bias,
+            "rotation_aware": self.rotation_aware,
+            "memory": self.memory is not None,
+            "conjugate=Stateful()": isinstance(self.conjugate, Stateful),
+        }
+        return tuple(reason for reason, holds in reasons.items() if holds)
+
+    def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Cell:
+        """Makes the cell: an `ADPTCell`, a `CoupledCell` with a slow memory, or a `StatefulCell`."""
+        from .adpt import ADPTCell
+        from .coupled import CoupledCell
+        from .stateful import StatefulCell
+
+        if isinstance(self.conjugate, Stateful):
+            return StatefulCell(self, device=device, dtype=dtype)
+        kind = ADPTCell if self.memory is None else CoupledCell
+        return kind(self, device=device, dtype=dtype)
+
+    def _check_kinds(self) -> None:
+        check_kind(self, SpectrumSpec, "spectra.Linspace()", spectrum=self.spectrum)
+        check_kind(self, Retraction, "retractions.Exponential()", retraction=self.retraction)
+        check_kind(self, ConjugateSpec, "conjugates.Exact()", conjugate=self.conjugate)
+        check_kind(self, DirectionSpec, "directions.FromState()", direction=self.direction)
+        projections = {"projection": self.projection, "input_projection": self.input_projection}
+        check_kind(self, ProjectionSpec, "projections.Dense()", **projections)
+        check_kind(self, GainSpec, "drive.EMA()", gain=self.gain)
+        optional: dict[str, tuple[type, str, Any]] = {
+            "gate": (SoftplusGate, "drive.SoftplusGate()", self.gate),
+            "rope": (RoPE, "drive.RoPE()", self.rope),
+            "memory": (SlowMemory, "cells.SlowMemory()", self.memory),
+        }
+        for name, (kind, example, value) in optional.items():
+            if value is not None:
+                check_kind(self, kind, example, **{name: value})
+
+    def _check_beta(self) -> None:
+        if not isinstance(self.beta, TrainableBeta):
+            for value in self.beta if isinstance(self.beta, tuple) else (self.beta,):
+                check_nonnegative(self, beta=value)
+                if value > 1e6:
+                    raise SpecError(f"ADPTSpec(beta={value!r}): an angle above 1e6 has no digits left in float32.")
+        given = heads_of(self.beta)
+        if given is not None and given != self.heads:
+            raise IncompatibleError(
+                f"ADPTSpec(beta={self.beta}): {given} numbers for {self.heads} heads. "
+                f"Pass direction={type(self.direction).__name__}(heads={given}), or one number."
+            )
+        if not self.conjugate.turns and self.beta != 0:
+            raise IncompatibleError(
+                f"ADPTSpec(conjugate={self.conjugate}, beta={self.beta}): this conjugate does not turn. "
+                "Pass beta=0, or conjugate=conjugates.Exact()."
+            )
+
+    def _check_sizes(self) -> None:
+        if isinstance(self.projection, Expand):
+            raise IncompatibleError(
+                "ADPTSpec(projection=Expand()): K and V are square; an expansion would only scale each number of the "
+                "state. Pass projection=projections.Dense(), and Expand() as input_projection."
+            )
+        if isinstance(self.input_projection, Expand) and self.size % self.width:
+            raise IncompatibleError(
+                f"ADPTSpec(width={self.width}, state_size={self.size}, input_projection=Expand()): the state must be a "
+                f"multiple of the width. Pass state_size={(self.size // self.width + 1) * self.width}."
+            )
+        if self.size % self.heads:
+            raise IncompatibleError(
+                f"ADPTSpec(state_size={self.size}): {self.heads} heads do not divide the state. "
+                f"Pass state_size={(self.size // self.heads + 1) * self.heads}."
+            )
+        if self.spectrum.is_complex and (self.size // self.heads) % 2:
+            raise IncompatibleError(
+                f"ADPTSpec(state_size={self.size}, spectrum={self.spectrum}): complex pairs need an even number in "
+                f"each head. Pass state_size={self.heads * (self.size // self.heads + 1)}."
+            )
+
+    def _check_fit(self) -> None:
+        if self.rope is not None and self.spectrum.is_complex:
+            raise IncompatibleError(
+                f"ADPTSpec(rope={self.rope}, spectrum={self.spectrum}): RoPE moves the oscillations into the input, a "
+                "complex spectrum has them in the state. Pass a real spectrum, spectra.Linspace(), or rope=None."
+            )
+        if self.rope is not None and self.size % 2:
+            raise IncompatibleError(f"ADPTSpec(rope=...): RoPE turns pairs. Pass state_size={self.size + 1}.")
+        if self.spectrum.grows and isinstance(self.gain, (EMA, LRU)):
+            raise IncompatibleError(
+                f"ADPTSpec(gain={self.gain}): it is defined for |λ̄| < 1, and this spectrum has |λ̄| >= 1. "
+                "Pass gain=drive.ZOH()."
+            )
+        if self.rotation_aware and not self.conjugate.rotates:
+            raise IncompatibleError(
+                f"ADPTSpec(rotation_aware=True, conjugate={self.conjugate}): there is no rotation to turn with. "
+                "Pass conjugate=conjugates.Exact()."
+            )
+        if self.start and self.heads > 1:
+            raise IncompatibleError("ADPTSpec(start=True) with heads: the start would mix them. Pass heads=1.")
+        if isinstance(self.conjugate, Stateful):
+            clashes = {
+                "memory": self.memory is not None,
+                "start": self.start,
+                "rotation_aware": self.rotation_aware,
+                "heads": self.heads > 1,
+                "direction=FromInput()": isinstance(self.direction, FromInput),
+            }
+            for name, clash in clashes.items():
+                if clash:
+                    raise IncompatibleError(f"ADPTSpec(conjugate=Stateful()) does not go with {name}. Drop {name}.")
+
+
+def axes() -> tuple[str, ...]:
+    """The names of the model axes, as `ADPTNet` takes them."""
+    return tuple(f.name for f in dataclasses.fields(ADPTSpec) if f.name != "width")

@@ -1,0 +1,83 @@
+"""A cell that remembers its rotation (eq:naive_ortho_update): for study, at small sizes."""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..conjugates import Exact
+from ..ops.plane_rotation import skew
+from ..typing import Positions, Vector
+from .adpt import ADPTCell
+from .base import Cell
+from .spec import ADPTSpec
+
+__all__ = ["StatefulCell"]
+
+
+class StatefulCell(Cell):
+    """x_t = Q_t Λ̄ Q_t' x_{t-1} + drive_t,  Q_t = Q_{t-1} R(k, Q_{t-1} v). The state is x and the rows of Q."""
+
+    def __init__(self, spec: ADPTSpec, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None):
+        super().__init__()
+        self.spec = spec
+        self.input_size = spec.width
+        self.state_size = spec.size + spec.size**2
+        self.output_size = spec.size
+        self.memoryless = ADPTCell(dataclasses.replace(spec, conjugate=Exact()), device=device, dtype=dtype)
+
+    def prepare(self, inputs: Tensor, position: Positions) -> Tensor:
+        return self.memoryless.prepare(inputs, position)
+
+    def step(self, state: Vector, drive: Tensor) -> Vector:
+        return self.stepper()(state, drive)
+
+    def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
+        size, retraction = self.spec.size, self.spec.retraction
+        bound = self.memoryless.bound()
+        blocks, beta = bound.blocks, bound.beta
+        assert blocks is not None
+        assert beta is not None
+        assert bound.directions is not None
+        directions = bound.directions[0]
+
+        def step(state: Tensor, drive: Tensor) -> Tensor:
+            x, rows = state[..., :size], state[..., size:].unflatten(-1, (size, size))
+            key, value = directions(x)
+            turned = (rows @ value.unsqueeze(-1)).squeeze(-1)
+            rotation = retraction(key.unsqueeze(-2), turned.unsqueeze(-2), beta)
+            rows = rotation.apply_transposed(rows)  # each row of Q R is R' times the row of Q
+            remembered = blocks.mv((x.unsqueeze(-2) @ rows).squeeze(-2))
+            x = (rows @ remembered.unsqueeze(-1)).squeeze(-1) + drive
+            return torch.cat((x, rows.flatten(-2)), -1)
+
+        return step
+
+    def define_step(self, state: Vector, drive: Tensor) -> Vector:
+        """`step` by its definition, with dense matrices."""
+        bound = self.memoryless.bound()
+        assert bound.blocks is not None
+        assert bound.beta is not None
+        assert bound.directions is not None
+        x, old = self.output(state), self.rotation(state)
+        key, value = bound.directions[0](x)
+        new = old @ self.spec.retraction.define(bound.beta * skew(key, (old @ value.unsqueeze(-1)).squeeze(-1)))
+        conjugate = new @ bound.blocks.dense() @ new.mT
+        return torch.cat(((conjugate @ x.unsqueeze(-1)).squeeze(-1) + drive, new.flatten(-2)), -1)
+
+    def initial_state(
+        self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Zero, and Q = I."""
+        zero = super().initial_state(batch, device=device, dtype=dtype)
+        zero[:, self.spec.size :] = torch.eye(self.spec.size, dtype=zero.dtype, device=zero.device).flatten()
+        return zero
+
+    def output(self, state: Tensor) -> Tensor:
+        return state[..., : self.spec.size]
+
+    def rotation(self, state: Tensor) -> Tensor:
+        """Q, (*b, n, n)."""
+        rows: Tensor = state[..., self.spec.size :].unflatten(-1, (self.spec.size, self.spec.size))
+        return rows

@@ -1,0 +1,33 @@
+"""Several projections side by side, each on its own part of the state."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from .base import Projection
+
+__all__ = ["Heads"]
+
+
+class Heads(Projection):
+    """A block-diagonal map: head i sees and gives the i-th part only."""
+
+    def __init__(self, projections: list[Projection]):
+        super().__init__(sum(p.in_features for p in projections), sum(p.out_features for p in projections))
+        self.projections = nn.ModuleList(projections)
+
+    def dense(self) -> Tensor:
+        blocks: Tensor = torch.block_diag(*(projection.dense() for projection in self._each()))
+        return blocks
+
+    def bound(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        maps = [projection.bound(dtype) for projection in self._each()]
+        return lambda x: torch.cat([f(part) for f, part in zip(maps, x.chunk(len(maps), -1), strict=True)], -1)
+
+    @property
+    def macs(self) -> int:
+        return sum(projection.macs for projection in self._each())
+
+    def _each(self) -> list[Projection]:
+        return [projection for projection in self.projections if isinstance(projection, Projection)]

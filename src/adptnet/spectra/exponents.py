@@ -1,0 +1,81 @@
+"""A spectrum given by its exponents ln λ̄: the timescales themselves."""
+
+import math
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import SpecError
+from ..spec import spec
+from .base import BlockDiagonal, Spectrum, SpectrumSpec, compute_dtype
+
+__all__ = ["FromExponents"]
+
+
+@spec
+class FromExponents(SpectrumSpec):
+    """λ̄ = exp(exponent), one for each number of the state: the memory of a mode is -1/exponent steps.
+
+    An exponent of zero or above (|λ̄| >= 1) is allowed, with a warning, for chaotic systems; the state may then grow
+    without bound, and of the gains only `ZOH` is defined.
+
+    Attributes:
+        exponents: ln λ̄, as many as the state has numbers.
+        trainable: Whether they learn.
+    """
+
+    exponents: tuple[float, ...]
+    trainable: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "exponents", tuple(self.exponents))
+        if not self.exponents or not all(isinstance(e, (int, float)) and math.isfinite(e) for e in self.exponents):
+            raise SpecError(
+                f"FromExponents(exponents={self.exponents!r}): needs finite numbers, e.g. (-0.1, -0.01). "
+                "For eigenvalues of zero wrap it in Sparse."
+            )
+
+    @property
+    def grows(self) -> bool:
+        return max(self.exponents) >= 0
+
+    def build(
+        self,
+        state_size: int,
+        *,
+        expansion: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Spectrum:
+        if len(self.exponents) != state_size:
+            raise SpecError(
+                f"FromExponents has {len(self.exponents)} exponents, but the state has size {state_size}. "
+                f"Pass state_size={len(self.exponents)}, or {state_size} exponents."
+            )
+        if self.grows:
+            warnings.warn(
+                f"FromExponents: the largest exponent is {max(self.exponents)}: |λ̄| >= 1, the state may grow.",
+                stacklevel=2,
+            )
+        dtype = dtype or torch.get_default_dtype()
+        return ExponentSpectrum(torch.tensor(self.exponents, dtype=dtype, device=device), self.trainable)
+
+
+class ExponentSpectrum(Spectrum):
+    def __init__(self, exponents: Tensor, trainable: bool):
+        super().__init__()
+        self.exponents = nn.Parameter(exponents, requires_grad=trainable)
+
+    def forward(self, dt: Tensor | None = None) -> BlockDiagonal:
+        return BlockDiagonal(self.log_modulus(dt).exp())
+
+    def log_modulus(self, dt: Tensor | None = None) -> Tensor:
+        exponents = self.exponents.to(compute_dtype(self.exponents.dtype))
+        return exponents if dt is None else exponents * dt
+
+    def hold(self, dt: Tensor | None = None) -> BlockDiagonal:
+        exponents, step = self.log_modulus(), 1.0 if dt is None else dt
+        zero = exponents == 0
+        rate = torch.where(zero, 1.0, exponents)
+        return BlockDiagonal(torch.where(zero, step * torch.ones_like(rate), torch.expm1(rate * step) / rate))
