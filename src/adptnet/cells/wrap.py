@@ -83,5 +83,5 @@ class FunctionCell(Cell):
         _refuse_half(self)
         return inputs
 
-    def step(self, state: Vector, drive: Tensor) -> Vector:
+    def step(self, state: Tensor, drive: Tensor) -> Tensor:
         return self.function(state, drive)
