@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from .errors import SpecError
 from .marks import NoDecay
 from .spec import Spec, check_nonnegative, spec
+from .typing import Device, DType
 
 __all__ = ["Beta", "BetaValue", "TrainableBeta"]
 
@@ -52,13 +53,7 @@ def heads_of(value: BetaValue) -> int | None:
 class Beta(NoDecay):
     """The β of a cell. Calling it gives the value in use; `parameter` is the raw one, or None when fixed."""
 
-    def __init__(
-        self,
-        value: BetaValue,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ):
+    def __init__(self, value: BetaValue, *, device: Device = None, dtype: DType = None):
         super().__init__()
         self.value = value
         self.parameter: nn.Parameter | None = None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .errors import CheckpointError
 from .files import write_whole
 from .spec import ModuleSpec, Spec
+from .typing import Device
 
 __all__ = ["load", "save"]
 
@@ -41,7 +42,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     write_whole(target, serialise(tensors, metadata={_KEY: spec.to_json()}))
 
 
-def load(path: str | os.PathLike[str], *, device: torch.device | str | None = None) -> nn.Module:
+def load(path: str | os.PathLike[str], *, device: Device = None) -> nn.Module:
     """The model that `save` wrote, in training mode and with the dtypes it had.
 
     Args:

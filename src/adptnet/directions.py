@@ -13,7 +13,7 @@ from .errors import SpecError
 from .projections import Projection, ProjectionSpec
 from .projections.heads import Heads
 from .spec import Spec, check_positive, check_size, spec
-from .typing import Vector
+from .typing import Device, DType, Vector
 
 __all__ = ["DirectionSpec", "Directions", "FromInput", "FromState", "KeyValue", "spike", "unit"]
 
@@ -50,12 +50,7 @@ class DirectionSpec(Spec, abc.ABC):
         return not self.layer_norm and self.dot is None
 
     def build(
-        self,
-        state_size: int,
-        projection: ProjectionSpec,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, state_size: int, projection: ProjectionSpec, *, device: Device = None, dtype: DType = None
     ) -> "Directions":
         """Makes K and V, both described by `projection`."""
         return Directions(self, state_size, projection, device, dtype)
@@ -122,14 +117,7 @@ class FromInput(DirectionSpec):
 class Directions(nn.Module):
     """K and V, and what happens around them."""
 
-    def __init__(
-        self,
-        spec: DirectionSpec,
-        state_size: int,
-        projection: ProjectionSpec,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ):
+    def __init__(self, spec: DirectionSpec, state_size: int, projection: ProjectionSpec, device: Device, dtype: DType):
         super().__init__()
         self.spec = spec
 

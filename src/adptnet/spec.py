@@ -14,9 +14,8 @@ import numbers
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar, cast, dataclass_transform
 
-import torch
-
 from .errors import SpecError
+from .typing import Device, DType
 
 __all__ = [
     "SPEC_VERSION",
@@ -80,7 +79,7 @@ class ModuleSpec(Spec, abc.ABC):
     """A spec of a whole module, which can be built from it alone: what `save` and `load` take."""
 
     @abc.abstractmethod
-    def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Any:
+    def build(self, *, device: Device = None, dtype: DType = None) -> Any:
         """Makes the module."""
 
 

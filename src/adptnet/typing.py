@@ -8,9 +8,13 @@ checked at every call.
 import sys
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-__all__ = ["Column", "Matrix", "Position", "Positions", "Vector"]
+__all__ = ["Column", "DType", "Device", "Matrix", "Position", "Positions", "Vector"]
+
+Device = torch.device | str | None  # as factory arguments take them; None is the default of torch
+DType = torch.dtype | None
 
 if TYPE_CHECKING or "jaxtyping" in sys.modules:
     from jaxtyping import Float, Int

@@ -13,7 +13,7 @@ from ..drive import Drive
 from ..errors import InputError
 from ..projections import Orthogonal
 from ..spectra import BlockDiagonal, Spectrum
-from ..typing import Matrix, Positions, Vector
+from ..typing import Device, DType, Matrix, Positions, Vector
 from .base import Cell
 from .spec import ADPTSpec
 
@@ -23,7 +23,7 @@ __all__ = ["ADPTCell", "GivenCell"]
 class ADPTCell(Cell):
     """The recurrence of the paper. Its parameters are the spectrum, K and V, B, the gain, the gate and β."""
 
-    def __init__(self, spec: ADPTSpec, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None):
+    def __init__(self, spec: ADPTSpec, *, device: Device = None, dtype: DType = None):
         super().__init__()
         self.spec = spec
         self.input_size = spec.width

@@ -12,7 +12,7 @@ from ..errors import IncompatibleError
 from ..spec import ModuleSpec
 from ..spectra import BlockDiagonal
 from ..spectra.base import compute_dtype
-from ..typing import Matrix, Position, Positions, Vector
+from ..typing import Device, DType, Matrix, Position, Positions, Vector
 
 __all__ = ["ADPTState", "Cell", "CellSpec", "positions"]
 
@@ -82,9 +82,7 @@ class Cell(nn.Module, abc.ABC):
         """The diagonal of `jacobian`, not its row sums."""
         return self.jacobian(state, drive).diagonal(dim1=-2, dim2=-1)
 
-    def initial_state(
-        self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor:
+    def initial_state(self, batch: int, *, device: Device = None, dtype: DType = None) -> Tensor:
         """The state a sequence starts from, (batch, state_size): zeros."""
         return torch.zeros(batch, self.state_size, dtype=dtype or self.dtype, device=device or self.device)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..projections import Dense, Orthogonal, Projection, ProjectionSpec
 from ..spec import check_size, spec
-from ..typing import Positions, Vector
+from ..typing import Device, DType, Positions, Vector
 from .base import Cell, CellSpec
 
 __all__ = ["OrthogonalRNN", "OrthogonalRNNCell", "ReLURNN", "ReLURNNCell", "TanhRNN", "TanhRNNCell"]
@@ -34,13 +34,7 @@ class _VanillaSpec(CellSpec):
 class _VanillaCell(Cell):
     """x_t = f(W x_{t-1} + U o_t + b) (eq vanilla_rnn)."""
 
-    def __init__(
-        self,
-        spec: _VanillaSpec,
-        recurrent: ProjectionSpec,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ):
+    def __init__(self, spec: _VanillaSpec, recurrent: ProjectionSpec, device: Device, dtype: DType):
         super().__init__()
         self.spec = spec
         self.input_size = spec.width
@@ -75,7 +69,7 @@ class ReLURNN(_VanillaSpec):
     width: int
     state_size: int | None = None
 
-    def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "ReLURNNCell":
+    def build(self, *, device: Device = None, dtype: DType = None) -> "ReLURNNCell":
         return ReLURNNCell(self, Dense(), device, dtype)
 
 
@@ -91,7 +85,7 @@ class TanhRNN(_VanillaSpec):
     width: int
     state_size: int | None = None
 
-    def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "TanhRNNCell":
+    def build(self, *, device: Device = None, dtype: DType = None) -> "TanhRNNCell":
         return TanhRNNCell(self, Dense(), device, dtype)
 
 
@@ -107,9 +101,7 @@ class OrthogonalRNN(_VanillaSpec):
     width: int
     state_size: int | None = None
 
-    def build(
-        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> "OrthogonalRNNCell":
+    def build(self, *, device: Device = None, dtype: DType = None) -> "OrthogonalRNNCell":
         return OrthogonalRNNCell(self, Orthogonal(), device, dtype)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..typing import Positions, Vector
+from ..typing import Device, DType, Positions, Vector
 from .adpt import ADPTCell
 from .base import Cell
 from .spec import ADPTSpec
@@ -19,7 +19,7 @@ class CoupledCell(Cell):
     The state is x and w in a row.
     """
 
-    def __init__(self, spec: ADPTSpec, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None):
+    def __init__(self, spec: ADPTSpec, *, device: Device = None, dtype: DType = None):
         super().__init__()
         assert spec.memory is not None
         self.spec = spec

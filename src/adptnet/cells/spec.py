@@ -4,8 +4,6 @@ import dataclasses
 import numbers
 from typing import Any
 
-import torch
-
 from ..beta import BetaValue, TrainableBeta, heads_of
 from ..conjugates import ConjugateSpec, Exact, Stateful
 from ..directions import DirectionSpec, FromInput, FromState
@@ -15,6 +13,7 @@ from ..projections import Dense, Expand, ProjectionSpec
 from ..retractions import Exponential, Retraction
 from ..spec import Spec, check_kind, check_nonnegative, check_size, spec
 from ..spectra import Linspace, SpectrumSpec
+from ..typing import Device, DType
 from .base import Cell, CellSpec
 
 __all__ = ["ADPTSpec", "SlowMemory", "axes"]
@@ -116,7 +115,7 @@ class ADPTSpec(CellSpec):
         }
         return tuple(reason for reason, holds in reasons.items() if holds)
 
-    def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Cell:
+    def build(self, *, device: Device = None, dtype: DType = None) -> Cell:
         """Makes the cell: an `ADPTCell`, a `CoupledCell` with a slow memory, or a `StatefulCell`."""
         from .adpt import ADPTCell
         from .coupled import CoupledCell

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..conjugates import Exact
 from ..ops.plane_rotation import skew
-from ..typing import Positions, Vector
+from ..typing import Device, DType, Positions, Vector
 from .adpt import ADPTCell
 from .base import Cell
 from .spec import ADPTSpec
@@ -19,7 +19,7 @@ __all__ = ["StatefulCell"]
 class StatefulCell(Cell):
     """x_t = Q_t Λ̄ Q_t' x_{t-1} + drive_t,  Q_t = Q_{t-1} R(k, Q_{t-1} v). The state is x and the rows of Q."""
 
-    def __init__(self, spec: ADPTSpec, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None):
+    def __init__(self, spec: ADPTSpec, *, device: Device = None, dtype: DType = None):
         super().__init__()
         self.spec = spec
         self.input_size = spec.width
@@ -66,9 +66,7 @@ class StatefulCell(Cell):
         conjugate = new @ bound.blocks.dense() @ new.mT
         return torch.cat(((conjugate @ x.unsqueeze(-1)).squeeze(-1) + drive, new.flatten(-2)), -1)
 
-    def initial_state(
-        self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor:
+    def initial_state(self, batch: int, *, device: Device = None, dtype: DType = None) -> Tensor:
         """Zero, and Q = I."""
         zero = super().initial_state(batch, device=device, dtype=dtype)
         zero[:, self.spec.size :] = torch.eye(self.spec.size, dtype=zero.dtype, device=zero.device).flatten()

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..spec import Spec, check_size, spec
-from ..typing import Vector
+from ..typing import Device, DType, Vector
 
 __all__ = ["Gate", "SoftplusGate"]
 
@@ -26,18 +26,12 @@ class SoftplusGate(Spec):
         if self.rank is not None:
             check_size(self, rank=self.rank)
 
-    def build(
-        self,
-        state_size: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> "Gate":
+    def build(self, state_size: int, *, device: Device = None, dtype: DType = None) -> "Gate":
         return Gate(state_size, self.rank or math.ceil(state_size / 16), device, dtype)
 
 
 class Gate(nn.Module):
-    def __init__(self, state_size: int, rank: int, device: torch.device | str | None, dtype: torch.dtype | None):
+    def __init__(self, state_size: int, rank: int, device: Device, dtype: DType):
         super().__init__()
         bound = state_size**-0.5
         self.down = nn.Parameter(torch.empty(rank, state_size, device=device, dtype=dtype).uniform_(-bound, bound))

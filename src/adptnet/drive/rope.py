@@ -9,6 +9,7 @@ from ..errors import SpecError
 from ..marks import NoDecay
 from ..spec import Spec, check_scale, spec
 from ..spectra.continuous import s4d_inv_frequencies
+from ..typing import Device, DType
 
 __all__ = ["RoPE", "RotaryPositions"]
 
@@ -38,20 +39,14 @@ class RoPE(Spec):
         if self.sign not in (1, -1):
             raise SpecError(f"RoPE(sign={self.sign!r}): must be 1 (as printed) or -1.")
 
-    def build(
-        self,
-        state_size: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> "RotaryPositions":
+    def build(self, state_size: int, *, device: Device = None, dtype: DType = None) -> "RotaryPositions":
         if state_size % 2:
             raise SpecError(f"RoPE turns pairs; the state size {state_size} is odd. Pass state_size={state_size + 1}.")
         return RotaryPositions(self, state_size, device, dtype)
 
 
 class RotaryPositions(NoDecay):
-    def __init__(self, spec: RoPE, state_size: int, device: torch.device | str | None, dtype: torch.dtype | None):
+    def __init__(self, spec: RoPE, state_size: int, device: Device, dtype: DType):
         super().__init__()
         self.spec = spec
         dtype = dtype or torch.get_default_dtype()

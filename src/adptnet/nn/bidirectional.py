@@ -10,6 +10,7 @@ from ..errors import InputError, SpecError
 from ..projections import Dense
 from ..solvers.problem import check_lengths
 from ..spec import ModuleSpec, check_kind, spec
+from ..typing import Device, DType
 from .layer import LayerSpec
 from .packing import refuse_packed
 
@@ -30,7 +31,7 @@ class BidirectionalSpec(ModuleSpec):
     def width(self) -> int:
         return self.layer.width
 
-    def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Bidirectional":
+    def build(self, *, device: Device = None, dtype: DType = None) -> "Bidirectional":
         return Bidirectional(self.layer, device=device, dtype=dtype)
 
 
@@ -42,13 +43,7 @@ class BidirectionalState(NamedTuple):
 class Bidirectional(nn.Module):
     """Runs a layer forward and another one backward in time and merges them: (batch, time, width) in and out."""
 
-    def __init__(
-        self,
-        layer: LayerSpec,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ):
+    def __init__(self, layer: LayerSpec, *, device: Device = None, dtype: DType = None):
         super().__init__()
         self.spec = BidirectionalSpec(layer)
         self.width = layer.width

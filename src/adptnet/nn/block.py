@@ -9,6 +9,7 @@ from torch.nn import functional
 from ..errors import SpecError
 from ..solvers.problem import check_lengths, valid
 from ..spec import ModuleSpec, check_fraction, nearest, spec
+from ..typing import Device, DType
 from .bidirectional import BidirectionalSpec, refuse_time_major
 from .layer import LayerSpec
 from .packing import refuse_packed
@@ -51,14 +52,14 @@ class BlockSpec(ModuleSpec):
     def width(self) -> int:
         return self.layer.width
 
-    def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "ResidualBlock":
+    def build(self, *, device: Device = None, dtype: DType = None) -> "ResidualBlock":
         return ResidualBlock(self, device=device, dtype=dtype)
 
 
 class ResidualBlock(nn.Module):
     """z + W(dropout(GELU(layer(norm(z))))): (batch, time, width) in and out, with the layer's state."""
 
-    def __init__(self, spec: BlockSpec, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None):
+    def __init__(self, spec: BlockSpec, *, device: Device = None, dtype: DType = None):
         super().__init__()
         self.spec = spec
         width = spec.width
@@ -91,14 +92,7 @@ class ResidualBlock(nn.Module):
 class Norm(nn.Module):
     """A norm over the features; the batch norm takes its statistics over batch and time, padding left out."""
 
-    def __init__(
-        self,
-        name: NormName,
-        width: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ):
+    def __init__(self, name: NormName, width: int, *, device: Device = None, dtype: DType = None):
         super().__init__()
         kinds = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm, "rms": nn.RMSNorm}
         self.norm = kinds[name](width, device=device, dtype=dtype)

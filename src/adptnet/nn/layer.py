@@ -18,6 +18,7 @@ from ..solvers import Sequential, Solution, Solver
 from ..solvers.problem import check_dtype, check_lengths, valid
 from ..spec import ModuleSpec, check_kind, nearest, spec
 from ..spectra import Linspace, SpectrumSpec
+from ..typing import Device, DType
 from .packing import packed_sequence, ragged, refuse_packed
 
 __all__ = ["ADPTNet", "LayerSpec", "Recurrent", "RecurrentLayer"]
@@ -48,7 +49,7 @@ class LayerSpec(ModuleSpec):
         """Features in and out."""
         return self.cell.width
 
-    def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "RecurrentLayer":
+    def build(self, *, device: Device = None, dtype: DType = None) -> "RecurrentLayer":
         """Makes the layer: an `ADPTNet` if the cell is one, a `Recurrent` layer otherwise."""
         kind = ADPTNet if isinstance(self.cell, ADPTSpec) else Recurrent
         layer = kind.__new__(kind)
@@ -142,12 +143,7 @@ class RecurrentLayer(nn.Module, abc.ABC):
         return outputs.transpose(0, 1) if turned else outputs, final
 
     def step(
-        self,
-        x: Tensor,
-        state: ADPTState | None = None,
-        *,
-        dt: Tensor | None = None,
-        beta: Tensor | None = None,
+        self, x: Tensor, state: ADPTState | None = None, *, dt: Tensor | None = None, beta: Tensor | None = None
     ) -> tuple[Tensor, ADPTState]:
         """One step: (batch, width), or (width,) for one sequence. The same numbers as `forward`, O(1) each.
 
@@ -189,9 +185,7 @@ class RecurrentLayer(nn.Module, abc.ABC):
             adjoint=self.adjoint,
         )
 
-    def initial_state(
-        self, batch: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> ADPTState:
+    def initial_state(self, batch: int, *, device: Device = None, dtype: DType = None) -> ADPTState:
         """The state of `batch` sequences that have not begun."""
         state = self.cell.initial_state(batch, device=device, dtype=dtype)
         return ADPTState(state, torch.zeros(batch, dtype=torch.int64, device=state.device))
@@ -319,8 +313,8 @@ class ADPTNet(RecurrentLayer):
         solver: Solver | None = None,
         adjoint: Adjoint | None = None,
         batch_first: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device = None,
+        dtype: DType = None,
         **axes: Any,
     ):
         readout = axes.pop("readout", None)
@@ -357,8 +351,8 @@ class Recurrent(RecurrentLayer):
         solver: Solver | None = None,
         adjoint: Adjoint | None = None,
         batch_first: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device = None,
+        dtype: DType = None,
     ):
         spec = None if isinstance(cell, Cell) else LayerSpec(cell, readout, batch_first)
         built: Cell = cell if isinstance(cell, Cell) else cell.build(device=device, dtype=dtype)

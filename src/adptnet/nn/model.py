@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..errors import InputError, SpecError
 from ..solvers.problem import check_lengths, valid
 from ..spec import ModuleSpec, check_size, nearest, spec
+from ..typing import Device, DType
 from .bidirectional import BidirectionalSpec
 from .block import BlockSpec, Norm, NormName, ResidualBlock
 from .layer import LayerSpec
@@ -62,7 +63,7 @@ class ModelSpec(ModuleSpec):
         if self.head not in get_args(HeadName):
             raise SpecError(f"ModelSpec(head={self.head!r}) is unknown.{nearest(str(self.head), get_args(HeadName))}")
 
-    def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "SequenceModel":
+    def build(self, *, device: Device = None, dtype: DType = None) -> "SequenceModel":
         model = SequenceModel.__new__(SequenceModel)
         model._setup(self, device, dtype)
         return model
@@ -91,13 +92,13 @@ class SequenceModel(nn.Module):
         prenorm: bool = True,
         glu: bool = True,
         dropout: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device = None,
+        dtype: DType = None,
     ):
         block = BlockSpec(layer, norm=norm, prenorm=prenorm, glu=glu, dropout=dropout)
         self._setup(ModelSpec(block, depth, vocabulary, input_size, output_size, head), device, dtype)
 
-    def _setup(self, spec: ModelSpec, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+    def _setup(self, spec: ModelSpec, device: Device, dtype: DType) -> None:
         super().__init__()
         self.spec = spec
         width = spec.block.width

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, SpecError
 from ..spec import ModuleSpec, check_fraction, check_size, spec
+from ..typing import Device, DType
 from .bidirectional import BidirectionalSpec, refuse_time_major
 from .layer import LayerSpec
 from .packing import refuse_packed
@@ -36,7 +36,7 @@ class StackSpec(ModuleSpec):
     def width(self) -> int:
         return self.layer.width
 
-    def build(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Stack":
+    def build(self, *, device: Device = None, dtype: DType = None) -> "Stack":
         return Stack(self.layer, self.num_layers, dropout=self.dropout, device=device, dtype=dtype)
 
 
@@ -49,8 +49,8 @@ class Stack(nn.Module):
         num_layers: int = 1,
         *,
         dropout: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device = None,
+        dtype: DType = None,
     ):
         super().__init__()
         self.spec = StackSpec(layer, num_layers, dropout)

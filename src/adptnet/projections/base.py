@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..spec import Spec
+from ..typing import Device, DType
 
 __all__ = ["Biased", "Projection", "ProjectionSpec", "with_bias"]
 
@@ -87,12 +88,5 @@ class ProjectionSpec(Spec, abc.ABC):
     bias: bool
 
     @abc.abstractmethod
-    def build(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Projection:
+    def build(self, in_features: int, out_features: int, *, device: Device = None, dtype: DType = None) -> Projection:
         """Makes the map from `in_features` to `out_features`, with fresh weights."""

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from ..spec import spec
+from ..typing import Device, DType
 from .base import Projection, ProjectionSpec, with_bias
 
 __all__ = ["Dense", "Orthogonal"]
@@ -16,14 +17,7 @@ class Dense(ProjectionSpec):
 
     bias: bool = False
 
-    def build(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Projection:
+    def build(self, in_features: int, out_features: int, *, device: Device = None, dtype: DType = None) -> Projection:
         weight = torch.empty(out_features, in_features, device=device, dtype=dtype)
         reach = in_features**-0.5
         return with_bias(DenseProjection(nn.Parameter(weight.uniform_(-reach, reach))), self.bias)
@@ -38,14 +32,7 @@ class Orthogonal(ProjectionSpec):
 
     bias: bool = False
 
-    def build(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Projection:
+    def build(self, in_features: int, out_features: int, *, device: Device = None, dtype: DType = None) -> Projection:
         dtype = torch.promote_types(
             dtype or torch.get_default_dtype(), torch.float32
         )  # no factorisation in half precision

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..errors import SpecError
 from ..spec import spec
+from ..typing import Device, DType
 from .base import Projection, ProjectionSpec, with_bias
 
 __all__ = ["Expand"]
@@ -22,14 +23,7 @@ class Expand(ProjectionSpec):
 
     bias: bool = False
 
-    def build(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Projection:
+    def build(self, in_features: int, out_features: int, *, device: Device = None, dtype: DType = None) -> Projection:
         small, large = sorted((in_features, out_features))
         if large % small:
             raise SpecError(

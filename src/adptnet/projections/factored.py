@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..errors import SpecError
 from ..spec import check_size, spec
+from ..typing import Device, DType
 from .base import Projection, ProjectionSpec, with_bias
 
 __all__ = ["Kronecker", "LowParam", "LowRank"]
@@ -25,14 +26,7 @@ class LowRank(ProjectionSpec):
     def __post_init__(self) -> None:
         check_size(self, rank=self.rank)
 
-    def build(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Projection:
+    def build(self, in_features: int, out_features: int, *, device: Device = None, dtype: DType = None) -> Projection:
         left = torch.randn(out_features, self.rank, device=device, dtype=dtype) * self.rank**-0.5
         right = torch.randn(in_features, self.rank, device=device, dtype=dtype) * (3 * in_features) ** -0.5
         return with_bias(LowRankProjection(left, right), self.bias)
@@ -70,14 +64,7 @@ class Kronecker(ProjectionSpec):
     def __post_init__(self) -> None:
         _check_factors(self, self.factors)
 
-    def build(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Projection:
+    def build(self, in_features: int, out_features: int, *, device: Device = None, dtype: DType = None) -> Projection:
         _check_product(self, self.factors, in_features, out_features)
         a, b = self.factors
         outer = torch.randn(a, a, device=device, dtype=dtype) * a**-0.5
@@ -123,14 +110,7 @@ class LowParam(ProjectionSpec):
         _check_factors(self, self.factors)
         check_size(self, rank=self.rank)
 
-    def build(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Projection:
+    def build(self, in_features: int, out_features: int, *, device: Device = None, dtype: DType = None) -> Projection:
         _check_product(self, self.factors, in_features, out_features)
         a, b = self.factors
         low = LowRankProjection(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..marks import NoDecay
 from ..spec import Spec
-from ..typing import Matrix, Vector
+from ..typing import Device, DType, Matrix, Vector
 
 __all__ = ["BlockDiagonal", "Spectrum", "SpectrumSpec", "compute_dtype"]
 
@@ -89,14 +89,7 @@ class SpectrumSpec(Spec, abc.ABC):
     """The description of a spectrum."""
 
     @abc.abstractmethod
-    def build(
-        self,
-        state_size: int,
-        *,
-        expansion: int = 1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Spectrum:
+    def build(self, state_size: int, *, expansion: int = 1, device: Device = None, dtype: DType = None) -> Spectrum:
         """Makes the spectrum.
 
         Args:

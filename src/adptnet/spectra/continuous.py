@@ -3,6 +3,7 @@
 The families of the paper (sec:eigvalue_param) differ only in where the parameters start.
 """
 
+import abc
 import math
 from typing import Literal
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import SpecError
 from ..spec import check_positive, check_scale, spec
+from ..typing import Device, DType
 from .base import BlockDiagonal, Spectrum, SpectrumSpec, compute_dtype
 
 __all__ = ["ContinuousSpectrum", "LRURing", "Linspace", "S4DInv", "S4DLin", "S4DReal", "UniformDecay"]
@@ -108,12 +110,7 @@ class _Family(SpectrumSpec):
         return torch.linspace(math.log(self.dt_min), math.log(self.dt_max), count, dtype=torch.float64)
 
     def _made(
-        self,
-        log_decay: Tensor,
-        log_dt: Tensor | None,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-        **frequencies: Tensor,
+        self, log_decay: Tensor, log_dt: Tensor | None, device: Device, dtype: DType, **frequencies: Tensor
     ) -> Spectrum:
         dtype = dtype or torch.get_default_dtype()
         return ContinuousSpectrum(
@@ -154,14 +151,7 @@ class Linspace(_Family):
         super().__post_init__()
         check_scale(self, decay=self.decay)
 
-    def build(
-        self,
-        state_size: int,
-        *,
-        expansion: int = 1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Spectrum:
+    def build(self, state_size: int, *, expansion: int = 1, device: Device = None, dtype: DType = None) -> Spectrum:
         steps = self._steps(state_size, state_size, expansion)
         return self._made(_constant(self.decay, state_size), self._spaced(steps), device, dtype)
 
@@ -178,14 +168,7 @@ class S4DReal(_Family):
     trainable: bool = True
     dt_per: PerWhat = "channel"
 
-    def build(
-        self,
-        state_size: int,
-        *,
-        expansion: int = 1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Spectrum:
+    def build(self, state_size: int, *, expansion: int = 1, device: Device = None, dtype: DType = None) -> Spectrum:
         rates = expansion if expansion > 1 else state_size
         log_decay = torch.arange(1, rates + 1, dtype=torch.float64).log().repeat(state_size // rates)
         low, high = math.log(self.dt_min), math.log(self.dt_max)
@@ -194,8 +177,33 @@ class S4DReal(_Family):
         return self._made(log_decay, log_dt, device, dtype)
 
 
+class _Pairs(_Family):
+    """What the complex families share: one decay rate, and frequencies that run within a channel or the whole state."""
+
+    decay: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_scale(self, decay=self.decay)
+
+    @property
+    def is_complex(self) -> bool:
+        return True
+
+    @abc.abstractmethod
+    def _frequencies(self, pairs: int) -> dict[str, Tensor]:
+        """The frequencies of `pairs` pairs, under the name they are stored by, from the highest down."""
+
+    def build(self, state_size: int, *, expansion: int = 1, device: Device = None, dtype: DType = None) -> Spectrum:
+        pairs = _pairs_in(type(self).__name__, state_size, expansion)
+        channels = state_size // (2 * pairs)
+        frequencies = {name: values.repeat(channels) for name, values in self._frequencies(pairs).items()}
+        steps = self._spaced(self._steps(state_size // 2, state_size, expansion))
+        return self._made(_constant(self.decay, state_size // 2), steps, device, dtype, **frequencies)
+
+
 @spec
-class S4DInv(_Family):
+class S4DInv(_Pairs):
     """Complex pairs of one decay rate with the frequencies of S4D-Inv (eq:s4d-inv, its N counted with conjugates).
 
     Step sizes are evenly spaced in the logarithm, the smallest at the highest frequency. Where the input is
@@ -208,27 +216,8 @@ class S4DInv(_Family):
     trainable: bool = True
     dt_per: PerWhat = "channel"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_scale(self, decay=self.decay)
-
-    @property
-    def is_complex(self) -> bool:
-        return True
-
-    def build(
-        self,
-        state_size: int,
-        *,
-        expansion: int = 1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Spectrum:
-        pairs = _pairs_in("S4DInv", state_size, expansion)
-        log_frequency = s4d_inv_frequencies(pairs).log().repeat(state_size // (2 * pairs))
-        steps = self._steps(state_size // 2, state_size, expansion)
-        log_decay = _constant(self.decay, state_size // 2)
-        return self._made(log_decay, self._spaced(steps), device, dtype, log_frequency=log_frequency)
+    def _frequencies(self, pairs: int) -> dict[str, Tensor]:
+        return {"log_frequency": s4d_inv_frequencies(pairs).log()}
 
 
 def s4d_inv_frequencies(pairs: int) -> Tensor:
@@ -238,8 +227,8 @@ def s4d_inv_frequencies(pairs: int) -> Tensor:
 
 
 @spec
-class S4DLin(_Family):
-    """Complex pairs of one decay rate with the frequencies 0, π, 2π, … of S4D-Lin, stored as they are (one is zero).
+class S4DLin(_Pairs):
+    """Complex pairs of one decay rate with the frequencies …, 2π, π, 0 of S4D-Lin, stored as they are (one is zero).
 
     Otherwise as `S4DInv`.
     """
@@ -250,28 +239,8 @@ class S4DLin(_Family):
     trainable: bool = True
     dt_per: PerWhat = "channel"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_scale(self, decay=self.decay)
-
-    @property
-    def is_complex(self) -> bool:
-        return True
-
-    def build(
-        self,
-        state_size: int,
-        *,
-        expansion: int = 1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Spectrum:
-        pairs = _pairs_in("S4DLin", state_size, expansion)
-        frequency = (math.pi * torch.arange(pairs, dtype=torch.float64)).repeat(state_size // (2 * pairs))
-        steps = self._steps(state_size // 2, state_size, expansion)
-        log_decay = _constant(self.decay, state_size // 2)
-        # The slowest step goes with the highest frequency, the last one here.
-        return self._made(log_decay, self._spaced(steps).flip(0), device, dtype, frequency=frequency)
+    def _frequencies(self, pairs: int) -> dict[str, Tensor]:
+        return {"frequency": math.pi * torch.arange(pairs - 1, -1, -1, dtype=torch.float64)}
 
 
 @spec
@@ -294,14 +263,7 @@ class UniformDecay(_Family):
         if self.decay_min > self.decay_max:
             raise SpecError(f"{self}: decay_min is the larger. Exchange the two.")
 
-    def build(
-        self,
-        state_size: int,
-        *,
-        expansion: int = 1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Spectrum:
+    def build(self, state_size: int, *, expansion: int = 1, device: Device = None, dtype: DType = None) -> Spectrum:
         drawn = torch.rand(state_size, dtype=torch.float64)
         log_decay = (self.decay_min + (self.decay_max - self.decay_min) * drawn).log()
         steps = self._steps(state_size, state_size, expansion)
@@ -334,14 +296,7 @@ class LRURing(SpectrumSpec):
     def is_complex(self) -> bool:
         return True
 
-    def build(
-        self,
-        state_size: int,
-        *,
-        expansion: int = 1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Spectrum:
+    def build(self, state_size: int, *, expansion: int = 1, device: Device = None, dtype: DType = None) -> Spectrum:
         dtype = dtype or torch.get_default_dtype()
         pairs = _pairs_in("LRURing", state_size, 1)
         radius_drawn, phase_drawn = 1 - torch.rand(2, pairs, dtype=torch.float64)  # in (0, 1]: no logarithm of zero

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..errors import SpecError
 from ..spec import spec
+from ..typing import Device, DType
 from .base import BlockDiagonal, Spectrum, SpectrumSpec, compute_dtype
 
 __all__ = ["FromExponents"]
@@ -40,14 +41,7 @@ class FromExponents(SpectrumSpec):
     def grows(self) -> bool:
         return max(self.exponents) >= 0
 
-    def build(
-        self,
-        state_size: int,
-        *,
-        expansion: int = 1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Spectrum:
+    def build(self, state_size: int, *, expansion: int = 1, device: Device = None, dtype: DType = None) -> Spectrum:
         if len(self.exponents) != state_size:
             raise SpecError(
                 f"FromExponents has {len(self.exponents)} exponents, but the state has size {state_size}. "

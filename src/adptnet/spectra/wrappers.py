@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..spec import check_fraction, check_kind, check_seed, spec
+from ..typing import Device, DType
 from .base import BlockDiagonal, Spectrum, SpectrumSpec
 from .continuous import Linspace
 
@@ -33,14 +34,7 @@ class Negative(SpectrumSpec):
     def grows(self) -> bool:
         return self.spectrum.grows
 
-    def build(
-        self,
-        state_size: int,
-        *,
-        expansion: int = 1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Spectrum:
+    def build(self, state_size: int, *, expansion: int = 1, device: Device = None, dtype: DType = None) -> Spectrum:
         inner = self.spectrum.build(state_size, expansion=expansion, device=device, dtype=dtype)
         return NegativeSpectrum(inner, self.fraction)
 
@@ -104,14 +98,7 @@ class Sparse(SpectrumSpec):
     def grows(self) -> bool:
         return self.spectrum.grows
 
-    def build(
-        self,
-        state_size: int,
-        *,
-        expansion: int = 1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Spectrum:
+    def build(self, state_size: int, *, expansion: int = 1, device: Device = None, dtype: DType = None) -> Spectrum:
         inner = self.spectrum.build(state_size, expansion=expansion, device=device, dtype=dtype)
         return SparseSpectrum(inner, self.fraction, self.seed)
 

@@ -47,10 +47,7 @@ class PlaneRotation(NamedTuple):
 
 
 def plane_rotation(
-    key: Vector,
-    value: Vector,
-    beta: float | Tensor,
-    coefficients: Callable[[Tensor], tuple[Tensor, Tensor]],
+    key: Vector, value: Vector, beta: float | Tensor, coefficients: Callable[[Tensor], tuple[Tensor, Tensor]]
 ) -> PlaneRotation:
     """The rotation I + linear S + quadratic S² with `linear, quadratic = coefficients(squared angle)`.
 
