@@ -127,7 +127,7 @@ def tampered(path, change, **tensors):
 
 def test_a_tampered_checkpoint_is_refused_before_it_costs_anything(tmp_path):
     huge = tampered(tmp_path / "huge", lambda text: text.replace('"width": 4', '"width": 30000'))
-    with pytest.raises(CheckpointError, match="width=30000, but no weight is that large"):
+    with pytest.raises(CheckpointError, match="a larger model than the"):
         adptnet.load(huge)
     floats = tampered(tmp_path / "floats", str, **{"cell.spectrum.negative": torch.full((4,), -5.0)})
     with pytest.raises(CheckpointError, match=r"cell\.spectrum\.negative is torch\.float64, where torch\.bool"):

@@ -229,3 +229,28 @@ def test_step_compiles_and_exports():
 
     exported = torch.export.export(Step(), (x, *state)).module()
     assert_close(exported(x, *state)[0], layer.step(x, state)[0])
+
+
+def test_checkpointed_segments_past_the_end_make_no_nan():
+    weight = torch.ones(4, requires_grad=True)
+    squaring = cells.from_function(lambda s, u: s.square() + weight * u + 2, 4)
+    x, lengths = torch.rand(1, 60, 4), torch.tensor([3])
+    for adjoint in (adptnet.adjoints.Unrolled(), adptnet.adjoints.Checkpointed(2)):
+        solution = solvers.Sequential()(squaring, x, lengths=lengths, adjoint=adjoint)
+        (gradient,) = torch.autograd.grad(solution.states.sum(), weight)
+        assert gradient.isfinite().all()
+
+
+def test_a_checkpoint_of_small_factors_of_a_wide_layer_is_read_back(tmp_path):
+    narrow = projections.Kronecker((8, 8))
+    layer = ADPTNet(64, spectrum=adptnet.spectra.S4DInv(), projection=narrow, input_projection=narrow)
+    adptnet.save(layer, tmp_path / "model")
+    assert adptnet.load(tmp_path / "model").spec == layer.spec
+
+
+def test_a_controlled_dot_is_exact_for_equal_projections():
+    module = adptnet.directions.FromState(dot=0.5).build(8, projections.Dense())
+    module.value_projection = module.key_projection
+    key, value = module(torch.randn(20, 8))
+    assert ((key * value).sum(-1) - 0.5).abs().max() < 1e-12
+    assert (key.norm(dim=-1) < 1 + 1e-12).all()

@@ -1,5 +1,7 @@
 """The variants of the paper: what each claims of itself, beyond agreeing with brute force."""
 
+import math
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -261,7 +263,7 @@ def test_what_is_given_wrongly_is_refused():
     x = torch.randn(2, 5, 4)
     for bad, message in [
         ({"dt": torch.ones(2, 4)}, "it must be (batch, time), (2, 5)"),
-        ({"dt": -torch.ones(2, 5)}, "dt must be zero or above"),
+        ({"dt": -torch.ones(2, 5)}, "dt must be in 0 to 1e+15"),
         ({"beta": torch.ones(3)}, "it must be (batch,), (2,)"),
         ({"beta": torch.tensor([0.1, torch.nan])}, "no NaN"),
     ]:
@@ -270,7 +272,7 @@ def test_what_is_given_wrongly_is_refused():
         assert message in str(error.value)
     with pytest.raises(IncompatibleError, match="CoupledCell takes no dt="):
         adptnet.CoupledADPTNet(4)(x, dt=torch.ones(2, 5))
-    with pytest.raises(InputError, match="Drop dt="):
+    with pytest.raises(InputError, match="dt= goes with padded sequences"):
         layer(x[:1], cu_seqlens=torch.tensor([0, 2, 5]), dt=torch.ones(1, 5))
 
 
@@ -328,9 +330,11 @@ def test_what_lies_outside_the_lemmas_says_so():
         {"direction": directions.FromState(dot=0.5)},
         {"direction": directions.FromState(spike=0.5)},
         {"projection": projections.Dense(bias=True)},
+        {"projection": projections.LowRank(rank=2)},
         {"rotation_aware": True},
         {"memory": cells.SlowMemory()},
         {"conjugate": conjugates.Stateful()},
+        {"conjugate": conjugates.Taylor(order=2)},
     ]
     assert not any(cells.ADPTSpec(6, **axes).outside_lemmas for axes in inside)
     assert all(cells.ADPTSpec(6, **axes).outside_lemmas for axes in outside)
@@ -375,3 +379,113 @@ def test_wrapped_cells_have_a_layer_too():
     with pytest.raises(InputError, match="Pass input_size="):
         adptnet.Recurrent(cells.from_function(lambda s, u: s + u, state_size=3))
     assert solvers.Sequential()(layer.cell, x).states.shape == (2, 6, 8)
+
+
+# --- corners of what a call gives, and of the specs
+
+
+def test_a_bidirectional_layer_turns_its_steps_lengths_too():
+    both = adptnet.Bidirectional(ADPTNet(4, beta=1.0).spec)
+    x, dt = torch.randn(2, 5, 4), torch.rand(2, 5)
+    back = both.back(x.flip(1), dt=dt.flip(1))[0].flip(1)
+    assert_close(both(x, dt=dt)[0], both.merge(torch.cat((both.ahead(x, dt=dt)[0], back), -1)))
+
+
+@pytest.mark.parametrize("spectrum", [spectra.Linspace(), spectra.S4DInv(), spectra.Sparse()], ids=repr)
+@pytest.mark.parametrize("gain", [drive.EMA(), drive.LRU(), drive.ZOH()], ids=repr)
+def test_a_step_of_length_zero_has_finite_gradients(spectrum, gain):
+    layer = ADPTNet(4, gain=gain, spectrum=spectrum)
+    dt = torch.ones(2, 4)
+    dt[:, 1] = 0
+    dt.requires_grad_()
+    y, _ = layer(torch.randn(2, 4, 4), dt=dt)
+    gradients = torch.autograd.grad(y.sum(), [dt, *layer.parameters()])
+    assert all(g.isfinite().all() for g in gradients)
+
+
+def test_lengths_of_steps_in_the_padding_do_not_matter():
+    layer = ADPTNet(4, beta=1.0, spectrum=spectra.S4DInv())
+    x, dt = torch.randn(2, 4, 4), torch.rand(2, 4)
+    noisy = dt.clone()
+    noisy[1, 2:] = torch.tensor([torch.nan, -1.0])
+    lengths = torch.tensor([4, 2])
+    assert_close(layer(x, lengths=lengths, dt=noisy)[0], layer(x, lengths=lengths, dt=dt)[0])
+
+
+@pytest.mark.parametrize(
+    "conjugate", [conjugates.Exact(), conjugates.Taylor(), conjugates.Taylor(2), conjugates.Diagonal()]
+)
+@pytest.mark.parametrize("start", [True, False])
+@pytest.mark.parametrize("shape", [(4,), (4, 5)])
+def test_the_forms_of_a_conjugate_agree_for_given_steps(conjugate, start, shape):
+    beta = 0.5 if conjugate.turns else 0.0
+    cell = ADPTNet(4, start=start, conjugate=conjugate, beta=beta).cell.given(dt=torch.rand(4, 5))
+    drives = cell.prepare(torch.randn(4, 5, 4), torch.arange(5).expand(4, 5))
+    drives = drives if len(shape) == 2 else drives[:, 2]
+    states = torch.randn(*shape, 4)
+    operator = cell.conjugate(states, drives)
+    assert_close(operator.mv(states), (operator.dense() @ states.unsqueeze(-1)).squeeze(-1))
+    assert_close(operator.diagonal(), operator.dense().diagonal(dim1=-2, dim2=-1))
+
+
+def test_the_held_input_has_the_right_derivative_at_exponent_zero():
+    for exponent in (0.0, 1e-9, 1e-5, -1e-5, 0.5):
+        exponents = torch.tensor([exponent])
+        built = spectra.exponents.ExponentSpectrum(exponents, True)
+        dt = torch.tensor([2.0])
+        (found,) = torch.autograd.grad(built.hold(dt).real.sum(), built.exponents)
+        expected = (
+            2.0
+            if abs(exponent) < 1e-3
+            else (2 * math.exp(2 * exponent) * exponent - math.expm1(2 * exponent)) / exponent**2
+        )
+        assert abs(float(found) - expected) < 1e-3
+
+
+def test_whole_numbers_are_welcome_where_numbers_are():
+    layers = [
+        ADPTNet(4, beta=TrainableBeta(1)),
+        ADPTNet(4, beta=TrainableBeta((1, 2)), direction=directions.FromState(heads=2)),
+        ADPTNet(4, memory=cells.SlowMemory(feedback=1)),
+        ADPTNet(4, beta=(1,)),
+    ]
+    for layer in layers:
+        assert layer(torch.randn(4, 4))[0].shape == (4, 4)
+        assert layer.cell.step(torch.randn(layer.state_size), torch.randn(4)).shape == (layer.state_size,)
+
+
+def test_directions_from_the_input_without_a_turn_run():
+    layer = ADPTNet(4, beta=0, conjugate=conjugates.Diagonal(), direction=directions.FromInput())
+    assert layer(torch.randn(2, 3, 4))[0].isfinite().all()
+    with pytest.raises(IncompatibleError, match="takes no beta="):
+        layer(torch.randn(2, 3, 4), beta=torch.ones(2))
+
+
+def test_given_values_work_under_vmap():
+    layer = ADPTNet(4, beta=1.0)
+    x, dt = torch.randn(3, 4), torch.rand(3)
+    mapped = torch.func.vmap(lambda a, d: layer.step(a, dt=d)[0])(x, dt)
+    assert_close(mapped, layer.step(x, dt=dt)[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: cells.SlowMemory(spectra.Negative()), "must be real, in [0, 1)"),
+        (lambda: cells.SlowMemory(feedback=float("nan")), "must be a finite number"),
+        (lambda: spectra.FromExponents(-0.1), "needs finite numbers"),
+        (lambda: directions.FromState(dot="a"), "in [-1, 1]"),
+        (lambda: directions.FromState(dot=True), "in [-1, 1]"),
+        (lambda: ADPTNet(4, beta=()), "Pass beta=0.125"),
+        (lambda: ADPTNet(4, beta=TrainableBeta(1e9)), "no digits left"),
+        (
+            lambda: ADPTNet(8, projection=projections.Kronecker((4, 2)), direction=directions.FromState(heads=2)),
+            "each of 2 heads has size 4. Pass factors=(2, 2), or state_size=16",
+        ),
+        (lambda: ADPTNet(8, input_projection=projections.Kronecker((2, 2))), "Pass factors=(4, 2)."),
+    ],
+)
+def test_more_that_cannot_be_is_refused_with_the_fix(make, message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the message is the test
+        make()
+    assert message in str(error.value)

@@ -12,8 +12,9 @@ from .errors import InputError
 
 __all__ = ["Adjoint", "Checkpointed", "Unrolled"]
 
-# From the entering state and steps [start, stop) to the states of these steps, (batch, stop - start, n).
-Loop = Callable[[Tensor, int, int], Tensor]
+# From the last state, the state that entered it, and steps [start, stop), to the states of these steps,
+# (batch, stop - start, n), and the state that entered the last.
+Loop = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
 
 
 class Adjoint(abc.ABC):
@@ -28,7 +29,7 @@ class Unrolled(Adjoint):
     """Back-propagation through every step. Keeps what each step needs: memory grows with the length."""
 
     def run(self, loop: Loop, state: Tensor, steps: int) -> Tensor:
-        return loop(state, 0, steps)
+        return loop(state, state, 0, steps)[0]
 
     def __repr__(self) -> str:
         return "Unrolled()"
@@ -48,12 +49,14 @@ class Checkpointed(Adjoint):
 
     def run(self, loop: Loop, state: Tensor, steps: int) -> Tensor:
         length = self.segment_length or max(1, math.isqrt(steps))
-        segments = []
+        segments: list[Tensor] = []
+        entering = state
         for start in range(0, steps, length):
-            states: Tensor = checkpoint(loop, state, start, min(start + length, steps), use_reentrant=False)
+            stop = min(start + length, steps)
+            states, entering = checkpoint(loop, state, entering, start, stop, use_reentrant=False)
             segments.append(states)
             state = states[..., -1, :]
-        return torch.cat(segments, -2) if segments else loop(state, 0, 0)
+        return torch.cat(segments, -2) if segments else loop(state, entering, 0, 0)[0]
 
     def __repr__(self) -> str:
         return f"Checkpointed(segment_length={self.segment_length})"

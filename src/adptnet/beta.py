@@ -58,6 +58,7 @@ class Beta(NoDecay):
         self.value = value
         self.parameter: nn.Parameter | None = None
         if isinstance(value, TrainableBeta):
+            dtype = dtype or torch.get_default_dtype()
             self.parameter = nn.Parameter(torch.tensor(value.initial, device=device, dtype=dtype))
 
     def forward(self, like: Tensor) -> float | Tensor:
@@ -65,9 +66,10 @@ class Beta(NoDecay):
         if isinstance(self.value, TrainableBeta) and self.parameter is not None:
             raw = self.parameter.to(like.dtype)
             used = raw.clamp(self.value.minimum, self.value.maximum).detach() + (raw - raw.detach())
-            return used.unsqueeze(-1) if used.dim() else used
+            return used.reshape(()) if used.numel() == 1 else used.unsqueeze(-1)
         if isinstance(self.value, tuple):
-            return torch.tensor(self.value, dtype=like.dtype, device=like.device).unsqueeze(-1)
+            used = torch.tensor(self.value, dtype=like.dtype, device=like.device)
+            return used.reshape(()) if used.numel() == 1 else used.unsqueeze(-1)
         assert isinstance(self.value, (int, float))
         return float(self.value)
 

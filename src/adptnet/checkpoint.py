@@ -90,19 +90,21 @@ def _read(path: str | os.PathLike[str]) -> tuple[ModuleSpec, dict[str, Tensor]]:
 
 
 def _check_size(path: str | os.PathLike[str], spec: ModuleSpec, tensors: dict[str, Tensor]) -> None:
-    """A size in the spec shows in the weights: a file that asks for more memory than it fills is refused unbuilt."""
-    largest = max((max(tensor.shape, default=0) for tensor in tensors.values()), default=0)
-    for name, value in _sizes(json.loads(spec.to_json())):
-        if value > max(largest, len(tensors)):
-            raise CheckpointError(
-                f"{os.fspath(path)}: weights and spec do not belong together. The spec has {name}={value}, "
-                "but no weight is that large."
-            )
+    """Refuses, unbuilt, a spec that asks for more memory than its file fills."""
+    stored = sum(tensor.numel() for tensor in tensors.values())
+    layers = [value for name, value in _counts(json.loads(spec.to_json())) if value > max(1, len(tensors))]
+    needed = 0 if layers else sum(t.numel() for t in spec.build(device="meta").state_dict().values())
+    if layers or needed > stored:
+        raise CheckpointError(
+            f"{os.fspath(path)}: weights and spec do not belong together. The spec describes a larger model than the "
+            f"{stored:,} numbers in the file."
+        )
 
 
-def _sizes(node: Any) -> list[tuple[str, int]]:
+def _counts(node: Any) -> list[tuple[str, int]]:
+    """How often a spec repeats its parts: each repetition has tensors of its own."""
     if not isinstance(node, dict):
         return []
-    named = ("width", "state_size", "vocabulary", "input_size", "output_size", "depth", "num_layers", "heads", "steps")
+    named = ("depth", "num_layers", "heads", "steps")
     found = [(name, value) for name, value in node.items() if name in named and isinstance(value, int)]
-    return found + [size for value in node.values() for size in _sizes(value)]
+    return found + [count for value in node.values() for count in _counts(value)]

@@ -10,7 +10,7 @@ from torch import Tensor
 from .directions import KeyValue
 from .errors import IncompatibleError, SpecError
 from .ops.plane_rotation import PlaneRotation, skew
-from .retractions import Retraction
+from .retractions import Exponential, Retraction
 from .spec import Spec, check_size, spec
 from .spectra import BlockDiagonal
 from .typing import Matrix, Vector
@@ -45,7 +45,7 @@ class Conjugate(abc.ABC):
 
     @abc.abstractmethod
     def diagonal(self) -> Vector:
-        """The diagonal of M, in O(n)."""
+        """The diagonal of M; in O(n) for one plane and diagonal eigenvalues, by `dense` otherwise."""
 
     @abc.abstractmethod
     def dense(self) -> Matrix:
@@ -288,15 +288,7 @@ class TaylorConjugate(Conjugate):
         return self.eigen.real + self.beta * first
 
     def dense(self) -> Matrix:
-        key, value = self.plane
-        size = key.shape[-1]
-        eye = torch.eye(size, dtype=key.dtype, device=key.device).expand(*key.shape, size)
-        beta = self.beta.unsqueeze(-2) if isinstance(self.beta, Tensor) and self.beta.dim() else self.beta
-        eigen = self.eigen
-        if isinstance(eigen, BlockDiagonal) and eigen.real.dim() > 1:
-            eigen = BlockDiagonal(eigen.real.unsqueeze(-2), None if eigen.imag is None else eigen.imag.unsqueeze(-2))
-        plane = KeyValue(key.unsqueeze(-2), value.unsqueeze(-2))
-        return TaylorConjugate(plane, eigen, beta, self.order).mv(eye).mT
+        return Taylor(self.order).define(self.eigen, [self.plane], self.beta, Exponential())
 
 
 class StaticConjugate(Conjugate):
@@ -310,7 +302,7 @@ class StaticConjugate(Conjugate):
 
     def diagonal(self) -> Vector:
         if isinstance(self.eigen, StartedBlocks):
-            return self.dense().diagonal()
+            return self.dense().diagonal(dim1=-2, dim2=-1)
         return self.eigen.real
 
     def dense(self) -> Matrix:

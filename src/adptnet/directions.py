@@ -41,7 +41,8 @@ class DirectionSpec(Spec, abc.ABC):
 
     def __post_init__(self) -> None:
         check_size(self, heads=self.heads)
-        if self.dot is not None and not -1 <= self.dot <= 1:
+        number = isinstance(self.dot, (int, float)) and not isinstance(self.dot, bool)
+        if self.dot is not None and not (number and -1 <= self.dot <= 1):
             raise SpecError(f"{type(self).__name__}(dot={self.dot!r}): a dot product of unit vectors is in [-1, 1].")
 
     @property
@@ -162,7 +163,9 @@ def _normed(project: Callable[[Tensor], Tensor], norm: nn.LayerNorm | None, head
 
 def mixed(key: Tensor, value: Tensor, dot: float) -> Tensor:
     """A unit key in the plane of both, with key·value = `dot` (eq:parametric_kv_dot)."""
-    across = unit(key - (key * value).sum(-1, keepdim=True) * value)
+    across = key
+    for _ in range(2):  # what is left of a key that is almost the value is mostly rounding: take its part again
+        across = unit(across - (across * value).sum(-1, keepdim=True) * value)
     return math.sqrt(1 - dot**2) * across + dot * value
 
 

@@ -10,7 +10,7 @@ from ..beta import Beta
 from ..conjugates import Conjugate, Eigen, HeadedConjugate, StartedBlocks, block_diagonal, dense_step
 from ..directions import Directions, FromInput, KeyValue
 from ..drive import Drive
-from ..errors import InputError
+from ..errors import IncompatibleError, InputError
 from ..projections import Orthogonal
 from ..spectra import BlockDiagonal, Spectrum
 from ..typing import Device, DType, Matrix, Positions, Vector
@@ -96,6 +96,8 @@ class ADPTCell(Cell):
 
     def given(self, *, dt: Tensor | None = None, beta: Tensor | None = None) -> Cell:
         """This cell with steps of lengths `dt` (batch, time), or with one `beta` for each sequence (batch,)."""
+        if beta is not None and not self.spec.conjugate.turns:
+            raise IncompatibleError(f"{self.spec.conjugate} does not turn and takes no beta=. Drop it, or use Exact().")
         return self if dt is None and beta is None else GivenCell(self, dt, beta)
 
     def bound(self, *, dt: bool = False, beta: bool = False) -> "Bound":
@@ -173,7 +175,7 @@ class Bound(NamedTuple):
         planes = [KeyValue(*vectors[i : i + 2]) for i in range(0, count, 2)]
         return _Parts(
             driven,
-            planes if count else None,
+            None if self.directions is not None else planes,
             rest[count] if self.blocks is None else None,
             rest[-1] if self.beta is None else None,
         )
@@ -190,9 +192,16 @@ class GivenCell(Cell):
         self.dt = dt
         self.beta = beta
 
+    def gathered(self, index: Tensor) -> Cell:
+        if self.dt is None:
+            return self
+        dt = torch.as_tensor(self.dt, device=index.device)
+        dt = dt.unsqueeze(0) if dt.dim() == 1 else dt
+        return GivenCell(self.cell, dt.gather(1, index), self.beta) if dt.shape == index.shape else self
+
     def prepare(self, inputs: Tensor, position: Positions) -> Tensor:
-        dt = None if self.dt is None else _shaped("dt", self.dt, inputs, inputs.shape[:-1], "(batch, time)")
-        beta = None if self.beta is None else _shaped("beta", self.beta, inputs, inputs.shape[:-2], "(batch,)")
+        dt = None if self.dt is None else _shaped("dt", self.dt, inputs, inputs.shape[:-1], "(batch, time)", 1e15)
+        beta = None if self.beta is None else _shaped("beta", self.beta, inputs, inputs.shape[:-2], "(batch,)", 1e6)
         return self.cell.prepare_given(
             inputs,
             position,
@@ -217,12 +226,17 @@ class GivenCell(Cell):
         return self.cell.bound(dt=self.dt is not None, beta=self.beta is not None)
 
 
-def _shaped(name: str, values: Tensor, inputs: Tensor, shape: torch.Size, layout: str) -> Tensor:
+def _shaped(name: str, values: Tensor, inputs: Tensor, shape: torch.Size, layout: str, largest: float) -> Tensor:
     values = torch.as_tensor(values, dtype=inputs.dtype, device=inputs.device)
     if values.dim() == len(shape) - 1:
         values = values.unsqueeze(0)  # one sequence
     if values.shape != shape:
         raise InputError(f"{name} has shape {tuple(values.shape)}; it must be {layout}, {tuple(shape)}.")
-    if not bool((values >= 0).all()):
-        raise InputError(f"{name} must be zero or above everywhere, and no NaN; the smallest is {values.min().item()}.")
+    try:
+        right = bool(((values >= 0) & (values <= largest)).all())
+    except RuntimeError:  # under vmap the values are not to be had
+        return values
+    if not right:
+        low, high = values.min().item(), values.max().item()
+        raise InputError(f"{name} must be in 0 to {largest:g} everywhere, and no NaN; it goes from {low} to {high}.")
     return values

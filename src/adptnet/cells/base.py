@@ -69,7 +69,13 @@ class Cell(nn.Module, abc.ABC):
         if dt is None and beta is None:
             return self
         what = "dt" if dt is not None else "beta"
-        raise IncompatibleError(f"{type(self).__name__} takes no {what}=. Drop it, or use an ADPTNet without a memory.")
+        raise IncompatibleError(
+            f"{type(self).__name__} takes no {what}=; an ADPTNet without memory= and Stateful() does. Drop {what}=."
+        )
+
+    def gathered(self, index: Tensor) -> "Cell":
+        """This cell with what a call gave it for each step taken at `index` (batch, time) instead."""
+        return self
 
     def jacobian(self, state: Vector, drive: Tensor) -> Matrix:
         """The derivative of `step` with respect to the state."""

@@ -28,7 +28,7 @@ class CoupledCell(Cell):
         self.output_size = spec.size
         self.fast = ADPTCell(spec, device=device, dtype=dtype)
         self.slow = spec.memory.spectrum.build(spec.size, device=device, dtype=dtype)
-        self.feedback = nn.Parameter(torch.full((spec.size,), spec.memory.feedback, device=device, dtype=dtype))
+        self.feedback = nn.Parameter(torch.full((spec.size,), float(spec.memory.feedback), device=device, dtype=dtype))
 
     def prepare(self, inputs: Tensor, position: Positions) -> Tensor:
         return self.fast.prepare(inputs, position)

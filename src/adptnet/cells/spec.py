@@ -1,15 +1,16 @@
 """The description of an ADPT cell: every choice of the model in one place."""
 
 import dataclasses
-import numbers
+import math
 from typing import Any
 
 from ..beta import BetaValue, TrainableBeta, heads_of
-from ..conjugates import ConjugateSpec, Exact, Stateful
+from ..conjugates import ConjugateSpec, Exact, Stateful, Taylor
 from ..directions import DirectionSpec, FromInput, FromState
 from ..drive import EMA, LRU, GainSpec, RoPE, SoftplusGate
 from ..errors import IncompatibleError, SpecError
-from ..projections import Dense, Expand, ProjectionSpec
+from ..projections import Dense, Expand, Kronecker, LowParam, LowRank, ProjectionSpec
+from ..projections.factored import square_factors
 from ..retractions import Exponential, Retraction
 from ..spec import Spec, check_kind, check_nonnegative, check_size, spec
 from ..spectra import Linspace, SpectrumSpec
@@ -35,10 +36,12 @@ class SlowMemory(Spec):
 
     def __post_init__(self) -> None:
         check_kind(self, SpectrumSpec, "spectra.Linspace(dt_min=1e-4, dt_max=1e-2)", spectrum=self.spectrum)
-        if self.spectrum.is_complex:
-            raise SpecError(f"SlowMemory(spectrum={self.spectrum}): Γ must be real. Pass spectra.Linspace(...).")
-        if isinstance(self.feedback, bool) or not isinstance(self.feedback, numbers.Real):
-            raise SpecError(f"SlowMemory(feedback={self.feedback!r}): must be a number.")
+        if self.spectrum.is_complex or self.spectrum.has_negative or self.spectrum.grows:
+            raise SpecError(
+                f"SlowMemory(spectrum={self.spectrum}): Γ must be real, in [0, 1). Pass spectra.Linspace(...)."
+            )
+        if isinstance(self.feedback, bool) or not math.isfinite(self.feedback):
+            raise SpecError(f"SlowMemory(feedback={self.feedback!r}): must be a finite number.")
 
 
 @spec
@@ -105,13 +108,17 @@ class ADPTSpec(CellSpec):
 
     @property
     def outside_lemmas(self) -> tuple[str, ...]:
-        """Why the paper's bounds do not hold for this cell, if they do not (docs/deviations.md, point 13)."""
+        """Why no bound of the lemmas' kind holds for this cell, if none does (docs/deviations.md, point 13)."""
+        turning = self.conjugate.turns and not isinstance(self.direction, FromInput)  # otherwise J = M
+        rank = self.projection.rank if isinstance(self.projection, LowRank) else self.size
         reasons = {
-            f"direction={self.direction}": not self.direction.keeps_lemmas,
-            "bias on K and V": self.projection.bias,
-            "rotation_aware": self.rotation_aware,
+            f"direction={self.direction}": not self.direction.keeps_lemmas and turning,
+            "bias on K and V": self.projection.bias and turning,
+            "singular K and V": rank < self.size // self.heads and turning,
+            "rotation_aware": self.rotation_aware and turning,
             "memory": self.memory is not None,
-            "conjugate=Stateful()": isinstance(self.conjugate, Stateful),
+            f"conjugate={self.conjugate}": self.conjugate in (Stateful(), Taylor(2)),
+            "|λ̄| >= 1": self.spectrum.grows,
         }
         return tuple(reason for reason, holds in reasons.items() if holds)
 
@@ -144,11 +151,13 @@ class ADPTSpec(CellSpec):
                 check_kind(self, kind, example, **{name: value})
 
     def _check_beta(self) -> None:
-        if not isinstance(self.beta, TrainableBeta):
-            for value in self.beta if isinstance(self.beta, tuple) else (self.beta,):
-                check_nonnegative(self, beta=value)
-                if value > 1e6:
-                    raise SpecError(f"ADPTSpec(beta={value!r}): an angle above 1e6 has no digits left in float32.")
+        values = self.beta.initial if isinstance(self.beta, TrainableBeta) else self.beta
+        for value in values if isinstance(values, tuple) else (values,):
+            check_nonnegative(self, beta=value)
+            if value > 1e6:
+                raise SpecError(f"ADPTSpec(beta={value!r}): an angle above 1e6 has no digits left in float32.")
+        if values == ():
+            raise SpecError("ADPTSpec(beta=()): β is a number, or one for each head. Pass beta=0.125.")
         given = heads_of(self.beta)
         if given is not None and given != self.heads:
             raise IncompatibleError(
@@ -177,6 +186,15 @@ class ADPTSpec(CellSpec):
                 f"ADPTSpec(state_size={self.size}): {self.heads} heads do not divide the state. "
                 f"Pass state_size={(self.size // self.heads + 1) * self.heads}."
             )
+        if isinstance(self.projection, (Kronecker, LowParam)):
+            a, b = self.projection.factors
+            if a * b != self.size // self.heads:
+                where = "the state has size" if self.heads == 1 else f"each of {self.heads} heads has size"
+                raise IncompatibleError(
+                    f"{type(self.projection).__name__}(factors={(a, b)}) makes {a * b}, but {where} "
+                    f"{self.size // self.heads}. Pass factors={square_factors(self.size // self.heads)}, "
+                    f"or state_size={a * b * self.heads}."
+                )
         if self.spectrum.is_complex and (self.size // self.heads) % 2:
             raise IncompatibleError(
                 f"ADPTSpec(state_size={self.size}, spectrum={self.spectrum}): complex pairs need an even number in "

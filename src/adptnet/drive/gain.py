@@ -76,7 +76,9 @@ class LRU(GainSpec):
     tied: bool = True
 
     def of(self, spectrum: Spectrum, dt: Tensor | None = None) -> BlockDiagonal:
-        return BlockDiagonal((-torch.expm1(2 * spectrum.log_modulus(dt))).sqrt())
+        squared = -torch.expm1(2 * spectrum.log_modulus(dt))
+        still = squared == 0  # a step of length zero, where the square root has no derivative
+        return BlockDiagonal(torch.where(still, 1.0, squared).sqrt().masked_fill(still, 0.0))
 
 
 @spec

@@ -22,8 +22,8 @@ class RoPE(Spec):
 
     Attributes:
         dt_min, dt_max: Range of the step sizes, the smallest at the highest frequency.
-        sign: +1 turns as the paper prints it. With -1, the state at each step equals a complex state-space model's up
-            to one rotation of the whole state, by the present position (docs/deviations.md, point 8).
+        sign: +1 turns as the paper prints it, -1 the other way; mirror images of each other (docs/deviations.md,
+            point 8).
         trainable: Whether frequencies and step sizes learn.
     """
 

@@ -70,7 +70,8 @@ class Bidirectional(nn.Module):
         ahead, final_ahead = self.ahead(x, state_ahead, lengths=lengths, reset=reset, **run)
         flip = _Flip(x, lengths)
         back_reset = None if reset is None else flip(_ends(torch.as_tensor(reset)) & flip.inside)
-        back, final_back = self.back(flip(x), state_back, lengths=lengths, reset=back_reset, **run)
+        back_run = run if run.get("dt") is None else {**run, "dt": flip(torch.as_tensor(run["dt"], device=x.device))}
+        back, final_back = self.back(flip(x), state_back, lengths=lengths, reset=back_reset, **back_run)
         with torch.autocast(x.device.type, enabled=False):
             both = torch.cat((ahead, flip(back)), -1)
             merged: Tensor = self.merge(both.to(self.merge.dense().dtype)).to(x.dtype)

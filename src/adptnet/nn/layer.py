@@ -128,11 +128,13 @@ class RecurrentLayer(nn.Module, abc.ABC):
             The outputs, of the shape and dtype of `x`, and the state after the last step.
         """
         if isinstance(x, PackedSequence):
-            _alone("a PackedSequence", lengths=lengths, reset=reset, cu_seqlens=cu_seqlens, dt=dt)
+            _alone("a PackedSequence", lengths=lengths, reset=reset, cu_seqlens=cu_seqlens)
+            _padded_only(dt)
             cell = self.cell.given(beta=beta)
             return packed_sequence(x, lambda y, n: self._run(cell, y, state, n, None, solver, adjoint))
         if cu_seqlens is not None:
-            _alone("cu_seqlens", lengths=lengths, reset=reset, dt=dt)
+            _alone("cu_seqlens", lengths=lengths, reset=reset)
+            _padded_only(dt)
             cell = self.cell.given(beta=beta)
             return ragged(x, cu_seqlens, lambda y, n: self._run(cell, y, state, n, None, solver, adjoint))
         self._check_shape(x)
@@ -269,6 +271,11 @@ def _solver(given: Solver | None, default: Solver) -> Solver:
     return given
 
 
+def _padded_only(dt: Tensor | None) -> None:
+    if dt is not None:
+        raise InputError("dt= goes with padded sequences. Pass lengths= instead of packing them.")
+
+
 def _alone(what: str, **others: Tensor | None) -> None:
     for name, value in others.items():
         if value is not None:
@@ -300,7 +307,8 @@ class ADPTNet(RecurrentLayer):
         device: Where the parameters live.
         dtype: Of the parameters. The recurrence runs in at least float32.
         axes: The other choices: `retraction`, `conjugate`, `direction`, `projection`, `input_projection`, `gain`,
-            `gate` (see `cells.ADPTSpec`) and `readout` (see `nn.LayerSpec`).
+            `gate`, `rope`, `rotation_aware`, `start`, `memory` (see `cells.ADPTSpec`) and `readout` (see
+            `nn.LayerSpec`).
     """
 
     def __init__(
@@ -355,7 +363,10 @@ class Recurrent(RecurrentLayer):
         dtype: DType = None,
     ):
         spec = None if isinstance(cell, Cell) else LayerSpec(cell, readout, batch_first)
-        built: Cell = cell if isinstance(cell, Cell) else cell.build(device=device, dtype=dtype)
+        if isinstance(cell, Cell):
+            built = cell if device is None and dtype is None else cell.to(device=device, dtype=dtype)
+        else:
+            built = cell.build(device=device, dtype=dtype)
         if built.input_size is None:
             raise InputError("a layer needs to know its width. Pass input_size= to cells.from_function.")
         super().__init__(

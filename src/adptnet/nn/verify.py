@@ -64,7 +64,7 @@ def verify(layer: ADPTNet, x: Tensor, *, solver: Solver | None = None, tolerance
     errors = {name: _error(found[name], expected[name], 0.0 if name == "outputs" else floor) for name in expected}
     if tolerance is None:
         stored = max(torch.finfo(p.dtype).eps for p in layer.parameters())  # gradients are rounded to it
-        tolerance = max(1000 * torch.finfo(x.dtype).eps * max(1, x.shape[-2]), 4 * stored)
+        tolerance = max(1000 * torch.finfo(x.dtype).eps * max(32, x.shape[-2]), 4 * stored)
     return Verification(errors, tolerance)
 
 

@@ -37,6 +37,8 @@ class Orthogonal(ProjectionSpec):
             dtype or torch.get_default_dtype(), torch.float32
         )  # no factorisation in half precision
         weight = torch.empty(out_features, in_features, device=device, dtype=dtype)
+        if weight.is_meta:  # nothing to factorise: only the size is asked for
+            return with_bias(DenseProjection(nn.Parameter(weight)), self.bias)
         projection = DenseProjection(nn.Parameter(nn.init.orthogonal_(weight)))
         parametrizations.orthogonal(projection, "weight")
         return with_bias(projection, self.bias)

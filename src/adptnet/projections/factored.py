@@ -1,5 +1,6 @@
 """Projections with few parameters (sec:low_param_linear): low rank, Kronecker products, and their sum."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -10,7 +11,7 @@ from ..spec import check_size, spec
 from ..typing import Device, DType
 from .base import Projection, ProjectionSpec, with_bias
 
-__all__ = ["Kronecker", "LowParam", "LowRank"]
+__all__ = ["Kronecker", "LowParam", "LowRank", "square_factors"]
 
 
 @spec
@@ -159,8 +160,13 @@ def _check_product(owner: ProjectionSpec, factors: tuple[int, int], in_features:
             "Pass Dense() for this map, or state_size equal to the width."
         )
     if a * b != in_features:
-        other = next(d for d in range(int(in_features**0.5), 0, -1) if in_features % d == 0)
         raise SpecError(
-            f"{name}(factors={factors}) makes {a * b}, but the state has size {in_features}. "
-            f"Pass factors={(in_features // other, other)}, or state_size={a * b}."
+            f"{name}(factors={factors}) makes {a * b}, but the map has {in_features} features. "
+            f"Pass factors={square_factors(in_features)}."
         )
+
+
+def square_factors(size: int) -> tuple[int, int]:
+    """The two factors of `size` that are closest to each other, the larger first."""
+    smaller = next(d for d in range(math.isqrt(size), 0, -1) if size % d == 0)
+    return size // smaller, smaller

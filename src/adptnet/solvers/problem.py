@@ -75,6 +75,7 @@ def pose(
         last = torch.minimum(torch.arange(steps, device=inputs.device), lengths.unsqueeze(-1) - 1)
         inputs = inputs.gather(1, last.unsqueeze(-1).expand_as(inputs))
         reset = None if reset is None else reset.gather(1, last)
+        cell = cell.gathered(last)
     drive = cell.prepare(inputs.to(dtype), positions(start, steps, reset))
     fresh = cell.initial_state(batch, device=inputs.device, dtype=dtype)
     return Problem(drive, entering, fresh, reset, lengths, before_end, batched)

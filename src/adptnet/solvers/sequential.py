@@ -56,9 +56,8 @@ def _loop(cell: Cell, problem: Problem) -> Loop:
 
     valid = None if problem.valid is None else problem.valid.unsqueeze(-1).unbind(-2)
 
-    def loop(state: Tensor, start: int, stop: int) -> Tensor:
+    def loop(state: Tensor, entering: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
         states: list[Tensor] = []
-        entering = state
         for t in range(start, stop):
             # Past the end of a sequence its last step is done again, so that nothing new, and no NaN, can arise there.
             entering = state if valid is None else torch.where(valid[t], state, entering)
@@ -68,7 +67,7 @@ def _loop(cell: Cell, problem: Problem) -> Loop:
             if t == 0:
                 _check_step(cell, entering, state)
             states.append(state)
-        return torch.stack(states, -2) if states else state.unsqueeze(-2)[..., :0, :]
+        return torch.stack(states, -2) if states else state.unsqueeze(-2)[..., :0, :], entering
 
     return loop
 

@@ -104,6 +104,11 @@ class SpectrumSpec(Spec, abc.ABC):
         return False
 
     @property
+    def has_negative(self) -> bool:
+        """Whether some real eigenvalue is negative."""
+        return False
+
+    @property
     def grows(self) -> bool:
         """Whether some |λ̄| starts at 1 or above."""
         return False

@@ -30,8 +30,11 @@ class FromExponents(SpectrumSpec):
     trainable: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "exponents", tuple(self.exponents))
-        if not self.exponents or not all(isinstance(e, (int, float)) and math.isfinite(e) for e in self.exponents):
+        if (
+            not isinstance(self.exponents, tuple)
+            or not self.exponents
+            or not all(isinstance(e, (int, float)) and math.isfinite(e) for e in self.exponents)
+        ):
             raise SpecError(
                 f"FromExponents(exponents={self.exponents!r}): needs finite numbers, e.g. (-0.1, -0.01). "
                 "For eigenvalues of zero wrap it in Sparse."
@@ -70,6 +73,8 @@ class ExponentSpectrum(Spectrum):
 
     def hold(self, dt: Tensor | None = None) -> BlockDiagonal:
         exponents, step = self.log_modulus(), 1.0 if dt is None else dt
-        zero = exponents == 0
-        rate = torch.where(zero, 1.0, exponents)
-        return BlockDiagonal(torch.where(zero, step * torch.ones_like(rate), torch.expm1(rate * step) / rate))
+        near = (exponents * step).abs() < 1e-4  # expm1(a)/a by its series, which has no gap at zero
+        rate = torch.where(near, 1.0, exponents)
+        grown = exponents * step
+        series = step * (1 + grown / 2 * (1 + grown / 3 * (1 + grown / 4)))
+        return BlockDiagonal(torch.where(near, series, torch.expm1(rate * step) / rate))

@@ -31,6 +31,10 @@ class Negative(SpectrumSpec):
         return self.spectrum.is_complex
 
     @property
+    def has_negative(self) -> bool:
+        return self.fraction > 0
+
+    @property
     def grows(self) -> bool:
         return self.spectrum.grows
 
@@ -93,6 +97,10 @@ class Sparse(SpectrumSpec):
     @property
     def is_complex(self) -> bool:
         return self.spectrum.is_complex
+
+    @property
+    def has_negative(self) -> bool:
+        return self.spectrum.has_negative
 
     @property
     def grows(self) -> bool:
