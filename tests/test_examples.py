@@ -25,9 +25,18 @@ def is_png(path):
 
 def test_every_example_says_first_what_it_shows_and_how_to_run_it():
     paths = sorted(EXAMPLES.glob("*.py"))
-    assert [path.stem for path in paths] == ["beta_effect", "layer", "low_param_images"]
+    assert [path.stem for path in paths] == ["beta_effect", "layer", "low_param_images", "state_tracking"]
     for path in paths:
-        assert f"\n    python examples/{path.name}\n" in example(path.stem).__doc__
+        assert f"\n    python examples/{path.name}" in example(path.stem).__doc__
+
+
+def test_every_change_of_the_state_tracking_table_trains(capsys):
+    tracking = example("state_tracking")
+    found = tracking.main(list(tracking.CHANGES), steps=1, size=16)
+    assert list(found) == list(tracking.CHANGES)
+    page = (EXAMPLES.parent / "docs" / "choosing.md").read_text()
+    assert all(f"| {name} | " in page for name in found)
+    assert len(capsys.readouterr().out.splitlines()) == len(found)
 
 
 def test_the_layer_gives_the_same_numbers_every_way_and_its_loss_falls(tmp_path, capsys):
