@@ -25,6 +25,7 @@ BASE = {
 CHANGES = {
     "none": {},
     "product": {"conjugate": conjugates.Product(steps=2)},
+    "beta0.125": {"beta": 0.125},
     "beta4": {"beta": 4.0},
     "cayley4": {"beta": 4.0, "retraction": retractions.Cayley()},
     "taylor": {"conjugate": conjugates.Taylor()},

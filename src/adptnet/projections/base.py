@@ -44,8 +44,9 @@ class Projection(nn.Module, abc.ABC):
 
     def condition_number(self) -> Tensor:
         """Largest over smallest singular value of the matrix; infinite if it is singular."""
-        singular = torch.linalg.svdvals(self.dense().detach().double())
-        tiny = singular[0] * max(self.in_features, self.out_features) * torch.finfo(torch.float64).eps
+        dense = self.dense().detach()
+        singular = torch.linalg.svdvals(dense.double())
+        tiny = singular[0] * max(self.in_features, self.out_features) * torch.finfo(dense.dtype).eps
         return torch.where(singular[-1] > tiny, singular[0] / singular[-1].clamp(min=tiny), torch.inf)
 
     def extra_repr(self) -> str:
