@@ -30,6 +30,7 @@ __all__ = [
     "TaylorConjugate",
     "block_diagonal",
     "dense_step",
+    "nearest_blocks",
 ]
 
 
@@ -51,9 +52,29 @@ class Conjugate(abc.ABC):
     def dense(self) -> Matrix:
         """M as a matrix."""
 
+    @abc.abstractmethod
+    def blocks(self) -> BlockDiagonal:
+        """The nearest to M of the kind of Λ̄: its diagonal, or where eigenvalues are pairs, the nearest a + ib of each
+        2-by-2 block on the diagonal."""
+
+    def weighted_sum(self, weight: Tensor) -> Tensor:
+        """Σ_t weight_t M_t over time (the last dimension but one of `weight`, (*b, time, 1)): (*b, n, n)."""
+        return (weight.unsqueeze(-1) * self.dense()).sum(-3)
+
     def turn(self, x: Vector) -> Vector:
         """Q x, where there is one: for the rotation-aware drive."""
         raise IncompatibleError(f"{type(self).__name__} has no rotation. Use conjugates.Exact() or Product().")
+
+
+def nearest_blocks(dense: Tensor, pairs: bool) -> BlockDiagonal:
+    """The diagonal of a matrix, or the nearest a + ib, [[a, -b], [b, a]], of each 2-by-2 block on it."""
+    diagonal = dense.diagonal(dim1=-2, dim2=-1)
+    if not pairs:
+        return BlockDiagonal(diagonal)
+    below = dense.diagonal(-1, -2, -1)[..., ::2]
+    above = dense.diagonal(1, -2, -1)[..., ::2]
+    real = (diagonal[..., ::2] + diagonal[..., 1::2]) / 2
+    return BlockDiagonal(real.repeat_interleave(2, -1), ((below - above) / 2).repeat_interleave(2, -1))
 
 
 class StartedBlocks(NamedTuple):
@@ -67,6 +88,10 @@ class StartedBlocks(NamedTuple):
 
     def dense(self) -> Tensor:
         return self.start @ self.blocks.dense() @ self.start.mT
+
+    @property
+    def imag(self) -> Tensor | None:
+        return self.blocks.imag
 
 
 Eigen = BlockDiagonal | StartedBlocks
@@ -233,10 +258,8 @@ class RotatedConjugate(Conjugate):
             return self.dense().diagonal(dim1=-2, dim2=-1)
         # Q = I + F G F' with F = [key offset], so diag M = diag(Λ + F G F'Λ + ΛF (F G)' + F G (F'ΛF) (F G)'). The skew
         # part of Λ (complex pairs) cancels in every term.
-        key, offset, turn, shrink_key, shrink_offset = self.rotations[0]
+        key, offset, turned_key, turned_offset = self._columns()
         real = self.eigen.real
-        turned_key = shrink_key * key - turn * offset  # the columns of F G
-        turned_offset = turn * key + shrink_offset * offset
         key_key = (key * real * key).sum(-1, keepdim=True)
         key_offset = (key * real * offset).sum(-1, keepdim=True)
         offset_offset = (offset * real * offset).sum(-1, keepdim=True)
@@ -248,12 +271,59 @@ class RotatedConjugate(Conjugate):
         )
         return real + linear + quadratic
 
+    def _columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The columns of F = [key offset] and of F G, for one rotation."""
+        key, offset, turn, shrink_key, shrink_offset = self.rotations[0]
+        return key, offset, shrink_key * key - turn * offset, turn * key + shrink_offset * offset
+
+    def blocks(self) -> BlockDiagonal:
+        if len(self.rotations) > 1 or isinstance(self.eigen, StartedBlocks):
+            return nearest_blocks(self.dense(), self.eigen.imag is not None)
+        diagonal = self.diagonal()
+        if self.eigen.imag is None:
+            return BlockDiagonal(diagonal)
+        # (M - M')/2 = Q W Q' with W the skew part of Λ: below the diagonal of each block, in the terms of `diagonal`
+        key, offset, turned_key, turned_offset = self._columns()
+        skew_part = BlockDiagonal(torch.zeros_like(self.eigen.real), self.eigen.imag)
+        imag = self.eigen.imag[..., ::2]
+        for column, turned in ((key, turned_key), (offset, turned_offset)):
+            moved = skew_part.mv(column)
+            imag = imag + moved[..., 1::2] * turned[..., ::2] - turned[..., 1::2] * moved[..., ::2]
+        across = (key * skew_part.mv(offset)).sum(-1, keepdim=True)
+        imag = imag + across * (
+            turned_key[..., 1::2] * turned_offset[..., ::2] - turned_offset[..., 1::2] * turned_key[..., ::2]
+        )
+        real = (diagonal[..., ::2] + diagonal[..., 1::2]) / 2
+        return BlockDiagonal(real.repeat_interleave(2, -1), imag.repeat_interleave(2, -1))
+
     def dense(self) -> Matrix:
         dense = self.eigen.dense()
         for rotation in self.rotations:
             matrix = rotation.dense()
             dense = matrix @ dense @ matrix.mT
         return dense
+
+    def weighted_sum(self, weight: Tensor) -> Tensor:
+        if len(self.rotations) > 1 or isinstance(self.eigen, StartedBlocks) or self.eigen.real.dim() > 1:
+            return super().weighted_sum(weight)
+        # Σ w M = Σ w Λ + P Λ + Λ P' + Σ w (F G)(F'ΛF)(F G)' with P = Σ w F G F': products of (time, n) matrices only
+        key, offset, turned_key, turned_offset = self._columns()
+        eigen = self.eigen
+        moved_key, moved_offset = eigen.mv(key), eigen.mv(offset)
+        left = (
+            turned_key * (key * moved_key).sum(-1, keepdim=True)
+            + turned_offset * (offset * moved_key).sum(-1, keepdim=True),
+            turned_key * (key * moved_offset).sum(-1, keepdim=True)
+            + turned_offset * (offset * moved_offset).sum(-1, keepdim=True),
+        )
+        turned = self.turned_sum(weight)
+        both = (weight * left[0]).mT @ turned_key + (weight * left[1]).mT @ turned_offset
+        return weight.sum(-2).unsqueeze(-1) * eigen.dense() + eigen.transposed().mv(turned) + eigen.mv(turned).mT + both
+
+    def turned_sum(self, weight: Tensor) -> Tensor:
+        """Σ_t weight_t (Q_t - I), for one rotation: (*b, n, n)."""
+        key, offset, turned_key, turned_offset = self._columns()
+        return (weight * turned_key).mT @ key + (weight * turned_offset).mT @ offset
 
 
 class TaylorConjugate(Conjugate):
@@ -287,6 +357,11 @@ class TaylorConjugate(Conjugate):
         first = key * back.mv(value) - value * back.mv(key) - self.eigen.mv(key) * value + self.eigen.mv(value) * key
         return self.eigen.real + self.beta * first
 
+    def blocks(self) -> BlockDiagonal:
+        if self.order == 2 or not isinstance(self.eigen, BlockDiagonal):
+            return nearest_blocks(self.dense(), self.eigen.imag is not None)
+        return self.eigen  # 2-by-2 blocks of S, which is skew, commute with those of Λ
+
     def dense(self) -> Matrix:
         return Taylor(self.order).define(self.eigen, [self.plane], self.beta, Exponential())
 
@@ -304,6 +379,11 @@ class StaticConjugate(Conjugate):
         if isinstance(self.eigen, StartedBlocks):
             return self.dense().diagonal(dim1=-2, dim2=-1)
         return self.eigen.real
+
+    def blocks(self) -> BlockDiagonal:
+        if isinstance(self.eigen, StartedBlocks):
+            return nearest_blocks(self.dense(), self.eigen.imag is not None)
+        return self.eigen
 
     def dense(self) -> Matrix:
         return self.eigen.dense()
@@ -324,6 +404,9 @@ class HeadedConjugate(Conjugate):
 
     def diagonal(self) -> Vector:
         return self.each.diagonal().flatten(-2)
+
+    def blocks(self) -> BlockDiagonal:
+        return BlockDiagonal(*(None if part is None else part.flatten(-2) for part in self.each.blocks()))
 
     def dense(self) -> Matrix:
         return block_diagonal(self.each.dense())

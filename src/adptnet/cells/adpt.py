@@ -7,14 +7,17 @@ import torch
 from torch import Tensor, nn
 
 from ..beta import Beta
-from ..conjugates import Conjugate, Eigen, HeadedConjugate, StartedBlocks, block_diagonal, dense_step
+from ..conjugates import Conjugate, Eigen, HeadedConjugate, StartedBlocks, Taylor, block_diagonal, dense_step
 from ..directions import Directions, FromInput, KeyValue
 from ..drive import Drive
 from ..errors import IncompatibleError, InputError
+from ..ops.linear_scan import linear_scan
 from ..projections import Orthogonal
 from ..spectra import BlockDiagonal, Spectrum
+from ..transitions import Diagonal, InBasis, Transition
 from ..typing import Device, DType, Matrix, Positions, Vector
 from .base import Cell
+from .jacobian import Direction, StepJacobian, rotation_numbers, step_jacobian, taylor_numbers
 from .spec import ADPTSpec
 
 __all__ = ["ADPTCell", "GivenCell"]
@@ -72,6 +75,20 @@ class ADPTCell(Cell):
         bound = self.bound()
         return bound.conjugate(state, bound.parts(drive))
 
+    def linear_transition(self, drive: Tensor) -> Transition:
+        return self.bound().linear_transition(drive)
+
+    def jacobian(self, state: Vector, drive: Tensor) -> Matrix:
+        closed = self.bound().jacobian(state, drive)
+        return super().jacobian(state, drive) if closed is None else closed.dense().expand(*state.shape, -1)
+
+    def jacobian_blocks(self, state: Vector, drive: Tensor) -> BlockDiagonal:
+        closed = self.bound().jacobian(state, drive)
+        return super().jacobian_blocks(state, drive) if closed is None else closed.blocks()
+
+    def radius(self, state: Vector, drive: Tensor, fresh: Vector, reset: Tensor | None) -> Tensor | None:
+        return self.bound().radius(state, drive, fresh, reset)
+
     def define_conjugate(self, state: Vector, drive: Tensor) -> Matrix:
         """M by its definition, with dense matrices: the slow reference of `conjugate`."""
         bound, spec = self.bound(), self.spec
@@ -112,6 +129,7 @@ class ADPTCell(Cell):
             start=None if self.start is None else self.start.dense().to(dtype),
             beta=None if beta else self.beta(blocks.real),
             directions=[d.bound(dtype) for d in self._directions()] if from_state else None,
+            projections=self._directions(),
         )
 
     def _directions(self) -> list[Directions]:
@@ -136,6 +154,7 @@ class Bound(NamedTuple):
     start: Tensor | None
     beta: float | Tensor | None  # None: comes with the drive
     directions: list[Callable[[Tensor], KeyValue]] | None  # None: come with the drive
+    projections: list[Directions]
 
     def step(self, state: Tensor, drive: Tensor) -> Tensor:
         parts = self.parts(drive)
@@ -163,6 +182,48 @@ class Bound(NamedTuple):
             return eigen, [directions(state) for directions in self.directions], beta
         assert parts.planes is not None
         return eigen, parts.planes, beta
+
+    def linear_transition(self, drive: Tensor) -> Transition:
+        """Λ̄, or Q₀ Λ̄ Q₀' with a learned start: what M is without turning."""
+        blocks: BlockDiagonal = self.spectrum(self.parts(drive).dt) if self.blocks is None else self.blocks
+        if self.start is None:
+            return Diagonal(blocks)
+        return InBasis(self.start.unsqueeze(0), Diagonal(blocks))
+
+    def jacobian(self, state: Tensor, drive: Tensor) -> StepJacobian | Conjugate | None:
+        """The Jacobian in closed form; None where there is none."""
+        parts, spec = self.parts(drive), self.spec
+        if self.directions is None or not spec.conjugate.turns:
+            return self.conjugate(state, parts)  # M does not depend on the state
+        direction, conjugate = spec.direction, spec.conjugate
+        plain = direction.heads == 1 and direction.dot is None and not direction.layer_norm
+        if not plain or self.blocks is None or self.start is not None or conjugate.planes > 1:
+            return None
+        beta = parts.beta if self.beta is None else self.beta
+        assert beta is not None
+        if isinstance(conjugate, Taylor):
+            numbers = taylor_numbers(self.blocks, beta, conjugate.order)
+        else:
+            turned = parts.drive if spec.rotation_aware else None
+            numbers = rotation_numbers(self.blocks, beta, spec.retraction, turned)
+        dtype = self.blocks.real.dtype
+        pair = (self.projections[0].key_projection, self.projections[0].value_projection)
+        directions = [Direction(projection.dense().to(dtype), projection.bound(dtype)) for projection in pair]
+        return step_jacobian(state, self.blocks, direction.source, directions, numbers)
+
+    def radius(self, state: Tensor, drive: Tensor, fresh: Tensor, reset: Tensor | None) -> Tensor | None:
+        """‖x_t‖ <= |λ̄|_max ‖x_{t-1}‖ + ‖drive_t‖, whatever β, K and V; not so for Taylor, whose M may stretch."""
+        if isinstance(self.spec.conjugate, Taylor):
+            return None
+        parts = self.parts(drive)
+        blocks: BlockDiagonal = self.spectrum(parts.dt) if self.blocks is None else self.blocks
+        largest = blocks.modulus().amax(-1, keepdim=True)
+        pushed = torch.linalg.vector_norm(parts.drive, dim=-1, keepdim=True)
+        if reset is not None:
+            anew = largest * torch.linalg.vector_norm(fresh, dim=-1)[:, None, None]
+            pushed = torch.where(reset.unsqueeze(-1), pushed + anew, pushed)
+        entering = torch.linalg.vector_norm(state, dim=-1, keepdim=True)
+        return linear_scan(largest, pushed, entering, reset=reset).squeeze(-1)
 
     def parts(self, drive: Tensor) -> _Parts:
         if self.directions is not None and self.blocks is not None and self.beta is not None:
@@ -221,6 +282,20 @@ class GivenCell(Cell):
     def conjugate(self, state: Vector, drive: Tensor) -> Conjugate:
         bound = self._bound()
         return bound.conjugate(state, bound.parts(drive))
+
+    def linear_transition(self, drive: Tensor) -> Transition:
+        return self._bound().linear_transition(drive)
+
+    def jacobian(self, state: Vector, drive: Tensor) -> Matrix:
+        closed = self._bound().jacobian(state, drive)
+        return super().jacobian(state, drive) if closed is None else closed.dense().expand(*state.shape, -1)
+
+    def jacobian_blocks(self, state: Vector, drive: Tensor) -> BlockDiagonal:
+        closed = self._bound().jacobian(state, drive)
+        return super().jacobian_blocks(state, drive) if closed is None else closed.blocks()
+
+    def radius(self, state: Vector, drive: Tensor, fresh: Vector, reset: Tensor | None) -> Tensor | None:
+        return self._bound().radius(state, drive, fresh, reset)
 
     def _bound(self) -> Bound:
         return self.cell.bound(dt=self.dt is not None, beta=self.beta is not None)

@@ -7,11 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..conjugates import Conjugate
+from ..conjugates import Conjugate, nearest_blocks
 from ..errors import IncompatibleError
 from ..spec import ModuleSpec
 from ..spectra import BlockDiagonal
 from ..spectra.base import compute_dtype
+from ..transitions import Diagonal, Transition
 from ..typing import Device, DType, Matrix, Position, Positions, Vector
 
 __all__ = ["ADPTState", "Cell", "CellSpec", "positions"]
@@ -77,6 +78,16 @@ class Cell(nn.Module, abc.ABC):
         """This cell with what a call gave it for each step taken at `index` (batch, time) instead."""
         return self
 
+    def linear_transition(self, drive: Tensor) -> Transition | None:
+        """The transition of the step without its non-linearity, which no state has to be known for: Conv-DEER."""
+        lambda_bar = self.eigenvalues()
+        return None if lambda_bar is None else Diagonal(lambda_bar)
+
+    def forward_transition(self, state: Vector, drive: Tensor) -> Transition | None:
+        """The diagonal of M (eq:diag_M), in pairs where eigenvalues are: Forward-DEER."""
+        conjugate = self.conjugate(state, drive)
+        return None if conjugate is None else Diagonal(conjugate.blocks())
+
     def jacobian(self, state: Vector, drive: Tensor) -> Matrix:
         """The derivative of `step` with respect to the state."""
         step = self.stepper()
@@ -84,9 +95,18 @@ class Cell(nn.Module, abc.ABC):
         flat: Tensor = torch.func.vmap(torch.func.jacfwd(step))(flat_state, flat_drive)
         return flat.reshape(*state.shape, state.shape[-1])
 
+    def jacobian_blocks(self, state: Vector, drive: Tensor) -> BlockDiagonal:
+        """The diagonal of `jacobian`, in pairs where eigenvalues are."""
+        lambda_bar = self.eigenvalues()
+        return nearest_blocks(self.jacobian(state, drive), lambda_bar is not None and lambda_bar.imag is not None)
+
     def jacobian_diagonal(self, state: Vector, drive: Tensor) -> Vector:
         """The diagonal of `jacobian`, not its row sums."""
         return self.jacobian(state, drive).diagonal(dim1=-2, dim2=-1)
+
+    def radius(self, state: Vector, drive: Tensor, fresh: Vector, reset: Tensor | None) -> Tensor | None:
+        """A ball that provably holds each state of a sequence from `state`, (batch, time); None if none is known."""
+        return None
 
     def initial_state(self, batch: int, *, device: Device = None, dtype: DType = None) -> Tensor:
         """The state a sequence starts from, (batch, state_size): zeros."""

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ..spectra import BlockDiagonal
+from ..transitions import Coupled, Transition
 from ..typing import Device, DType, Positions, Vector
 from .adpt import ADPTCell
 from .base import Cell
@@ -60,9 +62,46 @@ class CoupledCell(Cell):
         fast = self.fast.define_step(fast, torch.cat((fed, drive[..., size:]), -1))
         return torch.cat((fast, slow @ decay.mT + fast - fast @ decay.mT), -1)
 
+    def linear_transition(self, drive: Tensor) -> Transition:
+        """[[Λ̄, γ g], [(1 - Γ)Λ̄, Γ + (1 - Γ) γ g]] for each number, or pair, of the state."""
+        return self._transition(self.fast.spectrum())
+
+    def forward_transition(self, state: Vector, drive: Tensor) -> Transition:
+        """The same with the diagonal of M in the place of Λ̄."""
+        fast, slow = state.split(self.spec.size, -1)
+        gain = self.fast.drive.gain(self.fast.spectrum)
+        fed = drive[..., : self.spec.size] + gain.mv(self.feedback.to(state.dtype) * slow)
+        conjugate = self.fast.conjugate(fast, torch.cat((fed, drive[..., self.spec.size :]), -1))
+        return self._transition(conjugate.blocks())
+
+    def _transition(self, fast: BlockDiagonal) -> Transition:
+        slow, charge = self.slow(), -torch.expm1(self.slow.log_modulus())
+        gain = self.fast.drive.gain(self.fast.spectrum)
+        paired = any(blocks.imag is not None for blocks in (fast, slow, gain))
+        kept, held, charged, fed, scale = (
+            _matrices(blocks, paired)
+            for blocks in (fast, slow, BlockDiagonal(charge), gain, BlockDiagonal(self.feedback.to(charge.dtype)))
+        )
+        fed = fed @ scale
+        above = torch.cat((kept, fed.expand_as(kept)), -1)
+        below = torch.cat((charged @ kept, (held + charged @ fed).expand_as(kept)), -1)
+        matrices = torch.cat((above, below), -2)
+        return Coupled(matrices if matrices.dim() > 3 else matrices[None, None])
+
     def output(self, state: Tensor) -> Tensor:
         return state[..., : self.spec.size]
 
     def slow_state(self, state: Tensor) -> Tensor:
         """w."""
         return state[..., self.spec.size :]
+
+
+def _matrices(blocks: BlockDiagonal, paired: bool) -> Tensor:
+    """Each number as a 1-by-1 matrix, or each pair as a 2-by-2 one: (*b, blocks, m, m)."""
+    if not paired:
+        return blocks.real[..., None, None]
+    real = blocks.real.unflatten(-1, (-1, 2))
+    imag = torch.zeros_like(real) if blocks.imag is None else blocks.imag.unflatten(-1, (-1, 2))
+    first = torch.stack((real[..., 0], -imag[..., 0]), -1)
+    second = torch.stack((imag[..., 1], real[..., 1]), -1)
+    return torch.stack((first, second), -2)

@@ -38,12 +38,22 @@ class PlaneRotation(NamedTuple):
         eye = torch.eye(size, dtype=self.key.dtype, device=self.key.device).expand(*self.key.shape, size)
         return PlaneRotation(*(part.unsqueeze(-2) for part in self)).apply(eye).mT
 
+    def weights(self, x: Vector) -> tuple[Column, Column]:
+        """What Q x adds to x: weights of `key` and of `offset`."""
+        return self._weights(x, self.turn)
+
+    def weights_transposed(self, x: Vector) -> tuple[Column, Column]:
+        """What Q' x adds to x."""
+        return self._weights(x, -self.turn)
+
     def _turned(self, x: Tensor, turn: Tensor) -> Tensor:
+        on_key, on_offset = self._weights(x, turn)
+        return x + on_key * self.key + on_offset * self.offset
+
+    def _weights(self, x: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
         along = (x * self.key).sum(-1, keepdim=True)
         across = (x * self.offset).sum(-1, keepdim=True)
-        on_key = self.shrink_key * along + turn * across
-        on_offset = self.shrink_offset * across - turn * along
-        return x + on_key * self.key + on_offset * self.offset
+        return self.shrink_key * along + turn * across, self.shrink_offset * across - turn * along
 
 
 def plane_rotation(

@@ -1,0 +1,290 @@
+"""The loop of every parallel solver: s ← scan(A, f(s) - A s), with steps and sequences dropped as they converge."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .transitions import Transition
+
+__all__ = ["Found", "History", "System", "Tolerance", "newton_update", "solve"]
+
+WORKING_SET = 2**18  # numbers of state that are evaluated at a time on a CPU: more would leave its caches
+LARGE_WORKING_SET = 2**26  # on any other device
+
+
+@dataclasses.dataclass(frozen=True)
+class System:
+    """The equations s_t = f_t(s_{t-1}) of a batch of sequences, whose right sides are evaluated all at once."""
+
+    step: Callable[..., Tensor]  # f, of the states that enter and of `givens`
+    givens: tuple[Tensor, ...]  # each (batch, time, ...)
+    initial: Tensor  # (batch, n), what enters the first step
+    fresh: Tensor  # (batch, n), what enters a step with a reset
+    reset: Tensor | None = None  # (batch, time)
+    lengths: Tensor | None = None  # (batch,)
+    radius: Tensor | None = None  # (batch, time), a ball that holds each state
+
+    @property
+    def steps(self) -> int:
+        return self.givens[0].shape[1]
+
+    @property
+    def valid(self) -> Tensor | None:
+        """(batch, time): whether a step is before the end of its sequence."""
+        if self.lengths is None:
+            return None
+        return torch.arange(self.steps, device=self.lengths.device) < self.lengths.unsqueeze(-1)
+
+    def entering(self, states: Tensor) -> Tensor:
+        """The state that enters each step; past the end of a sequence its last step is done again."""
+        before = torch.cat((self.initial.unsqueeze(1), states[:, :-1]), 1)
+        if self.reset is not None:
+            before = torch.where(self.reset.unsqueeze(-1), self.fresh.unsqueeze(1), before)
+        if self.lengths is not None and self.steps:
+            last = torch.arange(self.steps, device=states.device).minimum(self.lengths.unsqueeze(-1) - 1)
+            before = before.gather(1, last.unsqueeze(-1).expand_as(before))
+        return before
+
+    def evaluate(self, entering: Tensor) -> Tensor:
+        """f of the states that enter, a part of the time at a time."""
+        length = stretch(entering)
+        if length >= self.steps:
+            return self.step(entering, *self.givens)
+        stretches = (slice(start, start + length) for start in range(0, self.steps, length))
+        return torch.cat([self.step(entering[:, at], *(given[:, at] for given in self.givens)) for at in stretches], 1)
+
+    def part(self, rows: Tensor | None, start: int, initial: Tensor) -> "System":
+        """Of the sequences `rows` (all if None), from step `start` on, which `initial` enters."""
+
+        def picked(values: Tensor) -> Tensor:
+            return values if rows is None else values.index_select(0, rows)
+
+        def later(values: Tensor | None) -> Tensor | None:
+            return None if values is None else picked(values[:, start:])
+
+        return System(
+            self.step,
+            tuple(picked(given[:, start:]) for given in self.givens),
+            initial,
+            picked(self.fresh),
+            later(self.reset),
+            None if self.lengths is None else picked(self.lengths) - start,
+            later(self.radius),
+        )
+
+
+def stretch(states: Tensor) -> int:
+    """How many steps of such states (batch, time, n) to work on at a time."""
+    numbers = WORKING_SET if states.device.type == "cpu" else LARGE_WORKING_SET
+    return max(16, numbers // max(1, states.shape[0] * states.shape[2]))
+
+
+class Tolerance(NamedTuple):
+    """A step is right when |f(s_{t-1}) - s_t| <= absolute + relative · scale, the scale being that of step t.
+
+    It is measured step by step and not over the sequence, so that a wild guess far off cannot make a wrong step pass.
+    """
+
+    absolute: float | Tensor  # one number, or (batch, 1)
+    relative: float
+
+    def allowed(self, entering: Tensor, values: Tensor) -> Tensor:
+        """(batch, time)."""
+        scale = torch.maximum(_largest(entering), _largest(values))
+        return self.absolute + self.relative * scale
+
+    def part(self, rows: Tensor | None) -> "Tolerance":
+        if rows is None or not isinstance(self.absolute, Tensor):
+            return self
+        return self._replace(absolute=self.absolute.index_select(0, rows))
+
+
+def _largest(values: Tensor) -> Tensor:
+    return values.abs().amax(-1)
+
+
+class History(NamedTuple):
+    """What each iteration left, from the guess (row 0) on."""
+
+    residual: Tensor  # (iterations + 1, batch)
+    converged_steps: Tensor  # (iterations + 1, batch)
+
+    def iterations_for(self, steps: int) -> Tensor:
+        """(batch,) iterations after which the first `steps` steps had converged; -1 if they never had.
+
+        One run so tells the count for every shorter sequence, as no state depends on a later one.
+        """
+        reached = self.converged_steps[1:] >= steps
+        first = reached.to(torch.int64).argmax(0) + 1 if len(reached) else torch.zeros_like(self.converged_steps[0])
+        return torch.where(reached.any(0), first, -1)
+
+
+class Found(NamedTuple):
+    """Where the loop ended. All but the states are per sequence, (batch,)."""
+
+    states: Tensor
+    converged: Tensor  # bool
+    finite: Tensor  # bool: False if NaN or infinity came up
+    rising: Tensor  # bool: the residual rose too often
+    iterations: Tensor
+    residual: Tensor
+    converged_steps: Tensor
+    history: History
+
+
+Update = Callable[[System, Tensor | None, int, Tensor, Tensor, Tensor, Tensor], Tensor]
+Adapt = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def newton_update(transition: Transition, system: System, entering: Tensor, values: Tensor) -> Tensor:
+    """scan(A, f(s) - A s) (eq:deer_step)."""
+    return transition.scan(values - transition.mv(entering), system.initial, system.reset)
+
+
+def solve(
+    system: System,
+    guess: Tensor,
+    update: Update,
+    tolerance: Tolerance,
+    *,
+    max_iterations: int,
+    patience: int | None,
+    strength: Tensor,
+    adapt: Adapt,
+    least: int = 1,
+) -> Found:
+    """Iterates until every step of every sequence is right, or until it is clear that it will not be.
+
+    Args:
+        system: The equations.
+        guess: (batch, time, n) where to start.
+        update: From the system, the sequences and the first step left of the whole, the states, what enters each step,
+            f of it, and the strength of damping, to the next states.
+        tolerance: When a step is right. Convergence is tested on each new iterate.
+        max_iterations: Updates at most.
+        patience: Give a sequence up after this many rises of its residual in a row, if it is then above the guess's.
+        strength: (batch,) of damping, at the start.
+        adapt: From strength, residual and the residual before, to the strength of the next update.
+        least: Updates at least.
+    """
+    batch, steps = guess.shape[:2]
+    device = guess.device
+    states = guess.clone()
+    finished = torch.zeros(batch, dtype=torch.bool, device=device)
+    totals = _Totals(batch, steps, system.lengths, guess)
+    rows: Tensor | None = None  # None: all are left
+    start = 0
+    part, current = system, guess
+    entering, values, residual, right = _measured(part, current, tolerance)
+    frozen = torch.zeros(batch, dtype=guess.dtype, device=device)  # the largest residual among dropped steps
+    totals.record(rows, start, residual.amax(-1) if steps else frozen, right, frozen)
+    first = previous = totals.last_residual.clone()
+    rises = torch.zeros(batch, dtype=torch.int64, device=device)
+    for iteration in range(1, max_iterations + 1):
+        if not batch or not steps:
+            break
+        current = update(part, rows, start, current, entering, values, strength)
+        entering, values, residual, right = _measured(part, current, tolerance if rows is None else tolerance.part(rows))
+        worst = residual.amax(-1)
+        totals.count(rows)
+        totals.record(rows, start, worst, right, frozen)
+        finite = worst.isfinite()
+        rises = torch.where(worst > previous, rises + 1, 0)
+        given_up = (rises >= patience) & (worst > first) if patience is not None else torch.zeros_like(finite)
+        strength = adapt(strength, worst, previous)
+        previous = worst
+        done = right.all(-1)
+        stop = ((done | given_up) if iteration >= least else torch.zeros_like(done)) | ~finite
+        totals.mark(rows, done, finite, given_up)
+        if bool(stop.any()):
+            index = torch.arange(batch, device=device) if rows is None else rows
+            states[index[stop], start:] = current[stop]
+            keep = (~stop).nonzero().squeeze(-1)
+            rows = index.index_select(0, keep)
+            if not len(keep):
+                finished[:] = True
+                break
+            current, right, residual, frozen, strength, previous, first, rises, entering, values = (
+                kept.index_select(0, keep)
+                for kept in (current, right, residual, frozen, strength, previous, first, rises, entering, values)
+            )
+            part = part.part(keep, 0, part.initial.index_select(0, keep))
+        # Steps that are right in every sequence that is left need not be done again.
+        settled = int(right.long().cumprod(-1).sum(-1).min()) if iteration >= least else 0
+        settled = min(settled, current.shape[1] - 1)
+        if settled:
+            if rows is None:
+                states[:, start : start + settled] = current[:, :settled]
+            else:
+                states[rows, start : start + settled] = current[:, :settled]
+            frozen = torch.maximum(frozen, residual[:, :settled].amax(-1))
+            part = part.part(None, settled, current[:, settled - 1])
+            current, entering, values = current[:, settled:], entering[:, settled:], values[:, settled:]
+            start += settled
+    if not bool(finished.all()) and batch and steps:
+        if rows is None:
+            states[:, start:] = current
+        else:
+            states[rows, start:] = current
+    return totals.found(states)
+
+
+def _measured(system: System, states: Tensor, tolerance: Tolerance) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What enters each step, f of it, its distance from the states (batch, time), and whether that is small enough."""
+    entering = system.entering(states)
+    values = system.evaluate(entering)
+    residual = _largest(values - states)
+    right = residual <= tolerance.allowed(entering, values)  # False for NaN
+    valid = system.valid
+    if valid is not None:
+        residual, right = torch.where(valid, residual, 0.0), right | ~valid
+    return entering, values, residual, right
+
+
+class _Totals:
+    """What is known of each sequence of the whole batch while only some are left."""
+
+    def __init__(self, batch: int, steps: int, lengths: Tensor | None, like: Tensor):
+        device = like.device
+        self.lengths = torch.full((batch,), steps, device=device) if lengths is None else lengths
+        self.iterations = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.last_residual = torch.zeros(batch, dtype=like.dtype, device=device)
+        self.converged_steps = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.converged = torch.zeros(batch, dtype=torch.bool, device=device)
+        self.finite = torch.ones(batch, dtype=torch.bool, device=device)
+        self.rising = torch.zeros(batch, dtype=torch.bool, device=device)
+        self.residuals: list[Tensor] = []
+        self.prefixes: list[Tensor] = []
+
+    def count(self, rows: Tensor | None) -> None:
+        self.iterations[slice(None) if rows is None else rows] += 1
+
+    def record(self, rows: Tensor | None, start: int, worst: Tensor, right: Tensor, frozen: Tensor) -> None:
+        at = slice(None) if rows is None else rows
+        self.last_residual[at] = torch.maximum(worst, frozen)
+        prefix = right.long().cumprod(-1).sum(-1) + start
+        self.converged_steps[at] = torch.minimum(prefix, self.lengths[at])
+        self.residuals.append(self.last_residual.clone())
+        self.prefixes.append(self.converged_steps.clone())
+
+    def mark(self, rows: Tensor | None, done: Tensor, finite: Tensor, rising: Tensor) -> None:
+        at = slice(None) if rows is None else rows
+        self.converged[at], self.finite[at], self.rising[at] = done, finite, rising
+
+    def found(self, states: Tensor) -> Found:
+        if not states.shape[1]:
+            self.converged[:] = True
+        history = History(torch.stack(self.residuals), torch.stack(self.prefixes))
+        return Found(
+            states,
+            self.converged,
+            self.finite,
+            self.rising,
+            self.iterations,
+            self.last_residual,
+            self.converged_steps,
+            history,
+        )

@@ -1,0 +1,5 @@
+"""The Kalman filter of a linear recurrence, for trust regions (ELK)."""
+
+from .parallel import diagonal_filter, matrix_filter
+
+__all__ = ["diagonal_filter", "matrix_filter"]

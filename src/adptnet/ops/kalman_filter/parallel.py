@@ -1,0 +1,127 @@
+"""The same filter parallel in time: the variances by one associative scan, then the means by another.
+
+Composing steps of the variance recursion needs three numbers (matrices) of each stretch of time: what it makes of the
+state that enters it if nothing else is known (`reach`), the variance it ends with (`variance`), and what it tells of the
+state that entered it (`information`); two neighbouring stretches combine into one.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..linear_scan import linear_scan
+from ..matrix_scan import matrix_scan
+
+__all__ = ["diagonal_filter", "matrix_filter"]
+
+
+class _Stretch(NamedTuple):
+    reach: Tensor
+    variance: Tensor
+    information: Tensor
+
+
+def diagonal_filter(
+    transition: Tensor,
+    offset: Tensor,
+    observed: Tensor,
+    strength: Tensor,
+    initial: Tensor,
+    *,
+    reset: Tensor | None = None,
+) -> Tensor:
+    """As `reference.diagonal_filter`."""
+    if not offset.shape[-2]:
+        return offset.clone()
+    factors = torch.broadcast_to(transition, offset.shape)
+    if reset is not None:
+        factors = torch.where(reset.unsqueeze(-1), 0, factors)
+    pull = strength.unsqueeze(-1)
+    size = factors.abs()
+    steps = _Stretch(size / (1 + pull), 1 / (1 + pull) + torch.zeros_like(size), size.square() * pull / (1 + pull))
+    variance = _prefixes(steps, _join_diagonal, -2).variance
+    gain = pull * variance
+    return linear_scan((1 - gain) * factors, (1 - gain) * offset + gain * observed, initial)
+
+
+def _join_diagonal(first: _Stretch, then: _Stretch) -> _Stretch:
+    shared = 1 / (1 + first.variance * then.information)
+    return _Stretch(
+        then.reach * shared * first.reach,
+        then.reach * shared * first.variance * then.reach + then.variance,
+        first.reach * shared * then.information * first.reach + first.information,
+    )
+
+
+def matrix_filter(
+    transition: Tensor,
+    offset: Tensor,
+    observed: Tensor,
+    strength: Tensor,
+    initial: Tensor,
+    *,
+    reset: Tensor | None = None,
+) -> Tensor:
+    """As `reference.matrix_filter`."""
+    if not offset.shape[-2]:
+        return offset.clone()
+    matrices = torch.broadcast_to(transition, (*offset.shape, offset.shape[-1]))
+    if reset is not None:
+        matrices = torch.where(reset[..., None, None], 0, matrices)
+    eye = torch.eye(offset.shape[-1], dtype=offset.dtype, device=offset.device)
+    pull = strength[..., None, None]
+    steps = _Stretch(
+        matrices / (1 + pull), eye / (1 + pull) + torch.zeros_like(matrices), matrices.mT @ matrices * pull / (1 + pull)
+    )
+    gain = pull * _prefixes(steps, _join_matrices, -3).variance
+    kept = eye - gain
+    pulled = kept @ offset.unsqueeze(-1) + gain @ observed.unsqueeze(-1)
+    return matrix_scan(kept @ matrices, pulled.squeeze(-1), initial)
+
+
+def _join_matrices(first: _Stretch, then: _Stretch) -> _Stretch:
+    eye = torch.eye(first.reach.shape[-1], dtype=first.reach.dtype, device=first.reach.device)
+    shared = then.reach @ torch.linalg.inv(eye + first.variance @ then.information)
+    return _Stretch(
+        shared @ first.reach,
+        shared @ first.variance @ then.reach.mT + then.variance,
+        first.reach.mT @ torch.linalg.solve(eye + then.information @ first.variance, then.information @ first.reach)
+        + first.information,
+    )
+
+
+def _prefixes(steps: _Stretch, join: Callable[[_Stretch, _Stretch], _Stretch], time: int) -> _Stretch:
+    """Each stretch from the first step to step t, in two levels as in `linear_scan`. Time is dimension `time`."""
+    count = steps.reach.shape[time]
+    length = max(1, math.isqrt(count))
+    chunks = -(-count // length)
+
+    def chunked(values: Tensor) -> tuple[Tensor, ...]:
+        missing = chunks * length - count
+        last = values.narrow(time, count - 1, 1)
+        filled = torch.cat((values, *[last] * missing), time) if missing else values
+        return filled.unflatten(time, (chunks, length)).unbind(time)
+
+    rows = [_Stretch(*parts) for parts in zip(*(chunked(part) for part in steps), strict=True)]
+    local = [rows[0]]
+    for row in rows[1:]:
+        local.append(join(local[-1], row))
+    ends = [_Stretch(*parts) for parts in zip(*(part.unbind(time) for part in local[-1]), strict=True)]
+    before = [ends[0]]
+    for end in ends[1:-1]:
+        before.append(join(before[-1], end))
+    entering = _Stretch(*(torch.stack(parts, time) for parts in zip(*before, strict=True)))
+    joined = []
+    for row in local:  # the first chunk stands as it is; to all others what came before is joined
+        if chunks == 1:
+            joined.append(row)
+            continue
+        rest = join(entering, _Stretch(*(part.narrow(time, 1, chunks - 1) for part in row)))
+        joined.append(
+            _Stretch(*(torch.cat((part.narrow(time, 0, 1), r), time) for part, r in zip(row, rest, strict=True)))
+        )
+    every = _Stretch(*(torch.stack(parts, time) for parts in zip(*joined, strict=True)))
+    return _Stretch(*(part.flatten(time - 1, time).narrow(time, 0, count) for part in every))

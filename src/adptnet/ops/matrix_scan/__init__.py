@@ -1,0 +1,5 @@
+"""The linear recurrence x_t = A_t x_{t-1} + b_t with matrices."""
+
+from .chunked import matrix_scan
+
+__all__ = ["matrix_scan"]

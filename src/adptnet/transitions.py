@@ -1,0 +1,336 @@
+"""Transitions: the A of x_t = A_t x_{t-1} + b_t, as what a parallel solver asks of it.
+
+Each knows how to act, how to run the whole recurrence at once (`scan`), the same with a pull towards given states
+(`filter`), and what it is when time runs backwards (`backward`). States are (batch, time, n).
+"""
+
+import abc
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .errors import IncompatibleError
+from .ops.kalman_filter import diagonal_filter, matrix_filter
+from .ops.linear_scan import linear_scan
+from .ops.matrix_scan import matrix_scan
+from .spectra import BlockDiagonal
+
+__all__ = ["Coupled", "Dense", "Diagonal", "InBasis", "Piecewise", "Transition", "Zero"]
+
+Scan = Callable[..., Tensor]  # linear_scan, or another of the same signature
+
+
+class Transition(abc.ABC):
+    """A_t for every step of a batch, or one that holds for all steps."""
+
+    @abc.abstractmethod
+    def mv(self, x: Tensor) -> Tensor:
+        """A_t x_t for every t."""
+
+    @abc.abstractmethod
+    def scan(self, offset: Tensor, initial: Tensor, reset: Tensor | None = None) -> Tensor:
+        """x_t = A_t x_{t-1} + offset_t from `initial`; where `reset`, x_t = offset_t."""
+
+    @abc.abstractmethod
+    def filter(
+        self, offset: Tensor, observed: Tensor, strength: Tensor, initial: Tensor, reset: Tensor | None = None
+    ) -> Tensor:
+        """`scan` with a pull of `strength` (batch, 1) towards `observed`, as a Kalman filter weighs it."""
+
+    @abc.abstractmethod
+    def scaled(self, factor: float | Tensor) -> "Transition":
+        """factor A, with one factor for all or (batch, 1, 1)."""
+
+    @abc.abstractmethod
+    def backward(self) -> "Transition":
+        """The transition of the adjoint, whose time runs from the last step to the first: A'_{t+1} leads into t."""
+
+    @abc.abstractmethod
+    def part(self, rows: Tensor | None, start: int) -> "Transition":
+        """Of the sequences `rows` (all if None), from step `start` on."""
+
+    @abc.abstractmethod
+    def product(self, steps: int) -> "Transition":
+        """What `steps` steps make of the state that enters them: A_{T-1} … A_0, as a transition of one step."""
+
+
+def _turned_back(values: Tensor, time: int) -> Tensor:
+    """Values of step t+1 in the place of t, in reversed order; the first is one that nothing enters."""
+    return values if values.shape[time] == 1 else values.flip(time).roll(1, time)
+
+
+def _part(values: Tensor, rows: Tensor | None, start: int, time: int) -> Tensor:
+    if values.shape[time] > 1 and start:
+        values = values.narrow(time, start, values.shape[time] - start)
+    return values if rows is None or values.shape[0] == 1 else values.index_select(0, rows)
+
+
+class Diagonal(Transition):
+    """Numbers, or complex pairs, for each step (batch or 1, time or 1, n). `by` is what runs the recurrence."""
+
+    def __init__(self, blocks: BlockDiagonal, by: Scan = linear_scan):
+        self.blocks = BlockDiagonal(*(None if part is None else _rows(part) for part in blocks))
+        self.by = by
+
+    def mv(self, x: Tensor) -> Tensor:
+        return self.blocks.mv(x)
+
+    def scan(self, offset: Tensor, initial: Tensor, reset: Tensor | None = None) -> Tensor:
+        factors, plain = self._factors()
+        return plain(self.by(factors, self._seen(offset), self._seen(initial), reset=reset))
+
+    def filter(
+        self, offset: Tensor, observed: Tensor, strength: Tensor, initial: Tensor, reset: Tensor | None = None
+    ) -> Tensor:
+        factors, plain = self._factors()
+        seen = self._seen
+        return plain(diagonal_filter(factors, seen(offset), seen(observed), strength, seen(initial), reset=reset))
+
+    def _factors(self) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        if self.blocks.imag is None:
+            return self.blocks.real, lambda states: states
+        return self.blocks.eigenvalues(), lambda states: torch.view_as_real(states).flatten(-2)
+
+    def _seen(self, x: Tensor) -> Tensor:
+        """The state as the numbers the transition multiplies: pairs as complex numbers."""
+        return x if self.blocks.imag is None else torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+
+    def scaled(self, factor: float | Tensor) -> Transition:
+        return self._mapped(lambda part: factor * part)
+
+    def backward(self) -> Transition:
+        turned = self.blocks.transposed()
+        return Diagonal(BlockDiagonal(*(None if part is None else _turned_back(part, 1) for part in turned)), self.by)
+
+    def part(self, rows: Tensor | None, start: int) -> Transition:
+        return self._mapped(lambda part: _part(part, rows, start, 1))
+
+    def product(self, steps: int) -> Transition:
+        factors = self.blocks.eigenvalues()
+        whole = factors**steps if factors.shape[1] == 1 else factors.prod(1, keepdim=True)
+        if not whole.is_complex():
+            return Diagonal(BlockDiagonal(whole))
+        pair = (part.repeat_interleave(2, -1) for part in (whole.real, whole.imag))
+        return Diagonal(BlockDiagonal(*pair))
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> "Diagonal":
+        return Diagonal(BlockDiagonal(*(None if part is None else change(part) for part in self.blocks)), self.by)
+
+
+def _rows(values: Tensor) -> Tensor:
+    return values.reshape(1, 1, -1) if values.dim() == 1 else values
+
+
+class Dense(Transition):
+    """Matrices for each step, (batch or 1, time or 1, n, n)."""
+
+    def __init__(self, matrices: Tensor):
+        self.matrices = matrices
+
+    def mv(self, x: Tensor) -> Tensor:
+        return (self.matrices @ x.unsqueeze(-1)).squeeze(-1)
+
+    def scan(self, offset: Tensor, initial: Tensor, reset: Tensor | None = None) -> Tensor:
+        return matrix_scan(self.matrices, offset, initial, reset=reset)
+
+    def filter(
+        self, offset: Tensor, observed: Tensor, strength: Tensor, initial: Tensor, reset: Tensor | None = None
+    ) -> Tensor:
+        return matrix_filter(self.matrices, offset, observed, strength, initial, reset=reset)
+
+    def scaled(self, factor: float | Tensor) -> Transition:
+        return Dense((factor.unsqueeze(-1) if isinstance(factor, Tensor) else factor) * self.matrices)
+
+    def backward(self) -> Transition:
+        return Dense(_turned_back(self.matrices.mT, 1))
+
+    def part(self, rows: Tensor | None, start: int) -> Transition:
+        return Dense(_part(self.matrices, rows, start, 1))
+
+    def product(self, steps: int) -> Transition:
+        if self.matrices.shape[1] == 1:
+            return Dense(torch.linalg.matrix_power(self.matrices, steps))
+        whole = self.matrices[:, :1]
+        for t in range(1, steps):
+            whole = self.matrices[:, t : t + 1] @ whole
+        return Dense(whole)
+
+
+class InBasis(Transition):
+    """U A U' for an orthogonal U, one for each sequence or for all, (batch or 1, n, n)."""
+
+    def __init__(self, basis: Tensor, inner: Transition):
+        self.basis = basis
+        self.inner = inner
+
+    def _inside(self, x: Tensor) -> Tensor:
+        return x @ self.basis
+
+    def _state_inside(self, x: Tensor) -> Tensor:
+        return (x.unsqueeze(-2) @ self.basis).squeeze(-2)
+
+    def _outside(self, x: Tensor) -> Tensor:
+        return x @ self.basis.mT
+
+    def mv(self, x: Tensor) -> Tensor:
+        return self._outside(self.inner.mv(self._inside(x)))
+
+    def scan(self, offset: Tensor, initial: Tensor, reset: Tensor | None = None) -> Tensor:
+        return self._outside(self.inner.scan(self._inside(offset), self._state_inside(initial), reset))
+
+    def filter(
+        self, offset: Tensor, observed: Tensor, strength: Tensor, initial: Tensor, reset: Tensor | None = None
+    ) -> Tensor:
+        inside = self._inside
+        return self._outside(
+            self.inner.filter(inside(offset), inside(observed), strength, self._state_inside(initial), reset)
+        )
+
+    def scaled(self, factor: float | Tensor) -> Transition:
+        return InBasis(self.basis, self.inner.scaled(factor))
+
+    def backward(self) -> Transition:
+        return InBasis(self.basis, self.inner.backward())
+
+    def part(self, rows: Tensor | None, start: int) -> Transition:
+        basis = self.basis if rows is None or self.basis.shape[0] == 1 else self.basis.index_select(0, rows)
+        return InBasis(basis, self.inner.part(rows, start))
+
+    def product(self, steps: int) -> Transition:
+        return InBasis(self.basis, self.inner.product(steps))
+
+
+class Coupled(Transition):
+    """A state of two halves, whose i-th numbers (or pairs) act on each other and on nothing else.
+
+    `matrices` is (batch or 1, time or 1, blocks, m, m): m = 2 for numbers, 4 for pairs.
+    """
+
+    def __init__(self, matrices: Tensor):
+        self.matrices = matrices
+
+    def _apart(self, x: Tensor) -> Tensor:
+        """(…, 2·blocks·m/2) to (…, blocks, m)."""
+        blocks, size = self.matrices.shape[-3], self.matrices.shape[-1]
+        return x.unflatten(-1, (2, blocks, size // 2)).transpose(-3, -2).flatten(-2)
+
+    def _together(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (2, -1)).transpose(-3, -2).flatten(-3)
+
+    def mv(self, x: Tensor) -> Tensor:
+        return self._together((self.matrices @ self._apart(x).unsqueeze(-1)).squeeze(-1))
+
+    def scan(self, offset: Tensor, initial: Tensor, reset: Tensor | None = None) -> Tensor:
+        states = matrix_scan(
+            self.matrices.transpose(1, 2),
+            self._apart(offset).transpose(1, 2),
+            self._apart(initial),
+            reset=None if reset is None else reset.unsqueeze(1).expand(-1, self.matrices.shape[-3], -1),
+        )
+        return self._together(states.transpose(1, 2))
+
+    def filter(
+        self, offset: Tensor, observed: Tensor, strength: Tensor, initial: Tensor, reset: Tensor | None = None
+    ) -> Tensor:
+        blocks = self.matrices.shape[-3]
+        states = matrix_filter(
+            self.matrices.transpose(1, 2),
+            self._apart(offset).transpose(1, 2),
+            self._apart(observed).transpose(1, 2),
+            strength.unsqueeze(1).expand(-1, blocks, -1),
+            self._apart(initial),
+            reset=None if reset is None else reset.unsqueeze(1).expand(-1, blocks, -1),
+        )
+        return self._together(states.transpose(1, 2))
+
+    def scaled(self, factor: float | Tensor) -> Transition:
+        return Coupled((factor[..., None, None] if isinstance(factor, Tensor) else factor) * self.matrices)
+
+    def backward(self) -> Transition:
+        return Coupled(_turned_back(self.matrices.mT, 1))
+
+    def part(self, rows: Tensor | None, start: int) -> Transition:
+        return Coupled(_part(self.matrices, rows, start, 1))
+
+    def product(self, steps: int) -> Transition:
+        dense = Dense(self.matrices).product(steps)
+        assert isinstance(dense, Dense)
+        return Coupled(dense.matrices)
+
+
+class Piecewise(Transition):
+    """One transition after another, each for a stretch of time; the last goes on to the end."""
+
+    def __init__(self, pieces: Sequence[Transition], length: int):
+        self.pieces = pieces
+        self.length = length
+
+    def _stretches(self, steps: int) -> list[tuple[Transition, slice]]:
+        last = len(self.pieces) - 1
+        return [
+            (piece, slice(i * self.length, steps if i == last else (i + 1) * self.length))
+            for i, piece in enumerate(self.pieces)
+        ]
+
+    def mv(self, x: Tensor) -> Tensor:
+        return torch.cat([piece.mv(x[:, times]) for piece, times in self._stretches(x.shape[1])], 1)
+
+    def scan(self, offset: Tensor, initial: Tensor, reset: Tensor | None = None) -> Tensor:
+        states = []
+        for piece, times in self._stretches(offset.shape[1]):
+            states.append(piece.scan(offset[:, times], initial, None if reset is None else reset[:, times]))
+            initial = states[-1][:, -1]
+        return torch.cat(states, 1)
+
+    def filter(
+        self, offset: Tensor, observed: Tensor, strength: Tensor, initial: Tensor, reset: Tensor | None = None
+    ) -> Tensor:
+        states = []
+        for piece, times in self._stretches(offset.shape[1]):
+            resets = None if reset is None else reset[:, times]
+            states.append(piece.filter(offset[:, times], observed[:, times], strength, initial, resets))
+            initial = states[-1][:, -1]
+        return torch.cat(states, 1)
+
+    def scaled(self, factor: float | Tensor) -> Transition:
+        return Piecewise([piece.scaled(factor) for piece in self.pieces], self.length)
+
+    def backward(self) -> Transition:
+        """Of the same stretches in the opposite order, their ends one step off: as good for a surrogate."""
+        return Piecewise([piece.backward() for piece in reversed(self.pieces)], self.length)
+
+    def part(self, rows: Tensor | None, start: int) -> Transition:
+        gone = min(start // self.length, len(self.pieces) - 1)
+        return Piecewise([piece.part(rows, 0) for piece in self.pieces[gone:]], self.length)
+
+    def product(self, steps: int) -> Transition:
+        raise IncompatibleError("a transition of several pieces has no one product. Use one mean: KoopmanDEER(means=1).")
+
+
+class Zero(Transition):
+    """A = 0: the next state does not depend on this one."""
+
+    def mv(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+    def scan(self, offset: Tensor, initial: Tensor, reset: Tensor | None = None) -> Tensor:
+        return offset
+
+    def filter(
+        self, offset: Tensor, observed: Tensor, strength: Tensor, initial: Tensor, reset: Tensor | None = None
+    ) -> Tensor:
+        pull = strength.unsqueeze(-1)
+        return (offset + pull * observed) / (1 + pull)
+
+    def scaled(self, factor: float | Tensor) -> Transition:
+        return self
+
+    def backward(self) -> Transition:
+        return self
+
+    def part(self, rows: Tensor | None, start: int) -> Transition:
+        return self
+
+    def product(self, steps: int) -> Transition:
+        return self
