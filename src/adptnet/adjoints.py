@@ -2,41 +2,58 @@
 
 import abc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .errors import InputError
+from .cells.base import Cell
+from .errors import IncompatibleError, InputError
+from .fixed_point import Loop, System, stretch
+from .transitions import Transition
 
-__all__ = ["Adjoint", "Checkpointed", "Unrolled"]
+__all__ = ["Adjoint", "Checkpointed", "Implicit", "Unrolled"]
 
-# From the last state, the state that entered it, and steps [start, stop), to the states of these steps,
-# (batch, stop - start, n), and the state that entered the last.
-Loop = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
+PATIENCE = 3  # rises of the residual in a row after which the iterations for a gradient give up
 
 
 class Adjoint(abc.ABC):
-    """How a loop over time is run so that it can be differentiated."""
+    """How what was computed is differentiated."""
+
+
+class LoopAdjoint(Adjoint):
+    """An adjoint that runs a loop, over time or over iterations, so that it can be differentiated."""
 
     @abc.abstractmethod
     def run(self, loop: Loop, state: Tensor, steps: int) -> Tensor:
         """All states of `loop` from `state` over `steps` steps."""
 
+    @abc.abstractmethod
+    def call(self, function: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
+        """One iteration."""
 
-class Unrolled(Adjoint):
-    """Back-propagation through every step. Keeps what each step needs: memory grows with the length."""
+
+class Unrolled(LoopAdjoint):
+    """Back-propagation through every step. Keeps what each step needs: memory grows with the length.
+
+    With a solver that iterates, through every iteration, each of which keeps what it needs for all steps. Derivatives
+    then converge as the states do but later, so as many iterations again are run.
+    """
 
     def run(self, loop: Loop, state: Tensor, steps: int) -> Tensor:
         return loop(state, state, 0, steps)[0]
+
+    def call(self, function: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
+        return function(states)
 
     def __repr__(self) -> str:
         return "Unrolled()"
 
 
-class Checkpointed(Adjoint):
-    """Keeps only the states, and runs each segment again when its gradient is needed.
+class Checkpointed(LoopAdjoint):
+    """Keeps only the states, and runs each segment (or iteration) again when its gradient is needed.
 
     Args:
         segment_length: Steps that are held in memory at a time; the square root of the length if not given.
@@ -58,5 +75,238 @@ class Checkpointed(Adjoint):
             state = states[..., -1, :]
         return torch.cat(segments, -2) if segments else loop(state, entering, 0, 0)[0]
 
+    def call(self, function: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
+        result: Tensor = checkpoint(function, states, use_reentrant=False)
+        return result
+
     def __repr__(self) -> str:
         return f"Checkpointed(segment_length={self.segment_length})"
+
+
+class Implicit(Adjoint):
+    """Solves for the gradient at the states that were found: g_t = J'_{t+1} g_{t+1} + dL/dx_t.
+
+    Nothing of the search for the states is kept. J' is applied exactly, by the derivative of the step itself, so the
+    gradient is that of back-propagation through time whatever transition the solver used; that transition only makes
+    the search for g parallel. What does not converge is finished step by step.
+
+    Second derivatives run step by step through time; so does forward mode.
+
+    Args:
+        rtol: How far g may be from solving its equations, relative to the largest dL/dx_t of its sequence; from the
+            dtype if not given.
+        max_iterations: After these the rest is done step by step; the length if not given, 0 for all of it.
+    """
+
+    def __init__(self, *, rtol: float | None = None, max_iterations: int | None = None):
+        if rtol is not None and not rtol >= 0:
+            raise InputError(f"Implicit(rtol={rtol!r}): must be a number from 0.")
+        if max_iterations is not None and (not isinstance(max_iterations, int) or max_iterations < 0):
+            raise InputError(f"Implicit(max_iterations={max_iterations!r}): must be a whole number from 0.")
+        self.rtol = rtol
+        self.max_iterations = max_iterations
+
+    def attach(
+        self,
+        cell: Cell,
+        system: System,
+        states: Tensor,
+        linearise: Callable[[System, Tensor], Transition] | None,
+        block: int | None = None,
+    ) -> Tensor:
+        """`states`, which solve `system`, with their gradient.
+
+        Args:
+            cell: Whose step it is.
+            system: The equations, in tensors that may carry a graph.
+            states: (batch, time, n), without one.
+            linearise: The transition of a stretch of the system at what enters its steps; step by step if None.
+            block: Steps that are solved at a time; all if not given.
+        """
+        if not torch.is_grad_enabled() or not states.numel():
+            return states
+        entering = system.entering(states)
+        probe = system.step(entering[:, :1], *(given[:, :1] for given in system.givens))
+        if not probe.requires_grad:
+            return states
+        length = stretch(states)
+        pieces = [slice(start, start + length) for start in range(0, system.steps, length)]
+        values = torch.cat(
+            [
+                checkpoint(
+                    system.step,
+                    entering[:, at],
+                    *(given[:, at] for given in system.givens),
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                )
+                for at in pieces
+            ],
+            1,
+        )
+        del entering
+        backward = _Backward(self, cell, _detached(cell, system), linearise, block)
+        attached: Tensor = _Attach.apply(  # type: ignore[no-untyped-call]
+            values, states, backward, system.givens[0], system.initial, system.fresh, *cell.parameters()
+        )
+        return attached
+
+    def __repr__(self) -> str:
+        given = {"rtol": self.rtol, "max_iterations": self.max_iterations}
+        return f"Implicit({', '.join(f'{name}={value}' for name, value in given.items() if value is not None)})"
+
+
+def _detached(cell: Cell, system: System) -> System:
+    with torch.no_grad():
+        step = cell.stepper()
+    givens = tuple(given.detach() for given in system.givens)
+    return System(step, givens, system.initial.detach(), system.fresh.detach(), system.reset, system.lengths)
+
+
+class _Attach(torch.autograd.Function):
+    """The identity on `states`; backwards, from dL/dx_t to g_t, which goes on to f at the states (`values`)."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, states: Tensor, backward: "_Backward", *inputs: Tensor) -> Tensor:
+        ctx.backward_pass = backward
+        ctx.save_for_backward(states, *inputs)
+        return states.view_as(states)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        states, drive, initial, fresh, *parameters = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a graph of the gradient is asked for
+            every = ctx.backward_pass.twice(gradient, drive, initial, fresh, parameters)
+            return (None, None, None, *every)
+        return ctx.backward_pass.solve(gradient, states), None, None, *[None] * (3 + len(parameters))
+
+
+class _Backward:
+    """The search for g, with all it needs of the solve."""
+
+    def __init__(
+        self,
+        adjoint: Implicit,
+        cell: Cell,
+        system: System,
+        linearise: Callable[[System, Tensor], Transition] | None,
+        block: int | None,
+    ):
+        self.adjoint = adjoint
+        self.cell = cell
+        self.system = system
+        self.linearise = linearise
+        self.block = block or max(1, system.steps)
+
+    def solve(self, gradient: Tensor, states: Tensor) -> Tensor:
+        """g from dL/dx, block after block from the last to the first."""
+        steps = self.system.steps
+        relative = torch.finfo(states.dtype).eps ** 0.75 if self.adjoint.rtol is None else self.adjoint.rtol
+        allowed = relative * gradient.abs().amax((1, 2))
+        known = gradient.clone()  # dL/dx, and what the block after hands back
+        found = torch.empty_like(gradient)
+        for start in reversed(range(0, steps, self.block)):
+            stop = min(start + self.block, steps)
+            before = self.system.initial if start == 0 else states[:, start - 1]
+            part = self.system.part(None, start, before, stop)
+            entering = part.entering(states[:, start:stop])
+            self._solve_block(part, entering, known[:, start:stop], found[:, start:stop], allowed)
+            if start:
+                known[:, start - 1] += self._carried(part, entering, found[:, start:stop], slice(0, 1))[:, 0]
+        return found
+
+    def _solve_block(self, part: System, entering: Tensor, known: Tensor, g: Tensor, allowed: Tensor) -> None:
+        """Fills g. Steps that the iterations leave are done one after another, from the last of them to the first."""
+        left = self._iterate(part, entering, known, g, allowed)
+        for t in reversed(range(left)):
+            g[:, t] = known[:, t]
+            if t + 1 < part.steps:
+                g[:, t] += self._carried(part, entering, g, slice(t + 1, t + 2))[:, 0]
+
+    def _iterate(self, part: System, entering: Tensor, known: Tensor, g: Tensor, allowed: Tensor) -> int:
+        """Fills g by iterations. Returns how many steps, counted from the first, are not known to be right."""
+        steps = left = part.steps
+        iterations = steps if self.adjoint.max_iterations is None else self.adjoint.max_iterations
+        if self.linearise is None or not iterations:
+            return steps
+        with torch.no_grad():
+            backward = self.linearise(part, entering).backward()
+        cut = None if part.reset is None else part.reset.flip(1).roll(1, 1)  # whether what is handed back stops
+        none = torch.zeros_like(part.initial)
+        g.copy_(backward.scan(known.flip(1), none, cut).flip(1))
+        rises, previous = 0, math.inf
+        for iteration in range(1, iterations + 1):
+            residual = known[:, :left] - g[:, :left]
+            end = min(left + 1, steps)
+            if end > 1:
+                residual[:, : end - 1] += self._carried(part, entering, g, slice(1, end))
+            size = residual.abs().amax(-1)
+            right = (size <= allowed.unsqueeze(-1)).all(0)
+            left -= int(right.flip(0).long().cumprod(0).sum())
+            worst = float(size.amax())
+            rises = rises + 1 if worst > previous else 0
+            previous = worst
+            if not left or iteration == iterations or rises == PATIENCE or not math.isfinite(worst):
+                break
+            gone = steps - left
+            change = backward.part(None, gone).scan(
+                residual[:, :left].flip(1), none, None if cut is None else cut[:, gone:]
+            )
+            g[:, :left] += change.flip(1)
+        return left
+
+    def _carried(self, part: System, entering: Tensor, g: Tensor, times: slice) -> Tensor:
+        """J'_t g_t, what step t hands back to the state before it: nothing where another state entered."""
+        length = stretch(entering)
+        pieces = []
+        for start in range(times.start, times.stop, length):
+            at = slice(start, min(start + length, times.stop))
+            with torch.enable_grad():
+                point = entering[:, at].detach().requires_grad_()
+                values = part.step(point, *(given[:, at] for given in part.givens))
+                (pulled,) = torch.autograd.grad(values, point, g[:, at], materialize_grads=True)
+            pieces.append(pulled)
+        carried = torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
+        return carried if part.reset is None else carried.masked_fill(part.reset[:, times].unsqueeze(-1), 0.0)
+
+    def twice(
+        self, gradient: Tensor, drive: Tensor, initial: Tensor, fresh: Tensor, parameters: list[Tensor]
+    ) -> Iterator[Tensor | None]:
+        """The gradient with a graph of its own, by back-propagation through time."""
+        self._refuse_captured()
+        names = [f"cell.{name}" for name, _ in self.cell.named_parameters()]
+        # views, so that the derivative is along each argument alone and not along what it was made from
+        inputs = [value.view_as(value) for value in (drive, initial, fresh, *parameters)]
+        with torch.enable_grad():
+            states = torch.func.functional_call(
+                _Steps(self.cell), dict(zip(names, inputs[3:], strict=True)), (self.system, *inputs[:3])
+            )
+            wanted = [value for value in inputs if value.requires_grad]
+            found = iter(torch.autograd.grad(states, wanted, gradient, create_graph=True, allow_unused=True))
+        return (next(found) if value.requires_grad else None for value in inputs)
+
+    def _refuse_captured(self) -> None:
+        with torch.enable_grad():
+            constant = {f"cell.{name}": value.detach() for name, value in self.cell.named_parameters()}
+            system = self.system.part(None, 0, self.system.initial, 1)
+            inputs = (system, system.givens[0], system.initial, system.fresh)
+            captured = torch.func.functional_call(_Steps(self.cell), constant, inputs).requires_grad
+        if captured:
+            raise IncompatibleError(
+                "second derivatives by Implicit need every trainable tensor to be a parameter of the cell; this step "
+                "uses one from outside. Make it a parameter of an nn.Module and give that to cells.from_function, or "
+                "pass adjoint=adjoints.Unrolled()."
+            )
+
+
+class _Steps(nn.Module):
+    """All states of a system, step by step, with other tensors in the place of its own."""
+
+    def __init__(self, cell: Cell):
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, system: System, drive: Tensor, initial: Tensor, fresh: Tensor) -> Tensor:
+        replaced = System(self.cell.stepper(), (drive,), initial, fresh, system.reset, system.lengths)
+        return replaced.run()

@@ -4,7 +4,7 @@ Each message says what was given, what was needed and what to type. Every class 
 so `except ValueError` keeps working.
 """
 
-__all__ = ["AdptnetError", "CheckpointError", "IncompatibleError", "InputError", "NonFiniteError", "SpecError"]
+__all__ = ["AdptnetError", "CheckpointError", "IncompatibleError", "InputError", "NonFiniteError", "NotConverged", "SpecError"]
 
 
 class AdptnetError(Exception):
@@ -17,6 +17,10 @@ class InputError(AdptnetError, ValueError):
 
 class NonFiniteError(InputError):
     """NaN or infinity where a number was needed."""
+
+
+class NotConverged(AdptnetError, ArithmeticError):
+    """A solver with the policy `Raise` did not reach its tolerance."""
 
 
 class IncompatibleError(AdptnetError, ValueError):

@@ -7,12 +7,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .errors import InputError
 from .transitions import Transition
 
-__all__ = ["Found", "History", "System", "Tolerance", "newton_update", "solve"]
+__all__ = ["Found", "History", "Loop", "System", "Tolerance", "newton_update", "solve", "stretch"]
 
 WORKING_SET = 2**18  # numbers of state that are evaluated at a time on a CPU: more would leave its caches
 LARGE_WORKING_SET = 2**26  # on any other device
+
+
+# From the last state, the state that entered it, and steps [start, stop), to the states of these steps,
+# (batch, stop - start, n), and the state that entered the last.
+Loop = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,35 +50,74 @@ class System:
         if self.reset is not None:
             before = torch.where(self.reset.unsqueeze(-1), self.fresh.unsqueeze(1), before)
         if self.lengths is not None and self.steps:
-            last = torch.arange(self.steps, device=states.device).minimum(self.lengths.unsqueeze(-1) - 1)
+            last = torch.arange(self.steps, device=states.device).minimum(self.lengths.unsqueeze(-1) - 1).clamp(min=0)
             before = before.gather(1, last.unsqueeze(-1).expand_as(before))
         return before
 
     def evaluate(self, entering: Tensor) -> Tensor:
         """f of the states that enter, a part of the time at a time."""
         length = stretch(entering)
-        if length >= self.steps:
-            return self.step(entering, *self.givens)
-        stretches = (slice(start, start + length) for start in range(0, self.steps, length))
-        return torch.cat([self.step(entering[:, at], *(given[:, at] for given in self.givens)) for at in stretches], 1)
+        values = [
+            self.step(entering[:, start : start + length], *(given[:, start : start + length] for given in self.givens))
+            for start in range(0, self.steps, length)
+        ]
+        if not values:
+            return entering
+        _check_kept(entering[:, :length], values[0])
+        return values[0] if len(values) == 1 else torch.cat(values, 1)
 
-    def part(self, rows: Tensor | None, start: int, initial: Tensor) -> "System":
-        """Of the sequences `rows` (all if None), from step `start` on, which `initial` enters."""
+    def part(self, rows: Tensor | None, start: int, initial: Tensor, stop: int | None = None) -> "System":
+        """Of the sequences `rows` (all if None), steps `start` to `stop`, the first of which `initial` enters."""
 
         def picked(values: Tensor) -> Tensor:
             return values if rows is None else values.index_select(0, rows)
 
         def later(values: Tensor | None) -> Tensor | None:
-            return None if values is None else picked(values[:, start:])
+            return None if values is None else picked(values[:, start:stop])
 
         return System(
             self.step,
-            tuple(picked(given[:, start:]) for given in self.givens),
+            tuple(picked(given[:, start:stop]) for given in self.givens),
             initial,
             picked(self.fresh),
             later(self.reset),
             None if self.lengths is None else picked(self.lengths) - start,
             later(self.radius),
+        )
+
+    def loop(self) -> Loop:
+        """The steps one after another."""
+        givens = [given.unbind(1) for given in self.givens]
+        resets = None if self.reset is None else self.reset.unsqueeze(-1).unbind(1)
+        valid = None if self.lengths is None else self.valid
+        valids = None if valid is None else valid.unsqueeze(-1).unbind(1)
+
+        def loop(state: Tensor, entering: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+            states: list[Tensor] = []
+            for t in range(start, stop):
+                # Past the end of a sequence its last step is done again: nothing new, and no NaN, can arise there.
+                entering = state if valids is None else torch.where(valids[t], state, entering)
+                if resets is not None:
+                    entering = torch.where(resets[t], self.fresh, entering)
+                state = self.step(entering, *(given[t] for given in givens))
+                if t == start:
+                    _check_kept(entering, state)
+                states.append(state)
+            return torch.stack(states, 1) if states else state.unsqueeze(1)[:, :0], entering
+
+        return loop
+
+    def run(self) -> Tensor:
+        """All states, step by step: (batch, time, n)."""
+        return self.loop()(self.initial, self.initial, 0, self.steps)[0]
+
+
+def _check_kept(before: Tensor, after: Tensor) -> None:
+    if after.shape != before.shape or after.dtype != before.dtype:
+        given, made = (f"{tuple(state.shape)}, {state.dtype}" for state in (before, after))
+        raise InputError(
+            f"the step of the cell made a state of shape {made} of one of shape {given}. "
+            "It must keep both, for any leading dimensions."
         )
 
 

@@ -1,6 +1,35 @@
 """Solvers: how all steps of a sequence are found. The same call for each, and the same `Solution`."""
 
+from . import linearisations
 from .base import Result, Solution, Solver
+from .blockwise import BlockWise
+from .damping import Adaptive, Damping, Proximal, Scale, TrustRegion
+from .newton import DEER, ConvDEER, ForwardDEER, Jacobi, KoopmanDEER, Newton, Picard, QuasiDEER
+from .policies import Finish, Policy, Raise, Return
 from .sequential import Sequential
 
-__all__ = ["Result", "Sequential", "Solution", "Solver"]
+__all__ = [
+    "DEER",
+    "Adaptive",
+    "BlockWise",
+    "ConvDEER",
+    "Damping",
+    "Finish",
+    "ForwardDEER",
+    "Jacobi",
+    "KoopmanDEER",
+    "Newton",
+    "Picard",
+    "Policy",
+    "Proximal",
+    "QuasiDEER",
+    "Raise",
+    "Result",
+    "Return",
+    "Scale",
+    "Sequential",
+    "Solution",
+    "Solver",
+    "TrustRegion",
+    "linearisations",
+]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..adjoints import Adjoint
 from ..cells.base import ADPTState, Cell
+from ..fixed_point import History
 
 __all__ = ["Result", "Solution", "Solver"]
 
@@ -34,7 +35,7 @@ class Solution:
     residual: Tensor  # max |f(s_{t-1}) - s_t|
     converged_steps: Tensor
     solver: "Solver"
-    history: tuple[Tensor, ...] | None = None
+    history: History | None = None  # of each iteration; None for solvers that do not iterate
 
     @property
     def result(self) -> Result:

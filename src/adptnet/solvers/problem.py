@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..cells.base import ADPTState, Cell, positions
 from ..errors import InputError
+from ..fixed_point import System
 from ..spectra.base import compute_dtype
 
 __all__ = ["Problem", "check_dtype", "check_lengths", "pose", "valid"]
@@ -30,6 +31,10 @@ class Problem(NamedTuple):
     def masked(self, states: Tensor) -> Tensor:
         """The states, zero past the end of each sequence."""
         return states if self.valid is None else torch.where(self.valid.unsqueeze(-1), states, 0.0)
+
+    def system(self, cell: Cell) -> System:
+        """The equations of these steps of `cell`."""
+        return System(cell.stepper(), (self.drive,), self.state, self.fresh, self.reset, self.lengths)
 
     def final(self, states: Tensor) -> Tensor:
         """The state at the true end of each sequence, in memory of its own."""

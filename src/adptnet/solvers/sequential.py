@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..adjoints import Adjoint, Loop, Unrolled
+from ..adjoints import Adjoint, Implicit, LoopAdjoint, Unrolled
 from ..cells.base import ADPTState, Cell
 from ..errors import InputError
 from .base import Result, Solution, Solver, finite_steps
@@ -30,7 +30,7 @@ class Sequential(Solver):
             raise InputError("Sequential computes every step once and takes no guess. Drop guess=.")
         with torch.autocast(inputs.device.type, enabled=False):
             problem = pose(cell, inputs, state, lengths, reset)
-            states = (adjoint or Unrolled()).run(_loop(cell, problem), problem.state, problem.steps)
+            states = self._states(cell, problem, adjoint or Unrolled())
         final = problem.final(states)
         states = problem.masked(states)
         finite = finite_steps(states.detach())
@@ -45,37 +45,14 @@ class Sequential(Solver):
             solver=self,
         )
 
+    def _states(self, cell: Cell, problem: Problem, adjoint: Adjoint) -> Tensor:
+        system = problem.system(cell)
+        if isinstance(adjoint, LoopAdjoint):
+            return adjoint.run(system.loop(), problem.state, problem.steps)
+        assert isinstance(adjoint, Implicit)
+        with torch.no_grad():
+            states = system.run()
+        return adjoint.attach(cell, system, states, None)
+
     def __repr__(self) -> str:
         return "Sequential()"
-
-
-def _loop(cell: Cell, problem: Problem) -> Loop:
-    step = cell.stepper()
-    drives = problem.drive.unbind(-2)
-    resets = None if problem.reset is None else problem.reset.unsqueeze(-1).unbind(-2)
-
-    valid = None if problem.valid is None else problem.valid.unsqueeze(-1).unbind(-2)
-
-    def loop(state: Tensor, entering: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        states: list[Tensor] = []
-        for t in range(start, stop):
-            # Past the end of a sequence its last step is done again, so that nothing new, and no NaN, can arise there.
-            entering = state if valid is None else torch.where(valid[t], state, entering)
-            if resets is not None:
-                entering = torch.where(resets[t], problem.fresh, entering)
-            state = step(entering, drives[t])
-            if t == 0:
-                _check_step(cell, entering, state)
-            states.append(state)
-        return torch.stack(states, -2) if states else state.unsqueeze(-2)[..., :0, :], entering
-
-    return loop
-
-
-def _check_step(cell: Cell, before: Tensor, after: Tensor) -> None:
-    if after.shape != before.shape or after.dtype != before.dtype:
-        given, made = (f"{tuple(state.shape)}, {state.dtype}" for state in (before, after))
-        raise InputError(
-            f"the step of {type(cell).__name__} made a state of shape {made} of one of shape {given}. "
-            "It must keep both, for any leading dimensions."
-        )

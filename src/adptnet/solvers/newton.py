@@ -1,0 +1,227 @@
+"""Newton's method along time: s ← scan(A, f(s) - A s), with A and its damping as objects."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..adjoints import LoopAdjoint
+from ..cells.base import Cell
+from ..errors import IncompatibleError, InputError
+from ..fixed_point import System, Tolerance, solve
+from ..ops.linear_scan import linear_scan
+from ..transitions import Transition
+from .damping import Damping, Proximal, Undamped
+from .linearisations import (
+    ConjugateDiagonal,
+    FullJacobian,
+    Identity,
+    JacobianDiagonal,
+    Linear,
+    Linearisation,
+    MeanConjugate,
+    MeanRotation,
+    Nothing,
+)
+from .parallel import Parallel, Search, completed
+from .policies import Finish, Policy
+
+__all__ = [
+    "DEER",
+    "ConvDEER",
+    "ForwardDEER",
+    "Jacobi",
+    "KoopmanDEER",
+    "Newton",
+    "Picard",
+    "QuasiDEER",
+]
+
+
+class Newton(Parallel):
+    """Finds all steps together, from a guess that is made better until every step is within tolerance.
+
+    Whatever the linearisation, the states are those of `Sequential` to the tolerance, or the result says that they are
+    not. Undamped (or with `Scale`) and run by a scan, the first k steps are exact after k iterations.
+
+    Args:
+        linearisation: What stands for the derivative of the step.
+        damping: What holds an iteration back; nothing if not given.
+        atol, rtol: A step is right when |f(s_{t-1}) - s_t| <= atol + rtol · (the larger of |s_{t-1}| and |f|); from the
+            dtype if not given.
+        max_iterations: The length if not given (at least 100), which suffices undamped.
+        patience: Give a sequence up when its residual has risen this many times in a row and is above the guess's;
+            None to go on.
+        fixed_iterations: Do exactly these many for every sequence, whatever the residual: no value decides what is
+            run, as `torch.compile` wants it.
+        on_failure: What becomes of sequences that did not converge.
+    """
+
+    def __init__(
+        self,
+        linearisation: Linearisation,
+        damping: Damping | None = None,
+        *,
+        atol: float | None = None,
+        rtol: float | None = None,
+        max_iterations: int | None = None,
+        patience: int | None = 3,
+        fixed_iterations: int | None = None,
+        on_failure: Policy = Finish(),
+    ):
+        _check(Linearisation, "solvers.linearisations.JacobianDiagonal()", linearisation=linearisation)
+        _check(Policy, "solvers.Finish()", on_failure=on_failure)
+        if damping is not None:
+            _check(Damping, "solvers.Scale(0.99)", damping=damping)
+        for name, value in {"atol": atol, "rtol": rtol}.items():
+            if value is not None and not 0 <= value < float("inf"):
+                raise InputError(f"{linearisation.solver}({name}={value!r}): must be a finite number from 0.")
+        counts = {"max_iterations": max_iterations, "patience": patience, "fixed_iterations": fixed_iterations}
+        for name, count in counts.items():
+            if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+                raise InputError(f"{linearisation.solver}({name}={count!r}): must be a whole number from 1, or None.")
+        self.linearisation = linearisation
+        self.damping = damping or Undamped()
+        self.atol = atol
+        self.rtol = rtol
+        self.max_iterations = max_iterations
+        self.patience = patience
+        self.fixed_iterations = fixed_iterations
+        self.on_failure = on_failure
+
+    def search(self, cell: Cell, system: System, guess: Tensor | None) -> Search:
+        system = self._with_radius(cell, system)
+        start = self.guess(cell, system) if guess is None else guess
+        fixed = self.fixed_iterations
+
+        def update(
+            part: System,
+            rows: Tensor | None,
+            first: int,
+            states: Tensor,
+            entering: Tensor,
+            values: Tensor,
+            strength: Tensor,
+        ) -> Tensor:
+            transition = self.linearisation.transition(cell, part, entering)
+            return self.damping.update(transition, part, states, entering, values, strength)
+
+        found = solve(
+            system,
+            start,
+            update,
+            self.tolerance(start.dtype),
+            max_iterations=fixed or self.max_iterations or max(system.steps, 100),
+            patience=None if fixed else self.patience,
+            strength=self.damping.begin(start),
+            adapt=self.damping.adapt,
+            least=fixed or 1,
+        )
+        return completed(system, found, self.on_failure, self)
+
+    def linearise(self, cell: Cell, system: System, entering: Tensor) -> Transition:
+        return self.linearisation.transition(cell, system, entering)
+
+    def iterate(self, cell: Cell, system: System, guess: Tensor | None, count: int, adjoint: LoopAdjoint) -> Tensor:
+        system = self._with_radius(cell, system)
+        with torch.no_grad():
+            states = self.guess(cell, system) if guess is None else guess
+            strength = self.damping.begin(states)
+        previous: Tensor | None = None
+        for _ in range(count):
+
+            def one(states: Tensor, strength: Tensor = strength) -> Tensor:
+                entering = system.entering(states)
+                with torch.no_grad():  # at the solution A does not matter, so neither does its derivative
+                    transition = self.linearisation.transition(cell, system, entering)
+                return self.damping.update(transition, system, states, entering, system.evaluate(entering), strength)
+
+            after = adjoint.call(one, states)
+            with torch.no_grad():
+                change = (after - states).abs().amax((1, 2))
+                strength = strength if previous is None else self.damping.adapt(strength, change, previous)
+            states, previous = after, change
+        return states
+
+    def guess(self, cell: Cell, system: System) -> Tensor:
+        """Where to start: the states of the linear part of the cell; its initial state for cells that have none."""
+        shape = (*system.givens[0].shape[:2], cell.state_size)
+        transition = cell.linear_transition(system.givens[0])
+        if transition is None:
+            return system.fresh.unsqueeze(1).expand(shape).clone()
+        return transition.scan(system.evaluate(system.initial.new_zeros(shape)), system.initial, system.reset)
+
+    def tolerance(self, dtype: torch.dtype) -> Tolerance:
+        """When a step is right, for states of `dtype`."""
+        eps = torch.finfo(dtype).eps
+        return Tolerance(eps if self.atol is None else self.atol, eps**0.75 if self.rtol is None else self.rtol)
+
+    def _with_radius(self, cell: Cell, system: System) -> System:
+        if not isinstance(self.damping, Proximal):
+            return system
+        with torch.no_grad():
+            radius = cell.radius(system.initial, system.givens[0], system.fresh, system.reset)
+        if radius is None:
+            raise IncompatibleError(
+                f"Proximal needs a cell whose state provably stays in a ball; none is known for this "
+                f"{type(cell).__name__}. Use solvers.Scale(0.99) or solvers.Adaptive()."
+            )
+        return dataclasses.replace(system, radius=radius)
+
+    def __repr__(self) -> str:
+        linearisation = "" if type(self.linearisation).__repr__ is Linearisation.__repr__ else repr(self.linearisation)
+        given = [
+            *[linearisation for _ in (1,) if linearisation and not linearisation.endswith("()")],
+            *[repr(self.damping) for _ in (1,) if not isinstance(self.damping, Undamped)],
+            *[
+                f"{name}={value}"
+                for name, value in vars(self).items()
+                if name in ("atol", "rtol", "max_iterations", "fixed_iterations") and value is not None
+            ],
+        ]
+        return f"{self.linearisation.solver}({', '.join(given)})"
+
+
+def _check(kind: type, example: str, **given: object) -> None:
+    for name, value in given.items():
+        if not isinstance(value, kind):
+            raise InputError(f"{name}={value!r}: must be a {kind.__name__} object. Pass {name}={example}.")
+
+
+def DEER(damping: Damping | None = None, **options: Any) -> Newton:
+    """Newton with the full Jacobian: fewest iterations, n² numbers for each step. `options` are those of `Newton`."""
+    return Newton(FullJacobian(), damping, **options)
+
+
+def QuasiDEER(damping: Damping | None = None, *, probes: int | None = None, **options: Any) -> Newton:
+    """Newton with the diagonal of the Jacobian: any cell. `probes` estimates it from that many random signs."""
+    return Newton(JacobianDiagonal(probes), damping, **options)
+
+
+def ForwardDEER(damping: Damping | None = None, **options: Any) -> Newton:
+    """Newton with the diagonal of M (eq:diag_M): no derivative, O(n). For ADPT cells."""
+    return Newton(ConjugateDiagonal(), damping, **options)
+
+
+def ConvDEER(damping: Damping | None = None, *, by: Callable[..., Tensor] = linear_scan, **options: Any) -> Newton:
+    """Newton with Λ̄ itself: no derivative, nothing to compute. For ADPT cells. `by=ops.lti_convolution` runs it by FFT."""
+    return Newton(Linear(by), damping, **options)
+
+
+def KoopmanDEER(
+    damping: Damping | None = None, *, mean: type[MeanConjugate] | type[MeanRotation] = MeanConjugate, means: int = 1, **options: Any
+) -> Newton:
+    """Newton with one matrix for all time, a mean over the guess: no derivative. `means` of them for as many stretches."""
+    return Newton(mean(means), damping, **options)
+
+
+def Jacobi(damping: Damping | None = None, **options: Any) -> Newton:
+    """s ← f(s)."""
+    return Newton(Nothing(), damping, **options)
+
+
+def Picard(damping: Damping | None = None, **options: Any) -> Newton:
+    """Newton with A = I."""
+    return Newton(Identity(), damping, **options)

@@ -1,0 +1,257 @@
+"""What all solvers share that are parallel in time: from the inputs to a search, and from what it found to a solution."""
+
+import abc
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..adjoints import Adjoint, Implicit, LoopAdjoint, Unrolled
+from ..cells.base import ADPTState, Cell
+from ..errors import InputError, NotConverged
+from ..fixed_point import Found, History, System
+from ..transitions import Transition
+from .base import Result, Solution, Solver, finite_steps
+from .policies import Finish, Policy, Raise
+from .problem import Problem, pose
+
+__all__ = ["Parallel", "Search"]
+
+
+class Search(NamedTuple):
+    """What a search found, after its policy."""
+
+    states: Tensor
+    results: Tensor  # (batch,), a `Result` each
+    found: Found
+
+
+class Parallel(Solver):
+    """A solver that finds all steps together. Subclasses say how to search, and how to linearise for the gradient."""
+
+    on_failure: Policy
+
+    @abc.abstractmethod
+    def search(self, cell: Cell, system: System, guess: Tensor | None) -> Search:
+        """States that solve the system, without a graph, its failures dealt with."""
+
+    @abc.abstractmethod
+    def linearise(self, cell: Cell, system: System, entering: Tensor) -> Transition:
+        """The transition at what enters each step."""
+
+    @abc.abstractmethod
+    def iterate(self, cell: Cell, system: System, guess: Tensor | None, count: int, adjoint: LoopAdjoint) -> Tensor:
+        """`count` iterations from `guess` and nothing else, so that they can be differentiated or compiled."""
+
+    def block(self, steps: int) -> int | None:
+        """Steps that are solved at a time; None for all."""
+        return None
+
+    def __call__(
+        self,
+        cell: Cell,
+        inputs: Tensor,
+        state: Tensor | ADPTState | None = None,
+        *,
+        guess: Tensor | None = None,
+        lengths: Tensor | None = None,
+        reset: Tensor | None = None,
+        adjoint: Adjoint | None = None,
+    ) -> Solution:
+        with torch.autocast(inputs.device.type, enabled=False), full_precision():
+            problem = pose(cell, inputs, state, lengths, reset)
+            guess = _check_guess(guess, problem)
+            system = problem.system(cell)
+            if transformed():
+                return _stepwise(self, problem, system)
+            with torch.no_grad():
+                search = self.search(cell, _detached(cell, problem), guess)
+            states = self._attached(cell, problem, system, search, guess, adjoint or Implicit())
+        return solution(self, problem, states, search)
+
+    def _attached(
+        self,
+        cell: Cell,
+        problem: Problem,
+        system: System,
+        search: Search,
+        guess: Tensor | None,
+        adjoint: Adjoint,
+    ) -> Tensor:
+        if not torch.is_grad_enabled():
+            return search.states
+        if isinstance(adjoint, Implicit):
+            clean = problem.masked(search.states)
+            return adjoint.attach(
+                cell, system, clean, lambda part, entering: self.linearise(cell, part, entering), self.block(problem.steps)
+            )
+        assert isinstance(adjoint, LoopAdjoint)
+        if bool((search.results == Result.FINISHED).any()):  # not found by iterations alone
+            return adjoint.run(system.loop(), problem.state, problem.steps)
+        count = 2 * int(search.found.iterations.max()) if search.found.iterations.numel() else 1
+        return self.iterate(cell, system, guess, count, adjoint)
+
+
+def _detached(cell: Cell, problem: Problem) -> System:
+    drive, initial, fresh = (part.detach() for part in (problem.drive, problem.state, problem.fresh))
+    return dataclasses.replace(problem.system(cell), givens=(drive,), initial=initial, fresh=fresh)
+
+
+def transformed() -> bool:
+    """Whether a transform of `torch.func`, or forward mode, is in force: values cannot then decide what is run."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def _stepwise(solver: Solver, problem: Problem, system: System) -> Solution:
+    """The steps one after another, in plain operations that any transform understands."""
+    states = Unrolled().run(system.loop(), problem.state, problem.steps)
+    batch = problem.state.shape[0]
+    zeros = torch.zeros(batch, dtype=torch.int64, device=states.device)
+    steps = zeros + problem.steps if problem.lengths is None else problem.lengths
+    final, states = problem.final(states), problem.masked(states)
+    return Solution(
+        states=states if problem.batched else states.squeeze(0),
+        final=final if problem.batched else final.squeeze(0),
+        results=zeros + int(Result.FINISHED),
+        iterations=zeros,
+        residual=torch.zeros(batch, dtype=states.dtype, device=states.device),
+        converged_steps=steps,
+        solver=solver,
+    )
+
+
+class full_precision:  # noqa: N801 - used as a function is
+    """Matrix products in their full precision, TF32 off, while it lasts."""
+
+    def __enter__(self) -> None:
+        self.before = torch.get_float32_matmul_precision()
+        if self.before != "highest":
+            torch.set_float32_matmul_precision("highest")
+
+    def __exit__(self, *exception: object) -> None:
+        if self.before != "highest":
+            torch.set_float32_matmul_precision(self.before)
+
+
+def _check_guess(guess: Tensor | None, problem: Problem) -> Tensor | None:
+    if guess is None:
+        return None
+    shape = (problem.state.shape[0], problem.steps, problem.state.shape[1])
+    guess = guess.unsqueeze(0) if guess.dim() == 2 and not problem.batched else guess
+    if guess.shape != shape:
+        raise InputError(
+            f"the guess has shape {tuple(guess.shape)}; the states to find are {shape}. "
+            "Pass the states of an earlier Solution."
+        )
+    return guess.detach().to(problem.state)
+
+
+def completed(system: System, found: Found, policy: Policy, solver: Solver) -> Search:
+    """What a search found, after its policy."""
+    failed = ~found.converged
+    results = torch.where(found.converged, int(Result.CONVERGED), int(Result.NOT_CONVERGED))
+    results = torch.where(failed & found.rising, int(Result.DIVERGED), results)
+    results = torch.where(failed & ~found.finite, int(Result.DIVERGED), results)
+    if not bool(failed.any()):
+        return Search(found.states, results, found)
+    if isinstance(policy, Raise):
+        raise NotConverged(_message(solver, found, results))
+    if isinstance(policy, Finish):
+        return _finished(system, found, results)
+    broken = failed & (_finite(system, found.states) < found.states.shape[1])
+    return Search(found.states, torch.where(broken, int(Result.NON_FINITE), results), found)
+
+
+def _finite(system: System, states: Tensor) -> Tensor:
+    valid = system.valid
+    return finite_steps(states if valid is None else torch.where(valid.unsqueeze(-1), states, 0.0))
+
+
+def _finished(system: System, found: Found, results: Tensor) -> Search:
+    rows = (~found.converged).nonzero().squeeze(-1)
+    start = int(found.converged_steps[rows].min())
+    states, steps = found.states, found.states.shape[1]
+    if start < steps:
+        before = states[rows, start - 1] if start else system.initial.index_select(0, rows)
+        states[rows, start:] = system.part(rows, start, before).run()
+    results = results.index_fill(0, rows, int(Result.FINISHED))
+    finite = _finite(system, states)
+    right = finite == steps
+    lengths = torch.full_like(finite, steps) if system.lengths is None else system.lengths
+    finished = torch.where(~found.converged, torch.minimum(finite, lengths), found.converged_steps)
+    results = torch.where(~found.converged & ~right, int(Result.NON_FINITE), results)
+    residual = torch.where(~found.converged & ~right, torch.nan, found.residual)
+    residual[rows] = torch.where(right[rows], _residual(system, rows, states), residual[rows])
+    return Search(states, results, found._replace(residual=residual, converged_steps=finished))
+
+
+def _residual(system: System, rows: Tensor, states: Tensor) -> Tensor:
+    part = system.part(rows, 0, system.initial.index_select(0, rows))
+    chosen = states.index_select(0, rows)
+    distance = (part.evaluate(part.entering(chosen)) - chosen).abs().amax(-1)
+    valid = part.valid
+    return (distance if valid is None else torch.where(valid, distance, 0.0)).amax(-1)
+
+
+def _message(solver: Solver, found: Found, results: Tensor) -> str:
+    failed = (~found.converged).nonzero().squeeze(-1).tolist()
+    shown = ", ".join(map(str, failed[:8])) + (", …" if len(failed) > 8 else "")
+    kinds = sorted({Result(int(results[i])).name for i in failed})
+    steps = found.states.shape[1]
+    return (
+        f"{solver} stopped after {int(found.iterations.max())} iterations ({', '.join(kinds)}): residual "
+        f"{float(found.residual[failed].max()):.1e} in {len(failed)} of {len(found.converged)} sequences ({shown}); "
+        f"steps before {int(found.converged_steps[failed].min())} of {steps} have converged. Wrap it in "
+        "solvers.BlockWise(..., num_blocks=8), raise max_iterations, or pass on_failure=solvers.Finish()."
+    )
+
+
+def solution(solver: Solver, problem: Problem, states: Tensor, search: Search) -> Solution:
+    """The answer to a caller."""
+    final, states, found = problem.final(states), problem.masked(states), search.found
+    return Solution(
+        states=states if problem.batched else states.squeeze(0),
+        final=final if problem.batched else final.squeeze(0),
+        results=search.results,
+        iterations=found.iterations,
+        residual=found.residual,
+        converged_steps=found.converged_steps,
+        solver=solver,
+        history=found.history,
+    )
+
+
+def joined(parts: list[Search]) -> Search:
+    """Of searches of one block after another, one of the whole. Iterations are the most any block took."""
+    states = torch.cat([part.states for part in parts], 1)
+    found = [part.found for part in parts]
+    complete = torch.ones_like(found[0].converged)
+    reached = torch.zeros_like(found[0].converged_steps)
+    start = 0
+    for each in found:
+        reached = torch.where(complete, start + each.converged_steps, reached)
+        complete = complete & each.converged
+        start += each.states.shape[1]
+    longest = max(len(each.history.residual) for each in found)
+    residuals = torch.stack([_padded(each.history.residual, longest) for each in found]).amax(0)
+    prefixes = torch.stack([_padded(each.history.converged_steps, longest) for each in found]).sum(0)
+    whole = Found(
+        states,
+        torch.stack([each.converged for each in found]).all(0),
+        torch.stack([each.finite for each in found]).all(0),
+        torch.stack([each.rising for each in found]).any(0),
+        torch.stack([each.iterations for each in found]).amax(0),
+        torch.stack([each.residual for each in found]).amax(0),
+        reached,
+        History(residuals, prefixes),
+    )
+    return Search(states, torch.stack([part.results for part in parts]).amax(0), whole)
+
+
+def _padded(values: Tensor, length: int) -> Tensor:
+    missing = length - len(values)
+    return torch.cat((values, values[-1:].expand(missing, -1))) if missing else values
