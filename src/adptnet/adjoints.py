@@ -39,7 +39,7 @@ class Unrolled(LoopAdjoint):
     """Back-propagation through every step. Keeps what each step needs: memory grows with the length.
 
     With a solver that iterates, through every iteration, each of which keeps what it needs for all steps. Derivatives
-    then converge as the states do but later, so as many iterations again are run.
+    converge later than states, so more iterations are run than the states alone would take.
     """
 
     def run(self, loop: Loop, state: Tensor, steps: int) -> Tensor:

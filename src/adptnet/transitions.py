@@ -5,7 +5,7 @@ Each knows how to act, how to run the whole recurrence at once (`scan`), the sam
 """
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -260,25 +260,24 @@ class Coupled(Transition):
 
 
 class Piecewise(Transition):
-    """One transition after another, each for a stretch of time; the last goes on to the end."""
+    """One transition after another, each for as many steps as `lengths` says."""
 
-    def __init__(self, pieces: Sequence[Transition], length: int):
+    def __init__(self, pieces: Sequence[Transition], lengths: Sequence[int]):
         self.pieces = pieces
-        self.length = length
+        self.lengths = lengths
 
-    def _stretches(self, steps: int) -> list[tuple[Transition, slice]]:
-        last = len(self.pieces) - 1
-        return [
-            (piece, slice(i * self.length, steps if i == last else (i + 1) * self.length))
-            for i, piece in enumerate(self.pieces)
-        ]
+    def _stretches(self) -> Iterator[tuple[Transition, slice]]:
+        start = 0
+        for piece, length in zip(self.pieces, self.lengths, strict=True):
+            yield piece, slice(start, start + length)
+            start += length
 
     def mv(self, x: Tensor) -> Tensor:
-        return torch.cat([piece.mv(x[:, times]) for piece, times in self._stretches(x.shape[1])], 1)
+        return torch.cat([piece.mv(x[:, times]) for piece, times in self._stretches()], 1)
 
     def scan(self, offset: Tensor, initial: Tensor, reset: Tensor | None = None) -> Tensor:
         states = []
-        for piece, times in self._stretches(offset.shape[1]):
+        for piece, times in self._stretches():
             states.append(piece.scan(offset[:, times], initial, None if reset is None else reset[:, times]))
             initial = states[-1][:, -1]
         return torch.cat(states, 1)
@@ -287,22 +286,23 @@ class Piecewise(Transition):
         self, offset: Tensor, observed: Tensor, strength: Tensor, initial: Tensor, reset: Tensor | None = None
     ) -> Tensor:
         states = []
-        for piece, times in self._stretches(offset.shape[1]):
+        for piece, times in self._stretches():
             resets = None if reset is None else reset[:, times]
             states.append(piece.filter(offset[:, times], observed[:, times], strength, initial, resets))
             initial = states[-1][:, -1]
         return torch.cat(states, 1)
 
     def scaled(self, factor: float | Tensor) -> Transition:
-        return Piecewise([piece.scaled(factor) for piece in self.pieces], self.length)
+        return Piecewise([piece.scaled(factor) for piece in self.pieces], self.lengths)
 
     def backward(self) -> Transition:
         """Of the same stretches in the opposite order, their ends one step off: as good for a surrogate."""
-        return Piecewise([piece.backward() for piece in reversed(self.pieces)], self.length)
+        return Piecewise([piece.backward() for piece in reversed(self.pieces)], self.lengths[::-1])
 
     def part(self, rows: Tensor | None, start: int) -> Transition:
-        gone = min(start // self.length, len(self.pieces) - 1)
-        return Piecewise([piece.part(rows, 0) for piece in self.pieces[gone:]], self.length)
+        left = [(piece.part(rows, 0), times.stop - max(start, times.start)) for piece, times in self._stretches()]
+        left = [(piece, length) for piece, length in left if length > 0]
+        return Piecewise([piece for piece, _ in left], [length for _, length in left])
 
     def product(self, steps: int) -> Transition:
         raise IncompatibleError("a transition of several pieces has no one product. Use one mean: KoopmanDEER(means=1).")

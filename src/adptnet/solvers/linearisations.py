@@ -177,13 +177,14 @@ class _Mean(Linearisation):
     def transition(self, cell: Cell, system: System, entering: Tensor) -> Transition:
         drive, valid, steps = system.givens[0], system.valid, entering.shape[1]
         length = -(-steps // self.means)
-        pieces = []
+        pieces, lengths = [], []
         for start in range(0, steps, length):
-            at = slice(start, start + length)
+            at = slice(start, min(start + length, steps))
+            lengths.append(at.stop - start)
             counted = torch.ones_like(entering[:, at, :1]) if valid is None else valid[:, at].unsqueeze(-1).to(entering)
             weight = counted / counted.sum(1, keepdim=True).clamp(min=1)
             pieces.append(self.mean(cell, entering[:, at], drive[:, at], weight))
-        return pieces[0] if len(pieces) == 1 else Piecewise(pieces, length)
+        return pieces[0] if len(pieces) == 1 else Piecewise(pieces, lengths)
 
     @abc.abstractmethod
     def mean(self, cell: Cell, entering: Tensor, drive: Tensor, weight: Tensor) -> Transition:

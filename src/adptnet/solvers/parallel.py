@@ -10,7 +10,7 @@ from torch import Tensor
 from ..adjoints import Adjoint, Implicit, LoopAdjoint, Unrolled
 from ..cells.base import ADPTState, Cell
 from ..errors import InputError, NotConverged
-from ..fixed_point import Found, History, System
+from ..fixed_point import Found, History, System, Tolerance, newton_update, solve
 from ..transitions import Transition
 from .base import Result, Solution, Solver, finite_steps
 from .policies import Finish, Policy, Raise
@@ -89,8 +89,37 @@ class Parallel(Solver):
         assert isinstance(adjoint, LoopAdjoint)
         if bool((search.results == Result.FINISHED).any()):  # not found by iterations alone
             return adjoint.run(system.loop(), problem.state, problem.steps)
-        count = 2 * int(search.found.iterations.max()) if search.found.iterations.numel() else 1
-        return self.iterate(cell, system, guess, count, adjoint)
+        if not search.states.numel():
+            return search.states
+        with torch.no_grad():
+            more = self._derivative_iterations(cell, _detached(cell, problem), problem.masked(search.states))
+        return self.iterate(cell, system, guess, int(search.found.iterations.max()) + more, adjoint)
+
+    def _derivative_iterations(self, cell: Cell, system: System, states: Tensor) -> int:
+        """How many iterations derivatives need once the states are right, found on one of random direction."""
+        entering = system.entering(states)
+        transition = self.linearise(cell, system, entering)
+
+        def along(tangent: Tensor, point: Tensor, drive: Tensor, pushed: Tensor) -> Tensor:
+            _, moved = torch.func.jvp(lambda state: system.step(state, drive), (point,), (tangent,))
+            return moved + pushed
+
+        pushed = torch.randn(states.shape, generator=torch.Generator().manual_seed(0)).to(states)
+        none = torch.zeros_like(system.initial)
+        linear = System(along, (entering, *system.givens, pushed), none, none, system.reset, system.lengths)
+        found = solve(
+            linear,
+            torch.zeros_like(states),
+            lambda part, rows, start, _, point, values, __: newton_update(
+                transition.part(rows, start), part, point, values
+            ),
+            Tolerance(0.0, torch.finfo(states.dtype).eps ** 0.75),
+            max_iterations=system.steps,
+            patience=None,
+            strength=torch.zeros_like(system.initial[:, 0]),
+            adapt=lambda strength, *_: strength,
+        )
+        return int(found.iterations.max())
 
 
 def _detached(cell: Cell, problem: Problem) -> System:
