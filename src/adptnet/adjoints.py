@@ -1,6 +1,7 @@
 """Adjoints: how a solved sequence is differentiated. They change memory and time, never the gradient."""
 
 import abc
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -93,8 +94,8 @@ class Implicit(Adjoint):
     Second derivatives run step by step through time; so does forward mode.
 
     Args:
-        rtol: How far g may be from solving its equations, relative to the largest dL/dx_t of its sequence; from the
-            dtype if not given.
+        rtol: How far g may be from solving its equations, relative to the largest of g_t, g_{t+1} and all dL/dx; from
+            the dtype if not given.
         max_iterations: After these the rest is done step by step; the length if not given, 0 for all of it.
     """
 
@@ -125,35 +126,30 @@ class Implicit(Adjoint):
         """
         if not torch.is_grad_enabled() or not states.numel():
             return states
-        entering = system.entering(states)
-        probe = system.step(entering[:, :1], *(given[:, :1] for given in system.givens))
-        if not probe.requires_grad:
+        if not system.between(states, 0, 1).run().requires_grad:
             return states
         length = stretch(states)
-        pieces = [slice(start, start + length) for start in range(0, system.steps, length)]
-        values = torch.cat(
-            [
-                checkpoint(
-                    system.step,
-                    entering[:, at],
-                    *(given[:, at] for given in system.givens),
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                )
-                for at in pieces
-            ],
-            1,
-        )
-        del entering
+        # split, not slices: the gradient of a slice is as large as the whole
+        givens = zip(*(given.split(length, 1) for given in system.givens), strict=True)
+        values = []
+        for start, given in zip(range(0, system.steps, length), givens, strict=True):
+            part = dataclasses.replace(system.between(states, start, start + length), givens=given)
+            inside = states[:, start : start + length]
+            values.append(checkpoint(_evaluated, part, inside, use_reentrant=False, preserve_rng_state=False))
+            values[-1].untyped_storage().resize_(0)  # only its graph is needed; the numbers are those of `states`
         backward = _Backward(self, cell, _detached(cell, system), linearise, block)
         attached: Tensor = _Attach.apply(  # type: ignore[no-untyped-call]
-            values, states, backward, system.givens[0], system.initial, system.fresh, *cell.parameters()
+            states, backward, system.givens[0], system.initial, system.fresh, *cell.parameters(), *values
         )
         return attached
 
     def __repr__(self) -> str:
         given = {"rtol": self.rtol, "max_iterations": self.max_iterations}
         return f"Implicit({', '.join(f'{name}={value}' for name, value in given.items() if value is not None)})"
+
+
+def _evaluated(system: System, states: Tensor) -> Tensor:
+    return system.step(system.entering(states), *system.givens)
 
 
 def _detached(cell: Cell, system: System) -> System:
@@ -164,12 +160,14 @@ def _detached(cell: Cell, system: System) -> System:
 
 
 class _Attach(torch.autograd.Function):
-    """The identity on `states`; backwards, from dL/dx_t to g_t, which goes on to f at the states (`values`)."""
+    """The identity on `states`; backwards, from dL/dx_t to g_t, which goes on to f at the states, the last inputs."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, states: Tensor, backward: "_Backward", *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, states: Tensor, backward: "_Backward", *inputs: Tensor) -> Tensor:
         ctx.backward_pass = backward
-        ctx.save_for_backward(states, *inputs)
+        count = 3 + len(list(backward.cell.parameters()))
+        ctx.lengths = [values.shape[1] for values in inputs[count:]]
+        ctx.save_for_backward(states, *inputs[:count])
         return states.view_as(states)
 
     @staticmethod
@@ -178,8 +176,9 @@ class _Attach(torch.autograd.Function):
         states, drive, initial, fresh, *parameters = ctx.saved_tensors
         if torch.is_grad_enabled():  # a graph of the gradient is asked for
             every = ctx.backward_pass.twice(gradient, drive, initial, fresh, parameters)
-            return (None, None, None, *every)
-        return ctx.backward_pass.solve(gradient, states), None, None, *[None] * (3 + len(parameters))
+            return None, None, *every, *[None] * len(ctx.lengths)
+        found = ctx.backward_pass.solve(gradient, states)
+        return None, None, *[None] * (3 + len(parameters)), *found.split(ctx.lengths, 1)
 
 
 class _Backward:
@@ -203,72 +202,69 @@ class _Backward:
         """g from dL/dx, block after block from the last to the first."""
         steps = self.system.steps
         relative = torch.finfo(states.dtype).eps ** 0.75 if self.adjoint.rtol is None else self.adjoint.rtol
-        allowed = relative * gradient.abs().amax((1, 2))
-        known = gradient.clone()  # dL/dx, and what the block after hands back
+        least = torch.linalg.vector_norm(gradient, torch.inf, (1, 2)).unsqueeze(-1)
+        known = gradient.clone() if self.block < steps else gradient  # dL/dx, and what the block after hands back
         found = torch.empty_like(gradient)
         for start in reversed(range(0, steps, self.block)):
             stop = min(start + self.block, steps)
-            before = self.system.initial if start == 0 else states[:, start - 1]
-            part = self.system.part(None, start, before, stop)
-            entering = part.entering(states[:, start:stop])
-            self._solve_block(part, entering, known[:, start:stop], found[:, start:stop], allowed)
+            part, inside = self.system.between(states, start, stop), states[:, start:stop]
+            self._solve_block(part, inside, known[:, start:stop], found[:, start:stop], relative, least)
             if start:
-                known[:, start - 1] += self._carried(part, entering, found[:, start:stop], slice(0, 1))[:, 0]
+                self._hand_back(part, inside, found[:, start:stop], slice(0, 1), known[:, start - 1 : start])
         return found
 
-    def _solve_block(self, part: System, entering: Tensor, known: Tensor, g: Tensor, allowed: Tensor) -> None:
+    def _solve_block(self, part: System, states: Tensor, known: Tensor, g: Tensor, rtol: float, least: Tensor) -> None:
         """Fills g. Steps that the iterations leave are done one after another, from the last of them to the first."""
-        left = self._iterate(part, entering, known, g, allowed)
+        left = self._iterate(part, states, known, g, rtol, least)
         for t in reversed(range(left)):
             g[:, t] = known[:, t]
             if t + 1 < part.steps:
-                g[:, t] += self._carried(part, entering, g, slice(t + 1, t + 2))[:, 0]
+                self._hand_back(part, states, g, slice(t + 1, t + 2), g[:, t : t + 1])
 
-    def _iterate(self, part: System, entering: Tensor, known: Tensor, g: Tensor, allowed: Tensor) -> int:
+    def _iterate(self, part: System, states: Tensor, known: Tensor, g: Tensor, rtol: float, least: Tensor) -> int:
         """Fills g by iterations. Returns how many steps, counted from the first, are not known to be right."""
         steps = left = part.steps
         iterations = steps if self.adjoint.max_iterations is None else self.adjoint.max_iterations
         if self.linearise is None or not iterations:
             return steps
         with torch.no_grad():
-            backward = self.linearise(part, entering).backward()
-        cut = None if part.reset is None else part.reset.flip(1).roll(1, 1)  # whether what is handed back stops
+            backward = self.linearise(part, part.entering(states)).backward()
+        cut = None if part.reset is None else part.reset.roll(-1, 1)  # whether nothing is handed back to a step
         none = torch.zeros_like(part.initial)
-        g.copy_(backward.scan(known.flip(1), none, cut).flip(1))
+        g.copy_(known)
+        g.copy_(backward.scan(g, none, cut, reverse=True))
         rises, previous = 0, math.inf
+        buffer = torch.empty_like(known)
         for iteration in range(1, iterations + 1):
-            residual = known[:, :left] - g[:, :left]
-            end = min(left + 1, steps)
-            if end > 1:
-                residual[:, : end - 1] += self._carried(part, entering, g, slice(1, end))
-            size = residual.abs().amax(-1)
-            right = (size <= allowed.unsqueeze(-1)).all(0)
+            residual = torch.sub(known[:, :left], g[:, :left], out=buffer[:, :left])
+            self._hand_back(part, states, g, slice(1, min(left + 1, steps)), residual)
+            size = torch.linalg.vector_norm(residual, torch.inf, -1)
+            scale = torch.linalg.vector_norm(g[:, : left + 1], torch.inf, -1)  # of each step and of the one after it
+            scale = torch.maximum(scale[:, :left], torch.nn.functional.pad(scale, (0, 1))[:, 1 : left + 1])
+            right = (size <= rtol * torch.maximum(scale, least)).all(0)
             left -= int(right.flip(0).long().cumprod(0).sum())
             worst = float(size.amax())
             rises = rises + 1 if worst > previous else 0
             previous = worst
             if not left or iteration == iterations or rises == PATIENCE or not math.isfinite(worst):
                 break
-            gone = steps - left
-            change = backward.part(None, gone).scan(
-                residual[:, :left].flip(1), none, None if cut is None else cut[:, gone:]
-            )
-            g[:, :left] += change.flip(1)
+            resets = None if cut is None else cut[:, :left]
+            g[:, :left] += backward.part(None, 0, left).scan(residual[:, :left], none, resets, reverse=True)
         return left
 
-    def _carried(self, part: System, entering: Tensor, g: Tensor, times: slice) -> Tensor:
-        """J'_t g_t, what step t hands back to the state before it: nothing where another state entered."""
-        length = stretch(entering)
-        pieces = []
+    def _hand_back(self, part: System, states: Tensor, g: Tensor, times: slice, to: Tensor) -> None:
+        """Adds J'_t g_t, for t in `times`, to the state before each: to `to`, unless another state entered."""
+        length = stretch(states)
         for start in range(times.start, times.stop, length):
             at = slice(start, min(start + length, times.stop))
+            here = part.between(states, at.start, at.stop)
             with torch.enable_grad():
-                point = entering[:, at].detach().requires_grad_()
-                values = part.step(point, *(given[:, at] for given in part.givens))
+                point = here.entering(states[:, at]).detach().requires_grad_()
+                values = here.step(point, *here.givens)
                 (pulled,) = torch.autograd.grad(values, point, g[:, at], materialize_grads=True)
-            pieces.append(pulled)
-        carried = torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
-        return carried if part.reset is None else carried.masked_fill(part.reset[:, times].unsqueeze(-1), 0.0)
+            if part.reset is not None:
+                pulled = pulled.masked_fill(part.reset[:, at].unsqueeze(-1), 0.0)
+            to[:, start - times.start : at.stop - times.start] += pulled
 
     def twice(
         self, gradient: Tensor, drive: Tensor, initial: Tensor, fresh: Tensor, parameters: list[Tensor]

@@ -4,7 +4,15 @@ Each message says what was given, what was needed and what to type. Every class 
 so `except ValueError` keeps working.
 """
 
-__all__ = ["AdptnetError", "CheckpointError", "IncompatibleError", "InputError", "NonFiniteError", "NotConverged", "SpecError"]
+__all__ = [
+    "AdptnetError",
+    "CheckpointError",
+    "IncompatibleError",
+    "InputError",
+    "NonFiniteError",
+    "NotConverged",
+    "SpecError",
+]
 
 
 class AdptnetError(Exception):

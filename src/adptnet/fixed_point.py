@@ -10,9 +10,9 @@ from torch import Tensor
 from .errors import InputError
 from .transitions import Transition
 
-__all__ = ["Found", "History", "Loop", "System", "Tolerance", "newton_update", "solve", "stretch"]
+__all__ = ["Found", "History", "Loop", "System", "Tolerance", "measured", "newton_update", "solve", "stretch"]
 
-WORKING_SET = 2**18  # numbers of state that are evaluated at a time on a CPU: more would leave its caches
+WORKING_SET = 2**17  # numbers of state that are evaluated at a time on a CPU: more would leave its caches
 LARGE_WORKING_SET = 2**26  # on any other device
 
 
@@ -54,17 +54,24 @@ class System:
             before = before.gather(1, last.unsqueeze(-1).expand_as(before))
         return before
 
+    def between(self, states: Tensor, start: int, stop: int) -> "System":
+        """Of steps `start` to `stop`, whose first is entered by the state before it."""
+        return self.part(None, start, states[:, start - 1] if start else self.initial, stop)
+
     def evaluate(self, entering: Tensor) -> Tensor:
         """f of the states that enter, a part of the time at a time."""
         length = stretch(entering)
-        values = [
-            self.step(entering[:, start : start + length], *(given[:, start : start + length] for given in self.givens))
-            for start in range(0, self.steps, length)
-        ]
-        if not values:
-            return entering
-        _check_kept(entering[:, :length], values[0])
-        return values[0] if len(values) == 1 else torch.cat(values, 1)
+        pieces = zip(entering.split(length, 1), *(given.split(length, 1) for given in self.givens), strict=True)
+        if length >= self.steps or torch.is_grad_enabled():
+            values = [self.step(*piece) for piece in pieces]
+            _check_kept(entering[:, :length], values[0])
+            return values[0] if len(values) == 1 else torch.cat(values, 1)
+        every = torch.empty_like(entering)
+        for piece, into in zip(pieces, every.split(length, 1), strict=True):
+            values_of = self.step(*piece)
+            _check_kept(piece[0], values_of)
+            into.copy_(values_of)
+        return every
 
     def part(self, rows: Tensor | None, start: int, initial: Tensor, stop: int | None = None) -> "System":
         """Of the sequences `rows` (all if None), steps `start` to `stop`, the first of which `initial` enters."""
@@ -148,7 +155,8 @@ class Tolerance(NamedTuple):
 
 
 def _largest(values: Tensor) -> Tensor:
-    return values.abs().amax(-1)
+    largest: Tensor = torch.linalg.vector_norm(values, torch.inf, -1)
+    return largest
 
 
 class History(NamedTuple):
@@ -185,8 +193,16 @@ Adapt = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def newton_update(transition: Transition, system: System, entering: Tensor, values: Tensor) -> Tensor:
-    """scan(A, f(s) - A s) (eq:deer_step)."""
-    return transition.scan(values - transition.mv(entering), system.initial, system.reset)
+    """scan(A, f(s) - A s) (eq:deer_step). Without a graph, `values` are overwritten."""
+    if torch.is_grad_enabled():
+        return transition.scan(values - transition.mv(entering), system.initial, system.reset)
+    length = stretch(values)
+    for start in range(0, values.shape[1], length) if values.shape[1] > length else ():
+        at = slice(start, start + length)
+        values[:, at] -= transition.part(None, start, min(start + length, values.shape[1])).mv(entering[:, at])
+    if values.shape[1] <= length:
+        values -= transition.mv(entering)
+    return transition.scan(values, system.initial, system.reset)
 
 
 def solve(
@@ -217,13 +233,13 @@ def solve(
     """
     batch, steps = guess.shape[:2]
     device = guess.device
-    states = guess.clone()
-    finished = torch.zeros(batch, dtype=torch.bool, device=device)
+    kept: Tensor | None = None  # what is settled, once anything is
+    finished = False
     totals = _Totals(batch, steps, system.lengths, guess)
     rows: Tensor | None = None  # None: all are left
     start = 0
     part, current = system, guess
-    entering, values, residual, right = _measured(part, current, tolerance)
+    entering, values, residual, right = measured(part, current, tolerance)
     frozen = torch.zeros(batch, dtype=guess.dtype, device=device)  # the largest residual among dropped steps
     totals.record(rows, start, residual.amax(-1) if steps else frozen, right, frozen)
     first = previous = totals.last_residual.clone()
@@ -232,7 +248,8 @@ def solve(
         if not batch or not steps:
             break
         current = update(part, rows, start, current, entering, values, strength)
-        entering, values, residual, right = _measured(part, current, tolerance if rows is None else tolerance.part(rows))
+        del entering, values  # as large as the states
+        entering, values, residual, right = measured(part, current, tolerance if rows is None else tolerance.part(rows))
         worst = residual.amax(-1)
         totals.count(rows)
         totals.record(rows, start, worst, right, frozen)
@@ -244,40 +261,40 @@ def solve(
         done = right.all(-1)
         stop = ((done | given_up) if iteration >= least else torch.zeros_like(done)) | ~finite
         totals.mark(rows, done, finite, given_up)
+        if bool(stop.all()) and rows is None and not start:  # the whole batch at once: nothing to put together
+            break
         if bool(stop.any()):
             index = torch.arange(batch, device=device) if rows is None else rows
-            states[index[stop], start:] = current[stop]
+            kept = torch.empty_like(guess) if kept is None else kept
+            kept[index[stop], start:] = current[stop]
             keep = (~stop).nonzero().squeeze(-1)
             rows = index.index_select(0, keep)
             if not len(keep):
-                finished[:] = True
+                finished = True
                 break
             current, right, residual, frozen, strength, previous, first, rises, entering, values = (
-                kept.index_select(0, keep)
-                for kept in (current, right, residual, frozen, strength, previous, first, rises, entering, values)
+                every.index_select(0, keep)
+                for every in (current, right, residual, frozen, strength, previous, first, rises, entering, values)
             )
             part = part.part(keep, 0, part.initial.index_select(0, keep))
         # Steps that are right in every sequence that is left need not be done again.
         settled = int(right.long().cumprod(-1).sum(-1).min()) if iteration >= least else 0
         settled = min(settled, current.shape[1] - 1)
         if settled:
-            if rows is None:
-                states[:, start : start + settled] = current[:, :settled]
-            else:
-                states[rows, start : start + settled] = current[:, :settled]
+            kept = torch.empty_like(guess) if kept is None else kept
+            kept[slice(None) if rows is None else rows, start : start + settled] = current[:, :settled]
             frozen = torch.maximum(frozen, residual[:, :settled].amax(-1))
             part = part.part(None, settled, current[:, settled - 1])
             current, entering, values = current[:, settled:], entering[:, settled:], values[:, settled:]
             start += settled
-    if not bool(finished.all()) and batch and steps:
-        if rows is None:
-            states[:, start:] = current
-        else:
-            states[rows, start:] = current
-    return totals.found(states)
+    if kept is None:
+        return totals.found(current)
+    if not finished:
+        kept[slice(None) if rows is None else rows, start:] = current
+    return totals.found(kept)
 
 
-def _measured(system: System, states: Tensor, tolerance: Tolerance) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def measured(system: System, states: Tensor, tolerance: Tolerance) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What enters each step, f of it, its distance from the states (batch, time), and whether that is small enough."""
     entering = system.entering(states)
     values = system.evaluate(entering)

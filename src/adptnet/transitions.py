@@ -29,8 +29,11 @@ class Transition(abc.ABC):
         """A_t x_t for every t."""
 
     @abc.abstractmethod
-    def scan(self, offset: Tensor, initial: Tensor, reset: Tensor | None = None) -> Tensor:
-        """x_t = A_t x_{t-1} + offset_t from `initial`; where `reset`, x_t = offset_t."""
+    def scan(self, offset: Tensor, initial: Tensor, reset: Tensor | None = None, *, reverse: bool = False) -> Tensor:
+        """x_t = A_t x_{t-1} + offset_t from `initial`; where `reset`, x_t = offset_t. In `reverse`, from x_{t+1}.
+
+        Without a graph `offset` may be overwritten.
+        """
 
     @abc.abstractmethod
     def filter(
@@ -44,25 +47,30 @@ class Transition(abc.ABC):
 
     @abc.abstractmethod
     def backward(self) -> "Transition":
-        """The transition of the adjoint, whose time runs from the last step to the first: A'_{t+1} leads into t."""
+        """The transition of the adjoint, to be scanned in reverse: A'_{t+1} in the place of A_t."""
 
     @abc.abstractmethod
-    def part(self, rows: Tensor | None, start: int) -> "Transition":
-        """Of the sequences `rows` (all if None), from step `start` on."""
+    def part(self, rows: Tensor | None, start: int, stop: int | None = None) -> "Transition":
+        """Of the sequences `rows` (all if None), steps `start` to `stop`."""
+
+    def followed_by(self, later: "Sequence[Transition]") -> "Transition":
+        """This one and those of later stretches of time, as one."""
+        raise IncompatibleError(f"{type(self).__name__} transitions cannot be put one after another.")
 
     @abc.abstractmethod
     def product(self, steps: int) -> "Transition":
         """What `steps` steps make of the state that enters them: A_{T-1} … A_0, as a transition of one step."""
 
 
-def _turned_back(values: Tensor, time: int) -> Tensor:
-    """Values of step t+1 in the place of t, in reversed order; the first is one that nothing enters."""
-    return values if values.shape[time] == 1 else values.flip(time).roll(1, time)
+def _next(values: Tensor, time: int) -> Tensor:
+    """Values of step t+1 in the place of t; the last is one that nothing enters."""
+    return values if values.shape[time] == 1 else values.roll(-1, time)
 
 
-def _part(values: Tensor, rows: Tensor | None, start: int, time: int) -> Tensor:
-    if values.shape[time] > 1 and start:
-        values = values.narrow(time, start, values.shape[time] - start)
+def _part(values: Tensor, rows: Tensor | None, start: int, stop: int | None, time: int) -> Tensor:
+    if values.shape[time] > 1:
+        stop = values.shape[time] if stop is None else stop
+        values = values.narrow(time, start, stop - start)
     return values if rows is None or values.shape[0] == 1 else values.index_select(0, rows)
 
 
@@ -76,9 +84,12 @@ class Diagonal(Transition):
     def mv(self, x: Tensor) -> Tensor:
         return self.blocks.mv(x)
 
-    def scan(self, offset: Tensor, initial: Tensor, reset: Tensor | None = None) -> Tensor:
+    def scan(self, offset: Tensor, initial: Tensor, reset: Tensor | None = None, *, reverse: bool = False) -> Tensor:
         factors, plain = self._factors()
-        return plain(self.by(factors, self._seen(offset), self._seen(initial), reset=reset))
+        free = not torch.is_grad_enabled()
+        return plain(
+            self.by(factors, self._seen(offset), self._seen(initial), reset=reset, reverse=reverse, overwrite=free)
+        )
 
     def filter(
         self, offset: Tensor, observed: Tensor, strength: Tensor, initial: Tensor, reset: Tensor | None = None
@@ -101,10 +112,10 @@ class Diagonal(Transition):
 
     def backward(self) -> Transition:
         turned = self.blocks.transposed()
-        return Diagonal(BlockDiagonal(*(None if part is None else _turned_back(part, 1) for part in turned)), self.by)
+        return Diagonal(BlockDiagonal(*(None if part is None else _next(part, 1) for part in turned)), self.by)
 
-    def part(self, rows: Tensor | None, start: int) -> Transition:
-        return self._mapped(lambda part: _part(part, rows, start, 1))
+    def part(self, rows: Tensor | None, start: int, stop: int | None = None) -> Transition:
+        return self._mapped(lambda part: _part(part, rows, start, stop, 1))
 
     def product(self, steps: int) -> Transition:
         factors = self.blocks.eigenvalues()
@@ -113,6 +124,14 @@ class Diagonal(Transition):
             return Diagonal(BlockDiagonal(whole))
         pair = (part.repeat_interleave(2, -1) for part in (whole.real, whole.imag))
         return Diagonal(BlockDiagonal(*pair))
+
+    def followed_by(self, later: Sequence[Transition]) -> Transition:
+        every = [part for part in (self, *later) if isinstance(part, Diagonal)]
+        if self.blocks.real.shape[1] == 1 and self.blocks.real.shape[0] == 1:
+            return self  # the same at every step
+        real = torch.cat([part.blocks.real for part in every], 1)
+        imags = [part.blocks.imag for part in every if part.blocks.imag is not None]
+        return Diagonal(BlockDiagonal(real, torch.cat(imags, 1) if imags else None), self.by)
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> "Diagonal":
         return Diagonal(BlockDiagonal(*(None if part is None else change(part) for part in self.blocks)), self.by)
@@ -131,8 +150,8 @@ class Dense(Transition):
     def mv(self, x: Tensor) -> Tensor:
         return (self.matrices @ x.unsqueeze(-1)).squeeze(-1)
 
-    def scan(self, offset: Tensor, initial: Tensor, reset: Tensor | None = None) -> Tensor:
-        return matrix_scan(self.matrices, offset, initial, reset=reset)
+    def scan(self, offset: Tensor, initial: Tensor, reset: Tensor | None = None, *, reverse: bool = False) -> Tensor:
+        return matrix_scan(self.matrices, offset, initial, reset=reset, reverse=reverse)
 
     def filter(
         self, offset: Tensor, observed: Tensor, strength: Tensor, initial: Tensor, reset: Tensor | None = None
@@ -143,10 +162,10 @@ class Dense(Transition):
         return Dense((factor.unsqueeze(-1) if isinstance(factor, Tensor) else factor) * self.matrices)
 
     def backward(self) -> Transition:
-        return Dense(_turned_back(self.matrices.mT, 1))
+        return Dense(_next(self.matrices.mT, 1))
 
-    def part(self, rows: Tensor | None, start: int) -> Transition:
-        return Dense(_part(self.matrices, rows, start, 1))
+    def part(self, rows: Tensor | None, start: int, stop: int | None = None) -> Transition:
+        return Dense(_part(self.matrices, rows, start, stop, 1))
 
     def product(self, steps: int) -> Transition:
         if self.matrices.shape[1] == 1:
@@ -176,8 +195,8 @@ class InBasis(Transition):
     def mv(self, x: Tensor) -> Tensor:
         return self._outside(self.inner.mv(self._inside(x)))
 
-    def scan(self, offset: Tensor, initial: Tensor, reset: Tensor | None = None) -> Tensor:
-        return self._outside(self.inner.scan(self._inside(offset), self._state_inside(initial), reset))
+    def scan(self, offset: Tensor, initial: Tensor, reset: Tensor | None = None, *, reverse: bool = False) -> Tensor:
+        return self._outside(self.inner.scan(self._inside(offset), self._state_inside(initial), reset, reverse=reverse))
 
     def filter(
         self, offset: Tensor, observed: Tensor, strength: Tensor, initial: Tensor, reset: Tensor | None = None
@@ -193,9 +212,9 @@ class InBasis(Transition):
     def backward(self) -> Transition:
         return InBasis(self.basis, self.inner.backward())
 
-    def part(self, rows: Tensor | None, start: int) -> Transition:
+    def part(self, rows: Tensor | None, start: int, stop: int | None = None) -> Transition:
         basis = self.basis if rows is None or self.basis.shape[0] == 1 else self.basis.index_select(0, rows)
-        return InBasis(basis, self.inner.part(rows, start))
+        return InBasis(basis, self.inner.part(rows, start, stop))
 
     def product(self, steps: int) -> Transition:
         return InBasis(self.basis, self.inner.product(steps))
@@ -221,12 +240,13 @@ class Coupled(Transition):
     def mv(self, x: Tensor) -> Tensor:
         return self._together((self.matrices @ self._apart(x).unsqueeze(-1)).squeeze(-1))
 
-    def scan(self, offset: Tensor, initial: Tensor, reset: Tensor | None = None) -> Tensor:
+    def scan(self, offset: Tensor, initial: Tensor, reset: Tensor | None = None, *, reverse: bool = False) -> Tensor:
         states = matrix_scan(
             self.matrices.transpose(1, 2),
             self._apart(offset).transpose(1, 2),
             self._apart(initial),
             reset=None if reset is None else reset.unsqueeze(1).expand(-1, self.matrices.shape[-3], -1),
+            reverse=reverse,
         )
         return self._together(states.transpose(1, 2))
 
@@ -248,15 +268,18 @@ class Coupled(Transition):
         return Coupled((factor[..., None, None] if isinstance(factor, Tensor) else factor) * self.matrices)
 
     def backward(self) -> Transition:
-        return Coupled(_turned_back(self.matrices.mT, 1))
+        return Coupled(_next(self.matrices.mT, 1))
 
-    def part(self, rows: Tensor | None, start: int) -> Transition:
-        return Coupled(_part(self.matrices, rows, start, 1))
+    def part(self, rows: Tensor | None, start: int, stop: int | None = None) -> Transition:
+        return Coupled(_part(self.matrices, rows, start, stop, 1))
 
     def product(self, steps: int) -> Transition:
         dense = Dense(self.matrices).product(steps)
         assert isinstance(dense, Dense)
         return Coupled(dense.matrices)
+
+    def followed_by(self, later: Sequence[Transition]) -> Transition:
+        return Coupled(torch.cat([part.matrices for part in (self, *later) if isinstance(part, Coupled)], 1))
 
 
 class Piecewise(Transition):
@@ -275,12 +298,14 @@ class Piecewise(Transition):
     def mv(self, x: Tensor) -> Tensor:
         return torch.cat([piece.mv(x[:, times]) for piece, times in self._stretches()], 1)
 
-    def scan(self, offset: Tensor, initial: Tensor, reset: Tensor | None = None) -> Tensor:
+    def scan(self, offset: Tensor, initial: Tensor, reset: Tensor | None = None, *, reverse: bool = False) -> Tensor:
         states = []
-        for piece, times in self._stretches():
-            states.append(piece.scan(offset[:, times], initial, None if reset is None else reset[:, times]))
-            initial = states[-1][:, -1]
-        return torch.cat(states, 1)
+        stretches = list(self._stretches())
+        for piece, times in reversed(stretches) if reverse else stretches:
+            resets = None if reset is None else reset[:, times]
+            states.append(piece.scan(offset[:, times], initial, resets, reverse=reverse))
+            initial = states[-1][:, 0 if reverse else -1]
+        return torch.cat(states[::-1] if reverse else states, 1)
 
     def filter(
         self, offset: Tensor, observed: Tensor, strength: Tensor, initial: Tensor, reset: Tensor | None = None
@@ -296,16 +321,21 @@ class Piecewise(Transition):
         return Piecewise([piece.scaled(factor) for piece in self.pieces], self.lengths)
 
     def backward(self) -> Transition:
-        """Of the same stretches in the opposite order, their ends one step off: as good for a surrogate."""
-        return Piecewise([piece.backward() for piece in reversed(self.pieces)], self.lengths[::-1])
+        """Of the same stretches, their ends one step off: as good for a surrogate."""
+        return Piecewise([piece.backward() for piece in self.pieces], self.lengths)
 
-    def part(self, rows: Tensor | None, start: int) -> Transition:
-        left = [(piece.part(rows, 0), times.stop - max(start, times.start)) for piece, times in self._stretches()]
+    def part(self, rows: Tensor | None, start: int, stop: int | None = None) -> Transition:
+        stop = sum(self.lengths) if stop is None else stop
+        left = [
+            (piece.part(rows, 0), min(stop, times.stop) - max(start, times.start)) for piece, times in self._stretches()
+        ]
         left = [(piece, length) for piece, length in left if length > 0]
         return Piecewise([piece for piece, _ in left], [length for _, length in left])
 
     def product(self, steps: int) -> Transition:
-        raise IncompatibleError("a transition of several pieces has no one product. Use one mean: KoopmanDEER(means=1).")
+        raise IncompatibleError(
+            "a transition of several pieces has no one product. Use one mean: KoopmanDEER(means=1)."
+        )
 
 
 class Zero(Transition):
@@ -314,7 +344,7 @@ class Zero(Transition):
     def mv(self, x: Tensor) -> Tensor:
         return torch.zeros_like(x)
 
-    def scan(self, offset: Tensor, initial: Tensor, reset: Tensor | None = None) -> Tensor:
+    def scan(self, offset: Tensor, initial: Tensor, reset: Tensor | None = None, *, reverse: bool = False) -> Tensor:
         return offset
 
     def filter(
@@ -329,7 +359,7 @@ class Zero(Transition):
     def backward(self) -> Transition:
         return self
 
-    def part(self, rows: Tensor | None, start: int) -> Transition:
+    def part(self, rows: Tensor | None, start: int, stop: int | None = None) -> Transition:
         return self
 
     def product(self, steps: int) -> Transition:

@@ -68,7 +68,11 @@ class StepJacobian(NamedTuple):
 
 
 def step_jacobian(
-    state: Vector, eigen: BlockDiagonal, source: Callable[[Tensor], Tensor], directions: Sequence[Direction], of: Numbers
+    state: Vector,
+    eigen: BlockDiagonal,
+    source: Callable[[Tensor], Tensor],
+    directions: Sequence[Direction],
+    of: Numbers,
 ) -> StepJacobian:
     """The Jacobian where key and value are unit vectors along K and V of `source(state)`.
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from ..adjoints import LoopAdjoint
 from ..cells.base import Cell
 from ..errors import InputError
-from ..fixed_point import System
+from ..fixed_point import System, Tolerance
 from ..transitions import Transition
 from .parallel import Parallel, Search, joined
 from .policies import Policy
@@ -28,7 +28,9 @@ class BlockWise(Parallel):
 
     def __init__(self, solver: Parallel, num_blocks: int | None = None, *, block_length: int | None = None):
         if not isinstance(solver, Parallel):
-            raise InputError(f"BlockWise({solver!r}): needs a solver that is parallel in time. Pass solvers.ConvDEER().")
+            raise InputError(
+                f"BlockWise({solver!r}): needs a solver that is parallel in time. Pass solvers.ConvDEER()."
+            )
         if (num_blocks is None) == (block_length is None):
             raise InputError("BlockWise: pass one of num_blocks= and block_length=, for instance num_blocks=8.")
         for name, value in {"num_blocks": num_blocks, "block_length": block_length}.items():
@@ -48,6 +50,13 @@ class BlockWise(Parallel):
     @property
     def on_failure(self) -> Policy:  # type: ignore[override]
         return self.solver.on_failure
+
+    @property
+    def fixed(self) -> int | None:
+        return self.solver.fixed
+
+    def tolerance(self, dtype: torch.dtype) -> Tolerance:
+        return self.solver.tolerance(dtype)
 
     def search(self, cell: Cell, system: System, guess: Tensor | None) -> Search:
         length, steps = self.length(system.steps), system.steps

@@ -118,13 +118,17 @@ class ConjugateDiagonal(Linearisation):
     solver = "ForwardDEER"
 
     def transition(self, cell: Cell, system: System, entering: Tensor) -> Transition:
-        transition = cell.forward_transition(entering, system.givens[0])
-        if transition is None:
-            raise IncompatibleError(
-                f"ForwardDEER needs a cell of the form M x + drive; {type(cell).__name__} has no M. "
-                "Use solvers.QuasiDEER() for this cell, or solvers.Sequential()."
-            )
-        return transition
+        length = stretch(entering)
+        pieces: list[Transition] = []
+        for state, drive in zip(entering.split(length, 1), system.givens[0].split(length, 1), strict=True):
+            transition = cell.forward_transition(state, drive)
+            if transition is None:
+                raise IncompatibleError(
+                    f"ForwardDEER needs a cell of the form M x + drive; {type(cell).__name__} has no M. "
+                    "Use solvers.QuasiDEER() for this cell, or solvers.Sequential()."
+                )
+            pieces.append(transition)
+        return pieces[0] if len(pieces) == 1 else pieces[0].followed_by(pieces[1:])
 
 
 class Linear(Linearisation):

@@ -91,6 +91,10 @@ class Newton(Parallel):
         self.fixed_iterations = fixed_iterations
         self.on_failure = on_failure
 
+    @property
+    def fixed(self) -> int | None:
+        return self.fixed_iterations
+
     def search(self, cell: Cell, system: System, guess: Tensor | None) -> Search:
         system = self._with_radius(cell, system)
         start = self.guess(cell, system) if guess is None else guess
@@ -154,7 +158,6 @@ class Newton(Parallel):
         return transition.scan(system.evaluate(system.initial.new_zeros(shape)), system.initial, system.reset)
 
     def tolerance(self, dtype: torch.dtype) -> Tolerance:
-        """When a step is right, for states of `dtype`."""
         eps = torch.finfo(dtype).eps
         return Tolerance(eps if self.atol is None else self.atol, eps**0.75 if self.rtol is None else self.rtol)
 
@@ -211,7 +214,11 @@ def ConvDEER(damping: Damping | None = None, *, by: Callable[..., Tensor] = line
 
 
 def KoopmanDEER(
-    damping: Damping | None = None, *, mean: type[MeanConjugate] | type[MeanRotation] = MeanConjugate, means: int = 1, **options: Any
+    damping: Damping | None = None,
+    *,
+    mean: type[MeanConjugate] | type[MeanRotation] = MeanConjugate,
+    means: int = 1,
+    **options: Any,
 ) -> Newton:
     """Newton with one matrix for all time, a mean over the guess: no derivative. `means` of them for as many stretches."""
     return Newton(mean(means), damping, **options)

@@ -10,10 +10,10 @@ from torch import Tensor
 from ..adjoints import Adjoint, Implicit, LoopAdjoint, Unrolled
 from ..cells.base import ADPTState, Cell
 from ..errors import InputError, NotConverged
-from ..fixed_point import Found, History, System, Tolerance, newton_update, solve
+from ..fixed_point import Found, History, System, Tolerance, measured, newton_update, solve
 from ..transitions import Transition
 from .base import Result, Solution, Solver, finite_steps
-from .policies import Finish, Policy, Raise
+from .policies import Finish, Policy, Raise, Return
 from .problem import Problem, pose
 
 __all__ = ["Parallel", "Search"]
@@ -31,6 +31,15 @@ class Parallel(Solver):
     """A solver that finds all steps together. Subclasses say how to search, and how to linearise for the gradient."""
 
     on_failure: Policy
+
+    @property
+    @abc.abstractmethod
+    def fixed(self) -> int | None:
+        """The number of iterations, where it is fixed."""
+
+    @abc.abstractmethod
+    def tolerance(self, dtype: torch.dtype) -> Tolerance:
+        """When a step is right, for states of `dtype`."""
 
     @abc.abstractmethod
     def search(self, cell: Cell, system: System, guess: Tensor | None) -> Search:
@@ -59,6 +68,9 @@ class Parallel(Solver):
         reset: Tensor | None = None,
         adjoint: Adjoint | None = None,
     ) -> Solution:
+        if torch.compiler.is_compiling():
+            with torch.autocast(inputs.device.type, enabled=False):
+                return self._compiled(cell, pose(cell, inputs, state, lengths, reset), guess)
         with torch.autocast(inputs.device.type, enabled=False), full_precision():
             problem = pose(cell, inputs, state, lengths, reset)
             guess = _check_guess(guess, problem)
@@ -69,6 +81,32 @@ class Parallel(Solver):
                 search = self.search(cell, _detached(cell, problem), guess)
             states = self._attached(cell, problem, system, search, guess, adjoint or Implicit())
         return solution(self, problem, states, search)
+
+    def _compiled(self, cell: Cell, problem: Problem, guess: Tensor | None) -> Solution:
+        """A fixed number of iterations, differentiated as they are."""
+        if self.fixed is None or not isinstance(self.on_failure, Return):
+            raise InputError(
+                f"{self} decides by values what to run, which torch.compile cannot follow. Pass fixed_iterations=8, "
+                "on_failure=solvers.Return() to the solver, and look at solution.results."
+            )
+        system = problem.system(cell)
+        states = self.iterate(cell, system, guess, self.fixed, Unrolled())
+        with torch.no_grad():
+            residual, right = measured(system, states, self.tolerance(states.dtype))[2:]
+            prefix = right.long().cumprod(-1).sum(-1)
+            steps = torch.full_like(prefix, problem.steps) if problem.lengths is None else problem.lengths
+            results = torch.where(right.all(-1), int(Result.CONVERGED), int(Result.NOT_CONVERGED))
+            results = torch.where(residual.isfinite().all(-1), results, int(Result.NON_FINITE))
+        final, states = problem.final(states), problem.masked(states)
+        return Solution(
+            states=states if problem.batched else states.squeeze(0),
+            final=final if problem.batched else final.squeeze(0),
+            results=results,
+            iterations=torch.full_like(prefix, self.fixed),
+            residual=residual.amax(-1),
+            converged_steps=torch.minimum(prefix, steps),
+            solver=self,
+        )
 
     def _attached(
         self,
@@ -84,7 +122,11 @@ class Parallel(Solver):
         if isinstance(adjoint, Implicit):
             clean = problem.masked(search.states)
             return adjoint.attach(
-                cell, system, clean, lambda part, entering: self.linearise(cell, part, entering), self.block(problem.steps)
+                cell,
+                system,
+                clean,
+                lambda part, entering: self.linearise(cell, part, entering),
+                self.block(problem.steps),
             )
         assert isinstance(adjoint, LoopAdjoint)
         if bool((search.results == Result.FINISHED).any()):  # not found by iterations alone
@@ -129,10 +171,7 @@ def _detached(cell: Cell, problem: Problem) -> System:
 
 def transformed() -> bool:
     """Whether a transform of `torch.func`, or forward mode, is in force: values cannot then decide what is run."""
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-    )
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
 def _stepwise(solver: Solver, problem: Problem, system: System) -> Solution:
@@ -153,7 +192,7 @@ def _stepwise(solver: Solver, problem: Problem, system: System) -> Solution:
     )
 
 
-class full_precision:  # noqa: N801 - used as a function is
+class full_precision:
     """Matrix products in their full precision, TF32 off, while it lasts."""
 
     def __enter__(self) -> None:

@@ -1,4 +1,7 @@
-"""The same scan in two levels: all chunks at once, then from chunk to chunk. About 2√T operations instead of T."""
+"""The same scan in two levels: what each chunk makes of the state that enters it, then all chunks at once.
+
+About 2√T operations instead of T. Within a chunk the steps are those of the reference.
+"""
 
 import math
 
@@ -13,9 +16,15 @@ SHORT = 16  # steps below which one loop is the quicker way
 
 
 def linear_scan(
-    transition: Tensor, offset: Tensor, initial: Tensor | None = None, *, reset: Tensor | None = None, reverse: bool = False
+    transition: Tensor,
+    offset: Tensor,
+    initial: Tensor | None = None,
+    *,
+    reset: Tensor | None = None,
+    reverse: bool = False,
+    overwrite: bool = False,
 ) -> Tensor:
-    """As `reference.linear_scan`."""
+    """As `reference.linear_scan`. With `overwrite` the states may take the place of `offset`; not for gradients."""
     steps = offset.shape[-2]
     if steps < SHORT:
         return reference.linear_scan(transition, offset, initial, reset=reset, reverse=reverse)
@@ -24,41 +33,45 @@ def linear_scan(
         transition = torch.broadcast_to(transition, offset.shape)
     if reset is not None:
         transition = torch.where(reset.unsqueeze(-1), 0, transition)
-    if reverse:
-        offset, transition = offset.flip(-2), transition.flip(-2) if varies else transition
-    states = _forward(transition, offset, initial, varies)
-    return states.flip(-2) if reverse else states
 
-
-def _forward(transition: Tensor, offset: Tensor, initial: Tensor | None, varies: bool) -> Tensor:
-    steps = offset.shape[-2]
+    # Whole chunks first (in the order of the scan), then the steps that are left over.
     length = math.isqrt(steps)
-    chunks = -(-steps // length)
-    rows = _chunked(offset, chunks, length)  # length tensors of (..., chunks, n)
+    chunks = steps // length
+    left = steps - chunks * length
+    whole = slice(left, steps) if reverse else slice(0, steps - left)
+    rest = slice(0, left) if reverse else slice(steps - left, steps)
+    rows = offset[..., whole, :].unflatten(-2, (chunks, length)).unbind(-2)  # length times (..., chunks, n)
     if varies:
-        factors = _chunked(transition, chunks, length)
+        factors = transition[..., whole, :].unflatten(-2, (chunks, length)).unbind(-2)
     else:
-        factors = (transition,) * length  # (n,) or (..., 1, n): the same for all chunks
+        factors = (transition,) * length
+    order = range(length - 1, -1, -1) if reverse else range(length)
 
-    local, reach = [rows[0]], [factors[0]]
-    for i in range(1, length):
-        local.append(torch.addcmul(rows[i], factors[i], local[-1]))
-        reach.append(factors[i] * reach[-1])
-
-    whole = reach[-1]  # what a chunk makes of the state that enters it: (..., chunks, n), or the same for all
-    ends = local[-1].unbind(-2)
-    across = whole.unbind(-2) if varies else (whole.squeeze(-2) if whole.dim() > 1 else whole,) * chunks
-    entering = [torch.zeros_like(ends[0]) if initial is None else initial]
-    for j in range(chunks - 1):
+    end, reach = rows[order[0]], factors[order[0]]
+    for i in order[1:]:
+        end = torch.addcmul(rows[i], factors[i], end)
+        reach = factors[i] * reach
+    ends = end.unbind(-2)
+    across = reach.unbind(-2) if varies else (reach.squeeze(-2) if reach.dim() > 1 else reach,) * chunks
+    entering = [torch.zeros_like(ends[0]) if initial is None else initial.expand_as(ends[0])]
+    for j in range(chunks - 1, -1, -1) if reverse else range(chunks):
         entering.append(torch.addcmul(ends[j], across[j], entering[-1]))
+    last = entering.pop()
 
-    carried = torch.stack(entering, -2).unsqueeze(-2)  # (..., chunks, 1, n)
-    states = torch.addcmul(torch.stack(local, -2), torch.stack(reach, -2), carried)
-    return states.flatten(-3, -2)[..., :steps, :]
-
-
-def _chunked(values: Tensor, chunks: int, length: int) -> tuple[Tensor, ...]:
-    missing = chunks * length - values.shape[-2]
-    if missing:
-        values = torch.cat((values, values.new_zeros(*values.shape[:-2], missing, values.shape[-1])), -2)
-    return values.unflatten(-2, (chunks, length)).unbind(-2)
+    state = torch.stack(entering[::-1] if reverse else entering, -2)  # (..., chunks, n)
+    remaining = transition[..., rest, :] if varies else transition
+    tail = reference.linear_scan(remaining, offset[..., rest, :], last, reverse=reverse) if left else None
+    if overwrite:
+        for i in order:
+            state = torch.addcmul(rows[i], factors[i], state, out=rows[i])
+        if tail is not None:
+            offset[..., rest, :] = tail
+        return offset
+    states = []
+    for i in order:
+        state = torch.addcmul(rows[i], factors[i], state)
+        states.append(state)
+    found = torch.stack(states[::-1] if reverse else states, -2).flatten(-3, -2)
+    if tail is None:
+        return found
+    return torch.cat((tail, found) if reverse else (found, tail), -2)

@@ -7,7 +7,13 @@ __all__ = ["linear_scan"]
 
 
 def linear_scan(
-    transition: Tensor, offset: Tensor, initial: Tensor | None = None, *, reset: Tensor | None = None, reverse: bool = False
+    transition: Tensor,
+    offset: Tensor,
+    initial: Tensor | None = None,
+    *,
+    reset: Tensor | None = None,
+    reverse: bool = False,
+    overwrite: bool = False,
 ) -> Tensor:
     """The states of a diagonal linear recurrence.
 
@@ -18,6 +24,7 @@ def linear_scan(
         initial: (..., n) the state that enters the first step; zero if not given.
         reset: (..., time) bool. True at t: nothing enters step t, so that x_t = b_t.
         reverse: Run from the last step to the first: x_t = a_t x_{t+1} + b_t.
+        overwrite: The states may take the place of `offset`, which saves memory; here they do not.
     """
     steps = offset.shape[-2]
     factors = torch.broadcast_to(transition, offset.shape)

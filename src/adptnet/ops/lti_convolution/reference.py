@@ -9,7 +9,13 @@ __all__ = ["lti_convolution"]
 
 
 def lti_convolution(
-    transition: Tensor, offset: Tensor, initial: Tensor | None = None, *, reset: Tensor | None = None, reverse: bool = False
+    transition: Tensor,
+    offset: Tensor,
+    initial: Tensor | None = None,
+    *,
+    reset: Tensor | None = None,
+    reverse: bool = False,
+    overwrite: bool = False,
 ) -> Tensor:
     """As `linear_scan` for a transition that is the same at every step: x_t = Σ_k a^(t-k) b_k + a^(t+1) x_{-1}.
 

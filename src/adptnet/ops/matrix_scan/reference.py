@@ -7,7 +7,12 @@ __all__ = ["matrix_scan"]
 
 
 def matrix_scan(
-    transition: Tensor, offset: Tensor, initial: Tensor | None = None, *, reset: Tensor | None = None, reverse: bool = False
+    transition: Tensor,
+    offset: Tensor,
+    initial: Tensor | None = None,
+    *,
+    reset: Tensor | None = None,
+    reverse: bool = False,
 ) -> Tensor:
     """The states of a linear recurrence.
 
