@@ -20,7 +20,7 @@ __all__ = ["Adjoint", "Checkpointed", "Implicit", "Unrolled"]
 PATIENCE = 3  # rises of the residual in a row after which the iterations for a gradient give up
 
 
-class Adjoint(abc.ABC):
+class Adjoint(abc.ABC):  # noqa: B024 - the two kinds below share no method, only their place in a call
     """How what was computed is differentiated."""
 
 

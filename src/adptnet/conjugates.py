@@ -406,7 +406,7 @@ class HeadedConjugate(Conjugate):
         return self.each.diagonal().flatten(-2)
 
     def blocks(self) -> BlockDiagonal:
-        return BlockDiagonal(*(None if part is None else part.flatten(-2) for part in self.each.blocks()))
+        return self.each.blocks().mapped(lambda part: part.flatten(-2))
 
     def dense(self) -> Matrix:
         return block_diagonal(self.each.dense())

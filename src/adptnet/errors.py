@@ -31,6 +31,10 @@ class NotConverged(AdptnetError, ArithmeticError):
     """A solver with the policy `Raise` did not reach its tolerance."""
 
 
+class NotConvergedWarning(UserWarning):
+    """A layer went on with states that its solver, with the policy `Return`, did not find to its tolerance."""
+
+
 class IncompatibleError(AdptnetError, ValueError):
     """Parts that are each fine but do not fit together."""
 

@@ -78,7 +78,7 @@ class Diagonal(Transition):
     """Numbers, or complex pairs, for each step (batch or 1, time or 1, n). `by` is what runs the recurrence."""
 
     def __init__(self, blocks: BlockDiagonal, by: Scan = linear_scan):
-        self.blocks = BlockDiagonal(*(None if part is None else _rows(part) for part in blocks))
+        self.blocks = blocks.mapped(_rows)
         self.by = by
 
     def mv(self, x: Tensor) -> Tensor:
@@ -108,14 +108,13 @@ class Diagonal(Transition):
         return x if self.blocks.imag is None else torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
 
     def scaled(self, factor: float | Tensor) -> Transition:
-        return self._mapped(lambda part: factor * part)
+        return Diagonal(self.blocks.mapped(lambda part: factor * part), self.by)
 
     def backward(self) -> Transition:
-        turned = self.blocks.transposed()
-        return Diagonal(BlockDiagonal(*(None if part is None else _next(part, 1) for part in turned)), self.by)
+        return Diagonal(self.blocks.transposed().mapped(lambda part: _next(part, 1)), self.by)
 
     def part(self, rows: Tensor | None, start: int, stop: int | None = None) -> Transition:
-        return self._mapped(lambda part: _part(part, rows, start, stop, 1))
+        return Diagonal(self.blocks.mapped(lambda part: _part(part, rows, start, stop, 1)), self.by)
 
     def product(self, steps: int) -> Transition:
         factors = self.blocks.eigenvalues()
@@ -132,9 +131,6 @@ class Diagonal(Transition):
         real = torch.cat([part.blocks.real for part in every], 1)
         imags = [part.blocks.imag for part in every if part.blocks.imag is not None]
         return Diagonal(BlockDiagonal(real, torch.cat(imags, 1) if imags else None), self.by)
-
-    def _mapped(self, change: Callable[[Tensor], Tensor]) -> "Diagonal":
-        return Diagonal(BlockDiagonal(*(None if part is None else change(part) for part in self.blocks)), self.by)
 
 
 def _rows(values: Tensor) -> Tensor:
@@ -232,10 +228,12 @@ class Coupled(Transition):
     def _apart(self, x: Tensor) -> Tensor:
         """(…, 2·blocks·m/2) to (…, blocks, m)."""
         blocks, size = self.matrices.shape[-3], self.matrices.shape[-1]
-        return x.unflatten(-1, (2, blocks, size // 2)).transpose(-3, -2).flatten(-2)
+        apart: Tensor = x.unflatten(-1, (2, blocks, size // 2)).transpose(-3, -2).flatten(-2)
+        return apart
 
     def _together(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (2, -1)).transpose(-3, -2).flatten(-3)
+        together: Tensor = x.unflatten(-1, (2, -1)).transpose(-3, -2).flatten(-3)
+        return together
 
     def mv(self, x: Tensor) -> Tensor:
         return self._together((self.matrices @ self._apart(x).unsqueeze(-1)).squeeze(-1))

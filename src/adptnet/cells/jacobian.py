@@ -1,7 +1,7 @@
 """The Jacobian of an ADPT step in closed form.
 
-For one plane the step is x' = Λ(x + a k + b v) + c k + d v + drive, where a, b, c, d are numbers that depend on x through
-k, v and x itself. So J = Λ + (aΛ + c) dk/dx + (bΛ + d) dv/dx + Λk ∇a + Λv ∇b + k ∇c + v ∇d: four rows of numbers and
+For one plane the step is x' = Λ(x + a k + b v) + c k + d v + drive, where a, b, c, d are numbers made of k, v and x.
+So J = Λ + (aΛ + c) dk/dx + (bΛ + d) dv/dx + Λk ∇a + Λv ∇b + k ∇c + v ∇d: four rows of numbers and
 matrices that are the same at every state. J and its diagonal cost a few products with K and V, not n derivatives.
 """
 

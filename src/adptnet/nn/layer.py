@@ -1,6 +1,7 @@
 """The layer: (batch, time, width) in and out, around any cell."""
 
 import abc
+import warnings
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from ..beta import BetaValue
 from ..cells import ADPTSpec, ADPTState, Cell, CellSpec
 from ..cells.base import positions
 from ..cells.spec import axes as adpt_axes
-from ..errors import InputError, NonFiniteError, SpecError
+from ..errors import InputError, NonFiniteError, NotConvergedWarning, SpecError
 from ..projections import Dense, Projection, ProjectionSpec
-from ..solvers import Sequential, Solution, Solver
+from ..solvers import Result, Return, Sequential, Solution, Solver
+from ..solvers.parallel import Parallel
 from ..solvers.problem import check_dtype, check_lengths, valid
 from ..spec import ModuleSpec, check_kind, nearest, spec
 from ..spectra import Linspace, SpectrumSpec
@@ -212,6 +214,7 @@ class RecurrentLayer(nn.Module, abc.ABC):
         solution = _solver(solver, self.solver)(
             cell, x, state, lengths=lengths, reset=reset, adjoint=adjoint or self.adjoint
         )
+        _warn_unless_solved(solution)
         with torch.autocast(x.device.type, enabled=False):
             shown = self.cell.output(solution.states)
             outputs = shown if self.readout is None else self.readout(shown)
@@ -241,6 +244,20 @@ class RecurrentLayer(nn.Module, abc.ABC):
                 f"x is not finite: first at {place}; {int((~finite).sum())} of {finite.numel()} steps hold NaN or "
                 "infinity. Mend the data (x.isfinite() finds it); nothing is repaired here."
             )
+
+
+def _warn_unless_solved(solution: Solution) -> None:
+    solver = solution.solver
+    if torch.compiler.is_compiling() or not isinstance(solver, Parallel) or not isinstance(solver.on_failure, Return):
+        return  # any other policy deals with it
+    if solution.result != Result.CONVERGED:
+        warnings.warn(
+            f"{solver} handed back states that are not solved ({solution.result.name}, residual "
+            f"{float(solution.residual.max()):.1e}), as its policy Return() says. Pass on_failure=solvers.Finish() to "
+            "have them completed.",
+            NotConvergedWarning,
+            stacklevel=4,
+        )
 
 
 def _turned(values: Tensor | None) -> Tensor | None:

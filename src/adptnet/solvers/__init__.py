@@ -1,6 +1,7 @@
 """Solvers: how all steps of a sequence are found. The same call for each, and the same `Solution`."""
 
 from . import linearisations
+from .auto import Auto
 from .base import Result, Solution, Solver
 from .blockwise import BlockWise
 from .damping import Adaptive, Damping, Proximal, Scale, TrustRegion
@@ -11,6 +12,7 @@ from .sequential import Sequential
 __all__ = [
     "DEER",
     "Adaptive",
+    "Auto",
     "BlockWise",
     "ConvDEER",
     "Damping",

@@ -104,7 +104,7 @@ class JacobianDiagonal(Linearisation):
         ).to(entering)
         total = torch.zeros_like(entering)
         for sign in signs * 2 - 1:
-            _, along = torch.func.jvp(lambda state: step(state, drive), (entering,), (sign.expand_as(entering),))
+            along = torch.func.jvp(lambda state: step(state, drive), (entering,), (sign.expand_as(entering),))[1]
             total = total + sign * along
         return total / self.probes
 
@@ -248,6 +248,7 @@ class MeanRotation(_Mean):
                     f"{type(cell).__name__} with {type(conjugate).__name__}. Use solvers.KoopmanDEER()."
                 )
             total = total + conjugate.turned_sum(weight[:, at])
+        assert lambda_bar is not None
         left, _, right = torch.linalg.svd(total)
         return InBasis(left @ right, Diagonal(lambda_bar))
 

@@ -209,7 +209,10 @@ def ForwardDEER(damping: Damping | None = None, **options: Any) -> Newton:
 
 
 def ConvDEER(damping: Damping | None = None, *, by: Callable[..., Tensor] = linear_scan, **options: Any) -> Newton:
-    """Newton with Λ̄ itself: no derivative, nothing to compute. For ADPT cells. `by=ops.lti_convolution` runs it by FFT."""
+    """Newton with Λ̄ itself: no derivative, nothing to compute. For ADPT cells.
+
+    `by=ops.lti_convolution` runs it by FFT.
+    """
     return Newton(Linear(by), damping, **options)
 
 
@@ -220,7 +223,10 @@ def KoopmanDEER(
     means: int = 1,
     **options: Any,
 ) -> Newton:
-    """Newton with one matrix for all time, a mean over the guess: no derivative. `means` of them for as many stretches."""
+    """Newton with one matrix for all time, a mean over the guess: no derivative.
+
+    `means` of them for as many stretches of time; `mean=solvers.linearisations.MeanRotation` for the paper's form.
+    """
     return Newton(mean(means), damping, **options)
 
 

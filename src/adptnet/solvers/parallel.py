@@ -1,4 +1,4 @@
-"""What all solvers share that are parallel in time: from the inputs to a search, and from what it found to a solution."""
+"""What the solvers share that are parallel in time: from inputs to a search, from what it found to a solution."""
 
 import abc
 import dataclasses
@@ -143,7 +143,7 @@ class Parallel(Solver):
         transition = self.linearise(cell, system, entering)
 
         def along(tangent: Tensor, point: Tensor, drive: Tensor, pushed: Tensor) -> Tensor:
-            _, moved = torch.func.jvp(lambda state: system.step(state, drive), (point,), (tangent,))
+            moved: Tensor = torch.func.jvp(lambda state: system.step(state, drive), (point,), (tangent,))[1]
             return moved + pushed
 
         pushed = torch.randn(states.shape, generator=torch.Generator().manual_seed(0)).to(states)

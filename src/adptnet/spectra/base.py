@@ -5,6 +5,7 @@ the state, the rotations and every bound stay real.
 """
 
 import abc
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,10 @@ class BlockDiagonal(NamedTuple):
         if self.imag is None:
             return self.real * x
         return self.real * x + self.imag * _quarter_turn(x)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "BlockDiagonal":
+        """The same change made to each part."""
+        return BlockDiagonal(change(self.real), None if self.imag is None else change(self.imag))
 
     def transposed(self) -> "BlockDiagonal":
         """Λ'."""

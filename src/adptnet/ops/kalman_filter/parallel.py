@@ -1,8 +1,8 @@
 """The same filter parallel in time: the variances by one associative scan, then the means by another.
 
-Composing steps of the variance recursion needs three numbers (matrices) of each stretch of time: what it makes of the
-state that enters it if nothing else is known (`reach`), the variance it ends with (`variance`), and what it tells of the
-state that entered it (`information`); two neighbouring stretches combine into one.
+Of each stretch of time three numbers (or matrices) are needed: what it makes of the state that enters it (`reach`), the
+variance it ends with (`variance`), and what it tells of the state that entered it (`information`). Two neighbouring
+stretches combine into one.
 """
 
 import math
@@ -103,7 +103,8 @@ def _prefixes(steps: _Stretch, join: Callable[[_Stretch, _Stretch], _Stretch], t
         missing = chunks * length - count
         last = values.narrow(time, count - 1, 1)
         filled = torch.cat((values, *[last] * missing), time) if missing else values
-        return filled.unflatten(time, (chunks, length)).unbind(time)
+        parts: tuple[Tensor, ...] = filled.unflatten(time, (chunks, length)).unbind(time)
+        return parts
 
     rows = [_Stretch(*parts) for parts in zip(*(chunked(part) for part in steps), strict=True)]
     local = [rows[0]]

@@ -41,10 +41,8 @@ def linear_scan(
     whole = slice(left, steps) if reverse else slice(0, steps - left)
     rest = slice(0, left) if reverse else slice(steps - left, steps)
     rows = offset[..., whole, :].unflatten(-2, (chunks, length)).unbind(-2)  # length times (..., chunks, n)
-    if varies:
-        factors = transition[..., whole, :].unflatten(-2, (chunks, length)).unbind(-2)
-    else:
-        factors = (transition,) * length
+    parts = transition[..., whole, :].unflatten(-2, (chunks, length)).unbind(-2) if varies else None
+    factors = (transition,) * length if parts is None else parts
     order = range(length - 1, -1, -1) if reverse else range(length)
 
     end, reach = rows[order[0]], factors[order[0]]

@@ -30,11 +30,11 @@ def linear_scan(
     factors = torch.broadcast_to(transition, offset.shape)
     if reset is not None:
         factors = torch.where(reset.unsqueeze(-1), 0, factors)
-    state = torch.zeros_like(offset[..., 0, :]) if initial is None and steps else initial
+    if not steps:
+        return offset.clone()
+    state = torch.zeros_like(offset[..., 0, :]) if initial is None else initial
     states: list[Tensor] = []
     for t in reversed(range(steps)) if reverse else range(steps):
         state = factors[..., t, :] * state + offset[..., t, :]
         states.append(state)
-    if not states:
-        return offset.clone()
     return torch.stack(states[::-1] if reverse else states, -2)

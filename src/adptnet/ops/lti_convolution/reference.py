@@ -33,6 +33,7 @@ def lti_convolution(
         return lti_convolution(transition, offset.flip(-2), initial).flip(-2)
     kernel = _powers(transition, torch.arange(steps, device=offset.device))  # (..., time, n)
     size = 2 * steps
+    states: Tensor
     if offset.is_complex() or transition.is_complex():
         product = torch.fft.fft(kernel, size, dim=-2) * torch.fft.fft(offset, size, dim=-2)
         states = torch.fft.ifft(product, size, dim=-2)[..., :steps, :]
@@ -50,5 +51,5 @@ def _powers(base: Tensor, exponent: Tensor) -> Tensor:
     row = base.unsqueeze(0) if base.dim() == 1 else base
     column = exponent.unsqueeze(-1).to(row.real.dtype)
     if not base.is_complex():
-        return row**column
-    return torch.polar(row.abs() ** column, row.angle() * column)
+        return torch.pow(row, column)
+    return torch.polar(torch.pow(row.abs(), column), row.angle() * column)

@@ -61,4 +61,5 @@ def _chunked(values: Tensor, chunks: int, length: int, missing: int, before: boo
     if missing:
         filling = values.new_zeros(*values.shape[:-3], missing, *values.shape[-2:])
         values = torch.cat((filling, values) if before else (values, filling), -3)
-    return values.unflatten(-3, (chunks, length)).unbind(-3)
+    parts: tuple[Tensor, ...] = values.unflatten(-3, (chunks, length)).unbind(-3)
+    return parts

@@ -27,12 +27,11 @@ def matrix_scan(
     matrices = torch.broadcast_to(transition, (*offset.shape, offset.shape[-1]))
     if reset is not None:
         matrices = torch.where(reset[..., None, None], 0, matrices)
-    state = torch.zeros_like(offset[..., 0, :]) if initial is None and steps else initial
+    if not steps:
+        return offset.clone()
+    state = torch.zeros_like(offset[..., 0, :]) if initial is None else initial
     states: list[Tensor] = []
     for t in reversed(range(steps)) if reverse else range(steps):
-        assert state is not None
         state = (matrices[..., t, :, :] @ state.unsqueeze(-1)).squeeze(-1) + offset[..., t, :]
         states.append(state)
-    if not states:
-        return offset.clone()
     return torch.stack(states[::-1] if reverse else states, -2)
