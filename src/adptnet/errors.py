@@ -11,6 +11,7 @@ __all__ = [
     "InputError",
     "NonFiniteError",
     "NotConverged",
+    "NotConvergedWarning",
     "SpecError",
 ]
 

@@ -1,6 +1,7 @@
 """The loop of every parallel solver: s ← scan(A, f(s) - A s), with steps and sequences dropped as they converge."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -138,6 +139,8 @@ class Tolerance(NamedTuple):
     """A step is right when |f(s_{t-1}) - s_t| <= absolute + relative · scale, the scale being that of step t.
 
     It is measured step by step and not over the sequence, so that a wild guess far off cannot make a wrong step pass.
+    In a long memory small errors of one sign add up, so the next iteration must not move a right step far either: not
+    beyond `slack` times as much.
     """
 
     absolute: float | Tensor  # one number, or (batch, 1)
@@ -147,6 +150,11 @@ class Tolerance(NamedTuple):
         """(batch, time)."""
         scale = torch.maximum(_largest(entering), _largest(values))
         return self.absolute + self.relative * scale
+
+    @staticmethod
+    def slack(steps: int) -> float:
+        """Rounding adds up as well, with the root of the length."""
+        return max(4.0, math.sqrt(steps) / 16)
 
     def part(self, rows: Tensor | None) -> "Tolerance":
         if rows is None or not isinstance(self.absolute, Tensor):
@@ -188,7 +196,10 @@ class Found(NamedTuple):
     history: History
 
 
-Update = Callable[[System, Tensor | None, int, Tensor, Tensor, Tensor, Tensor], Tensor]
+# From the system, the sequences and the first step left of the whole, and what enters each step, to the transition
+Linearise = Callable[[System, Tensor | None, int, Tensor], Transition]
+# From the transition, the system, the states, what enters each step, f of it, and the damping, to the next states
+Advance = Callable[[Transition, System, Tensor, Tensor, Tensor, Tensor], Tensor]
 Adapt = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -208,7 +219,8 @@ def newton_update(transition: Transition, system: System, entering: Tensor, valu
 def solve(
     system: System,
     guess: Tensor,
-    update: Update,
+    linearise: Linearise,
+    advance: Advance,
     tolerance: Tolerance,
     *,
     max_iterations: int,
@@ -222,8 +234,8 @@ def solve(
     Args:
         system: The equations.
         guess: (batch, time, n) where to start.
-        update: From the system, the sequences and the first step left of the whole, the states, what enters each step,
-            f of it, and the strength of damping, to the next states.
+        linearise: The transition of an iteration.
+        advance: The next states.
         tolerance: When a step is right. Convergence is tested on each new iterate.
         max_iterations: Updates at most.
         patience: Give a sequence up after this many rises of its residual in a row, if it is then above the guess's.
@@ -239,17 +251,30 @@ def solve(
     rows: Tensor | None = None  # None: all are left
     start = 0
     part, current = system, guess
+    slack = tolerance.slack(steps)
     entering, values, residual, right = measured(part, current, tolerance)
     frozen = torch.zeros(batch, dtype=guess.dtype, device=device)  # the largest residual among dropped steps
+    drift = torch.zeros_like(system.initial)  # how far off the last dropped step may be
     totals.record(rows, start, residual.amax(-1) if steps else frozen, right, frozen)
     first = previous = totals.last_residual.clone()
     rises = torch.zeros(batch, dtype=torch.int64, device=device)
     for iteration in range(1, max_iterations + 1):
         if not batch or not steps:
             break
-        current = update(part, rows, start, current, entering, values, strength)
-        del entering, values  # as large as the states
-        entering, values, residual, right = measured(part, current, tolerance if rows is None else tolerance.part(rows))
+        if iteration == 1:
+            transition = linearise(part, rows, start, entering)
+        current = advance(transition, part, current, entering, values, strength)
+        del entering, values, transition  # as large as the states
+        limits = tolerance.part(rows)
+        entering, values, residual, right = measured(part, current, limits)
+        transition = linearise(part, rows, start, entering)
+        move = _move(transition, part, current, values, right, drift)
+        reach = limits.allowed(entering[:, : move.shape[1]], values[:, : move.shape[1]])
+        size, valid = _largest(move), part.valid
+        if valid is not None:
+            size = torch.where(valid[:, : move.shape[1]], size, 0.0)
+        settling = right[:, : move.shape[1]] & (size <= reach)
+        right[:, : move.shape[1]] &= size <= slack * reach
         worst = residual.amax(-1)
         totals.count(rows)
         totals.record(rows, start, worst, right, frozen)
@@ -272,15 +297,21 @@ def solve(
             if not len(keep):
                 finished = True
                 break
-            current, right, residual, frozen, strength, previous, first, rises, entering, values = (
+            current, residual, frozen, strength, previous, first, rises, entering, values, settling, move, drift = (
                 every.index_select(0, keep)
-                for every in (current, right, residual, frozen, strength, previous, first, rises, entering, values)
+                for every in (
+                    *(current, residual, frozen, strength, previous, first, rises, entering, values),
+                    *(settling, move, drift),
+                )
             )
             part = part.part(keep, 0, part.initial.index_select(0, keep))
+            transition = transition.part(keep, 0)
         # Steps that are right in every sequence that is left need not be done again.
-        settled = int(right.long().cumprod(-1).sum(-1).min()) if iteration >= least else 0
+        settled = int(settling.long().cumprod(-1).sum(-1).min()) if iteration >= least else 0
         settled = min(settled, current.shape[1] - 1)
         if settled:
+            drift = move[:, settled - 1]
+            transition = transition.part(None, settled)
             kept = torch.empty_like(guess) if kept is None else kept
             kept[slice(None) if rows is None else rows, start : start + settled] = current[:, :settled]
             frozen = torch.maximum(frozen, residual[:, :settled].amax(-1))
@@ -306,12 +337,23 @@ def measured(system: System, states: Tensor, tolerance: Tolerance) -> tuple[Tens
     return entering, values, residual, right
 
 
+def _move(
+    transition: Transition, system: System, states: Tensor, values: Tensor, right: Tensor, drift: Tensor
+) -> Tensor:
+    """How far the next iteration would move the steps up to the last that is right so far: (batch, these steps, n)."""
+    steps = int(right.long().cumprod(-1).sum(-1).max())
+    reset = None if system.reset is None else system.reset[:, :steps]
+    if not steps:
+        return states[:, :0]
+    return transition.part(None, 0, steps).scan(values[:, :steps] - states[:, :steps], drift, reset)
+
+
 class _Totals:
     """What is known of each sequence of the whole batch while only some are left."""
 
     def __init__(self, batch: int, steps: int, lengths: Tensor | None, like: Tensor):
         device = like.device
-        self.lengths = torch.full((batch,), steps, device=device) if lengths is None else lengths
+        self.lengths = torch.full((batch,), steps, device=device) if lengths is None else lengths.clamp(min=0)
         self.iterations = torch.zeros(batch, dtype=torch.int64, device=device)
         self.last_residual = torch.zeros(batch, dtype=like.dtype, device=device)
         self.converged_steps = torch.zeros(batch, dtype=torch.int64, device=device)

@@ -100,22 +100,11 @@ class Newton(Parallel):
         start = self.guess(cell, system) if guess is None else guess
         fixed = self.fixed_iterations
 
-        def update(
-            part: System,
-            rows: Tensor | None,
-            first: int,
-            states: Tensor,
-            entering: Tensor,
-            values: Tensor,
-            strength: Tensor,
-        ) -> Tensor:
-            transition = self.linearisation.transition(cell, part, entering)
-            return self.damping.update(transition, part, states, entering, values, strength)
-
         found = solve(
             system,
             start,
-            update,
+            lambda part, rows, first, entering: self.linearisation.transition(cell, part, entering),
+            self.damping.update,
             self.tolerance(start.dtype),
             max_iterations=fixed or self.max_iterations or max(system.steps, 100),
             patience=None if fixed else self.patience,

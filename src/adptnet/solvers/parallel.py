@@ -152,9 +152,8 @@ class Parallel(Solver):
         found = solve(
             linear,
             torch.zeros_like(states),
-            lambda part, rows, start, _, point, values, __: newton_update(
-                transition.part(rows, start), part, point, values
-            ),
+            lambda part, rows, start, point: transition.part(rows, start),
+            lambda at, part, _, point, values, __: newton_update(at, part, point, values),
             Tolerance(0.0, torch.finfo(states.dtype).eps ** 0.75),
             max_iterations=system.steps,
             patience=None,
