@@ -85,7 +85,7 @@ def step_jacobian(
         directions: K and V.
         of: a, b, c, d.
     """
-    recorded = torch.is_grad_enabled()
+    recorded = torch.is_grad_enabled() and _learns(state, eigen, source, directions, of)
     with torch.enable_grad():
         x = state.view_as(state) if recorded and state.requires_grad else state.detach().requires_grad_()
         seen = source(x)
@@ -109,6 +109,21 @@ def step_jacobian(
         slope,
         [(column.detach(), row.detach()) for column, row in jacobian.outer],
     )
+
+
+def _learns(
+    state: Tensor,
+    eigen: BlockDiagonal,
+    source: Callable[[Tensor], Tensor],
+    directions: Sequence[Direction],
+    of: Numbers,
+) -> bool:
+    """Whether a gradient of the Jacobian can be asked for at all."""
+    point = state.detach()
+    unturned = [direction.project(source(point)) for direction in directions]
+    key, value = (unit(reach.detach()) for reach in unturned)
+    numbers = of(key, value, point)
+    return any(part.requires_grad for part in (state, eigen.real, *unturned, *numbers))
 
 
 def _assembled(
