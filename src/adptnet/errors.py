@@ -4,7 +4,16 @@ Each message says what was given, what was needed and what to type. Every class 
 so `except ValueError` keeps working.
 """
 
-__all__ = ["AdptnetError", "CheckpointError", "IncompatibleError", "InputError", "NonFiniteError", "NotConverged", "SpecError"]
+__all__ = [
+    "AdptnetError",
+    "BackendWarning",
+    "CheckpointError",
+    "IncompatibleError",
+    "InputError",
+    "NonFiniteError",
+    "NotConverged",
+    "SpecError",
+]
 
 
 class AdptnetError(Exception):
@@ -33,3 +42,7 @@ class SpecError(AdptnetError, ValueError):
 
 class CheckpointError(AdptnetError, ValueError):
     """A file that is not a complete adptnet checkpoint."""
+
+
+class BackendWarning(UserWarning):
+    """Something runs, but not as fast as it could on this machine."""
