@@ -1,6 +1,6 @@
 """The whole ADPT recurrence as one operation, forward and backward. The derivation is in the README beside this file.
 
-`adpt_scan` is what to call. Torch sees one operation, `adptnet::adpt_scan`, which it can differentiate, compile, export.
+`adpt_scan` is what to call. Torch sees one operation, `adptnet::adpt_scan`, to differentiate, compile and export.
 """
 
 from collections.abc import Sequence

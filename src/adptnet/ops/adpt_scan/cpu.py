@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import memory, native
 from .form import Constants, Form
 
-__all__ = ["backward", "forward", "kept", "ready"]
+__all__ = ["backward", "forward", "kept", "products", "ready"]
 
 SPAN = 1 << 20  # bytes of states whose gradients are held before they go into the gradient of the weights
 
@@ -41,7 +41,8 @@ def kept(drive: Tensor, constants: Constants, form: Form, save: bool) -> tuple[i
     """The shape of what the forward saves: K x and V x of every step."""
     if not save or not form.turns or form.given:
         return (0,)
-    return form.heads, *drive.shape[:2], 2 * _padded(constants.real.shape[0] // form.heads, drive.dtype)
+    batch, steps = drive.shape[:2]
+    return form.heads, steps, batch, 2 * _padded(constants.real.shape[0] // form.heads, drive.dtype)
 
 
 def _padded(size: int, dtype: torch.dtype) -> int:
@@ -120,6 +121,12 @@ def backward(
         if constants.bias is not None:
             bias_gradient += left.sum(1)
     return drive_gradient, carry, _gathered(call, constants, form, sums, weight_gradient, bias_gradient, size)
+
+
+def products(drive: Tensor, state: Tensor, constants: Constants, form: Form, *, transposed: bool) -> None:
+    """Only the matrix products of every step, forward or of the backward: a limit to measure against."""
+    call = _Call(drive, state, constants, form, None, None)
+    call.run("adpt_scan_products", backward=transposed)
 
 
 def _gathered(
@@ -221,13 +228,14 @@ class _Call:
         if "workspace" not in self.held:
             self.set(workspace=memory.empty(needed, dtype=torch.uint8))
         call: Callable[..., None] = getattr(self.library, function)
-        call(ctypes.byref(self.scan))
+        call(ctypes.byref(self.scan), *([backward] if function == "adpt_scan_products" else []))
 
 
 def _declare(library: Any) -> None:
     library.adpt_scan_workspace.argtypes = [ctypes.POINTER(_Scan), ctypes.c_int64]
     for function in (library.adpt_scan_workspace, library.adpt_scan_layout):
         function.restype = ctypes.c_int64
+    library.adpt_scan_products.argtypes = [ctypes.POINTER(_Scan), ctypes.c_int64]
     for function in (library.adpt_scan_forward, library.adpt_scan_backward):
         function.argtypes = [ctypes.POINTER(_Scan)]
         function.restype = None

@@ -32,10 +32,10 @@ struct Scan {
   const void *feed_real, *feed_imag, *decay, *charge;
   const uint8_t* reset;
   const int64_t* lengths;
-  void *states, *projections;             // projections: (heads, batch, steps, 2 pad), may be null
+  void *states, *projections;             // projections: (heads, steps, batch, 2 pad), may be null
   const void* state_gradients;
   void *carry, *drive_gradients;
-  void *projection_gradients, *sources;   // (heads, batch, last - first, 2 pad) and (..., pad)
+  void *projection_gradients, *sources;   // (heads, last - first, batch, 2 pad) and (..., pad)
   double* sums;                           // (tasks, 7, pad): of real, imag, feed_real, feed_imag, decay, charge; beta
   void* workspace;
 };
@@ -71,16 +71,25 @@ template <class T> INLINE Vec<T> load(const T* from) {
 }
 template <class T> INLINE void store(T* to, Vec<T> v) { std::memcpy(to, &v, sizeof v); }
 
-// Entries i, i + 1, ... of a row that ends at `size`; zero past its end.
-template <class T> INLINE Vec<T> load(const T* row, int64_t i, int64_t size) {
-  if (i + lanes<T> <= size) return load<T>(row + i);
-  Vec<T> v = {};
-  for (int64_t l = 0; i + l < size; ++l) v[l] = row[i + l];
-  return v;
+// The entries of a row of the caller, `size` of them, to and from padded memory.
+template <class T> INLINE void fetch(const T* from, int64_t size, T* to, int64_t pad) {
+  const int64_t whole = size / lanes<T> * lanes<T>;
+  for (int64_t i = 0; i < whole; i += lanes<T>) store<T>(to + i, load<T>(from + i));
+  for (int64_t i = whole; i < pad; ++i) to[i] = i < size ? from[i] : T(0);
 }
-template <class T> INLINE void store(T* row, Vec<T> v, int64_t i, int64_t size) {
-  if (i + lanes<T> <= size) return store<T>(row + i, v);
-  for (int64_t l = 0; i + l < size; ++l) row[i + l] = v[l];
+template <class T> INLINE void put(const T* from, int64_t size, T* to) {
+  const int64_t whole = size / lanes<T> * lanes<T>;
+  for (int64_t i = 0; i < whole; i += lanes<T>) store<T>(to + i, load<T>(from + i));
+  for (int64_t i = whole; i < size; ++i) to[i] = from[i];
+}
+template <class T> INLINE void add(const T* from, int64_t size, T* to) {
+  const int64_t whole = size / lanes<T> * lanes<T>;
+  for (int64_t i = 0; i < whole; i += lanes<T>) store<T>(to + i, load<T>(to + i) + load<T>(from + i));
+  for (int64_t i = whole; i < size; ++i) to[i] += from[i];
+}
+// Rows of one step lie far apart; the processor does not see the next ones coming.
+template <class T> INLINE void expect(const T* row, int64_t size) {
+  for (int64_t i = 0; i < size; i += 64 / sizeof(T)) __builtin_prefetch(row + i);
 }
 
 #if defined(__clang__) || __GNUC__ >= 12
@@ -109,6 +118,7 @@ template <class T, int Group> INLINE Vec<T> totals(Vec<T>* sums) {
     return sums[0];
   } else {
     Vec<T> next[Group / 2];
+#pragma GCC unroll 8
     for (int i = 0; i < Group / 2; ++i)
       next[i] = halved<T, Group>(sums[i], sums[i + Group / 2], std::make_integer_sequence<int, lanes<T>>());
     return totals<T, Group / 2>(next);
@@ -116,6 +126,7 @@ template <class T, int Group> INLINE Vec<T> totals(Vec<T>* sums) {
 }
 // The sum over the lanes of each of `Count` vectors; Count is a multiple of eight, so of every number of lanes.
 template <class T, int Count> INLINE void sum_lanes(Vec<T>* sums, T* out) {
+#pragma GCC unroll 16
   for (int i = 0; i < Count; i += lanes<T>) store<T>(out + i, totals<T, lanes<T>>(sums + i));
 }
 
@@ -507,28 +518,27 @@ template <class T> void load_constants(const Scan& s, Task<T>& task) {
   copy_padded<T>(s.bias, 2 * at + m, m, pad, task.bias + pad);
 }
 
-// The p and q of every row at step t, and where they lie.
-template <class T>
-INLINE void project(const Scan& s, const Task<T>& task, const T* weights, int64_t t, T*& at, int64_t& stride) {
-  int64_t m = s.size, pad = padded<T>(m), n = s.heads * m;
+// The p and q of every row at step t.
+template <class T> INLINE void project(const Scan& s, const Task<T>& task, const T* weights, int64_t t, T* out) {
+  const int64_t m = s.size, pad = padded<T>(m), n = s.heads * m;
   if (s.given) {
-    at = task.projections;
-    stride = 2 * pad;
-    for (int64_t r = 0; r < task.rows; ++r) {
+    for (int64_t r = 0; r < task.rows; ++r, out += 2 * pad) {
       const T* row = static_cast<const T*>(s.drive) + ((task.begin + r) * s.steps + t) * s.features + n + task.head * m;
-      for (int64_t i = 0; i < pad; i += lanes<T>) {
-        store<T>(at + r * stride + i, load<T>(row, i, m));
-        store<T>(at + r * stride + pad + i, load<T>(row + n, i, m));
-      }
+      fetch<T>(row, m, out, pad);
+      fetch<T>(row + n, m, out + pad, pad);
     }
     return;
   }
-  const T* x = s.source == identity ? task.x : task.source;
-  product<T, false>(task.rows, x, pad, {m, 0, 0}, weights, 2 * pad / panel<T>, at, stride);
+  product<T, false>(task.rows, task.source, pad, {m, 0, 0}, weights, 2 * pad / panel<T>, out, 2 * pad);
   if (s.bias)
-    for (int64_t r = 0; r < task.rows; ++r)
-      for (int64_t i = 0; i < 2 * pad; i += lanes<T>)
-        store<T>(at + r * stride + i, load<T>(at + r * stride + i) + load<T>(task.bias + i));
+    for (int64_t r = 0; r < task.rows; ++r, out += 2 * pad)
+      for (int64_t i = 0; i < 2 * pad; i += lanes<T>) store<T>(out + i, load<T>(out + i) + load<T>(task.bias + i));
+}
+
+template <class T> void make_sources(const Scan& s, Task<T>& task, int64_t r) {
+  const int64_t pad = padded<T>(s.size);
+  if (s.source == identity) return;  // x itself
+  for (int64_t i = r * pad; i < (r + 1) * pad; i += lanes<T>) store<T>(task.source + i, sourced<T>(s, load<T>(task.x + i)));
 }
 
 template <class T> INLINE T beta_of(const Scan& s, const Task<T>& task, const T* drive_row) {
@@ -542,47 +552,42 @@ template <class T> INLINE bool ended(const Scan& s, int64_t sequence, int64_t t)
 
 template <class T, bool Pairs> void run_forward(const Scan& s, Task<T>& task, const T* weights) {
   const int64_t m = s.size, pad = padded<T>(m), n = s.heads * m, offset = task.head * m;
+  const int64_t whole = m / lanes<T> * lanes<T>;
+  const bool kept_drive = s.coupled || s.aware;  // padded in memory of the task
   load_constants(s, task);
+  if (s.source == identity) task.source = task.x;
   Eigen<T> eigen = {task.real, task.imag};
   for (int64_t r = 0; r < task.rows; ++r) {
     const T* from = static_cast<const T*>(s.initial) + (task.begin + r) * s.width + offset;
-    copy_padded<T>(from, 0, m, pad, task.x + r * pad);
-    copy_padded<T>(s.coupled ? from + n : nullptr, 0, m, pad, task.slow + r * pad);
-    for (int64_t i = 0; i < pad; i += lanes<T>)
-      store<T>(task.source + r * pad + i, sourced<T>(s, load<T>(task.x + r * pad + i)));
+    fetch<T>(from, m, task.x + r * pad, pad);
+    if (s.coupled) fetch<T>(from + n, m, task.slow + r * pad, pad);
+    make_sources(s, task, r);
   }
   for (int64_t t = 0; t < s.steps; ++t) {
     if (s.reset)
       for (int64_t r = 0; r < task.rows; ++r)
         if (s.reset[(task.begin + r) * s.steps + t]) {
           for (T* vectors : {task.x, task.slow}) std::memset(vectors + r * pad, 0, pad * sizeof(T));
-          for (int64_t i = 0; i < pad; i += lanes<T>) store<T>(task.source + r * pad + i, sourced<T>(s, Vec<T>{}));
+          make_sources(s, task, r);
         }
     T* projections = task.projections;
-    int64_t stride = 2 * pad;
-    if (s.projections) {
-      stride = s.steps * 2 * pad;
-      projections = static_cast<T*>(s.projections) + ((task.head * s.batch + task.begin) * s.steps + t) * 2 * pad;
-    }
-    if (s.turns) project<T>(s, task, weights, t, projections, stride);
+    if (s.projections)
+      projections = static_cast<T*>(s.projections) + ((task.head * s.steps + t) * s.batch + task.begin) * 2 * pad;
+    if (s.turns) project<T>(s, task, weights, t, projections);
     for (int64_t r = 0; r < task.rows; ++r) {
       const T* drive = static_cast<const T*>(s.drive) + ((task.begin + r) * s.steps + t) * s.features + offset;
-      const T* u = drive;
-      if (s.coupled || s.aware) {
-        T* fed = task.u + r * pad;
-        for (int64_t i = 0; i < pad; i += lanes<T>) {
-          Vec<T> value = load<T>(drive, i, m);
-          if (s.coupled) value += times<T, Pairs>({task.feed_real, task.feed_imag}, i, load<T>(task.slow + r * pad + i));
-          store<T>(fed + i, value);
-        }
-        u = fed;
-      }
-      Row<T>& row = task.row[r];
-      row.still = !s.turns;
-      const T* p = projections + r * stride;
+      T* fed = task.u + r * pad;
+      if (t + 1 < s.steps) expect<T>(drive + s.features, m);
+      if (kept_drive) fetch<T>(drive, m, fed, pad);
+      if (s.coupled)
+        for (int64_t i = 0; i < pad; i += lanes<T>)
+          store<T>(fed + i, load<T>(fed + i) + times<T, Pairs>({task.feed_real, task.feed_imag}, i,
+                                                              load<T>(task.slow + r * pad + i)));
+      task.row[r].still = !s.turns;
+      const T* p = projections + r * 2 * pad;
       if (s.turns)
-        directions<T, Pairs>(eigen, p, p + pad, task.x + r * pad, s.aware ? u : nullptr, pad,
-                             task.scratch + r * 2 * pad, row);
+        directions<T, Pairs>(eigen, p, p + pad, task.x + r * pad, s.aware ? fed : nullptr, pad,
+                             task.scratch + r * 2 * pad, task.row[r]);
     }
     for (int64_t r = 0; r < task.rows; ++r) {
       int64_t sequence = task.begin + r;
@@ -595,7 +600,7 @@ template <class T, bool Pairs> void run_forward(const Scan& s, Task<T>& task, co
       }
       const Row<T>& row = task.row[r];
       T y_p = 0, y_q = 0, m_p = 0, m_q = 0;
-      const T *p = task.x, *q = task.x;  // anything finite, times zero
+      const T *p = task.real, *q = task.real;  // anything, times zero
       if (!row.still) {
         Turn<T> by = turn<T>(s.form, row.plane, beta_of<T>(s, task, drive));
         p = row.p;
@@ -604,26 +609,34 @@ template <class T, bool Pairs> void run_forward(const Scan& s, Task<T>& task, co
         y_q = row.on_q * by.y2;
         m_p = row.on_p * (by.m1 + row.on_k * by.m2);
         m_q = row.on_q * by.m2;
-      } else {
-        p = q = task.real;
       }
-      const bool padded_drive = s.coupled || s.aware;
-      const T* u = padded_drive ? task.u + r * pad : drive + offset;
-      const int64_t u_size = padded_drive ? pad : m;
-      T *x = task.x + r * pad, *source = task.source + r * pad, *slow = task.slow + r * pad;
-      for (int64_t i = 0; i < pad; i += lanes<T>) {
+      const T* u = kept_drive ? task.u + r * pad : drive + offset;
+      T* x = task.x + r * pad;
+      auto next = [&](int64_t i, Vec<T> driven) {
         Vec<T> a = load<T>(p + i), b = load<T>(q + i);
         Vec<T> y = load<T>(x + i) + y_p * a + y_q * b;
-        Vec<T> next = times<T, Pairs>(eigen, i, y) + (m_p * a + m_q * b) + load<T>(u, i, u_size);
-        store<T>(x + i, next);
-        store<T>(state, next, i, m);
-        if (s.source != identity) store<T>(source + i, sourced<T>(s, next));
-        if (s.coupled) {
-          Vec<T> later = load<T>(task.decay + i) * load<T>(slow + i) + load<T>(task.charge + i) * next;
-          store<T>(slow + i, later);
-          store<T>(state + n, later, i, m);
-        }
+        return times<T, Pairs>(eigen, i, y) + (m_p * a + m_q * b) + driven;
+      };
+      int64_t i = 0;
+      for (; i < whole; i += lanes<T>) {
+        Vec<T> value = next(i, load<T>(u + i));
+        store<T>(x + i, value);
+        store<T>(state + i, value);
       }
+      if (i < m) {
+        Vec<T> driven = {};
+        for (int64_t l = 0; i + l < m; ++l) driven[l] = u[i + l];
+        Vec<T> value = next(i, driven);
+        store<T>(x + i, value);
+        for (int64_t l = 0; i + l < m; ++l) state[i + l] = value[l];
+      }
+      if (s.coupled) {
+        T* slow = task.slow + r * pad;
+        for (int64_t j = 0; j < pad; j += lanes<T>)
+          store<T>(slow + j, load<T>(task.decay + j) * load<T>(slow + j) + load<T>(task.charge + j) * load<T>(x + j));
+        put<T>(slow, m, state + n);
+      }
+      make_sources(s, task, r);
     }
   }
 }
@@ -646,7 +659,7 @@ INLINE T row_backward(const Scan& s, const Task<T>& task, const Eigen<T>& eigen,
       Vec<T> from = load<T>(g + i);
       store<T>(partial + i, times_transposed<T, Pairs>(eigen, i, from));
       add_outer<T, Pairs>(task.sums, pad, i, from, load<T>(x + i));
-      store<T>(u_gradient + i, from);
+      if (s.aware) store<T>(u_gradient + i, from);
     }
     std::memset(gradients, 0, 2 * pad * sizeof(T));
     return 0;
@@ -692,14 +705,12 @@ INLINE T row_backward(const Scan& s, const Task<T>& task, const Eigen<T>& eigen,
       gk += real * (k_right + by.y1 * from + e.kLk * k + e.wLk * w);
       gw += real * (w_right + by.y2 * from + e.kLw * k + e.wLw * w);
     }
-    Vec<T> gu = from;
     if (s.aware) {
       Vec<T> driven = load<T>(u + i);
       gk += e.ku * driven;
       gw += e.wu * driven;
-      gu += e.ku * k + e.wu * w;
+      store<T>(u_gradient + i, from + e.ku * k + e.wu * w);
     }
-    store<T>(u_gradient + i, gu);
     store<T>(gradients + i, row.key_scale * (gk - c * gw + key_on_k * k - k_gw * w));
     store<T>(gradients + pad + i, row.value_scale * (gw + value_on_k * k - w_gw * w));
     store<T>(partial + i, times_transposed<T, Pairs>(eigen, i, from + e.kLx * k + e.wLx * w) + e.kx * k + e.wx * w);
@@ -717,6 +728,7 @@ INLINE T row_backward(const Scan& s, const Task<T>& task, const Eigen<T>& eigen,
 template <class T, bool Pairs>
 void run_backward(const Scan& s, Task<T>& task, const T* weights, const T* transposed) {
   const int64_t m = s.size, pad = padded<T>(m), n = s.heads * m, offset = task.head * m, span = s.last - s.first;
+  const bool weighted = s.turns && !s.given;
   load_constants(s, task);
   Eigen<T> eigen = {task.real, task.imag};
   const Eigen<T> feed = {task.feed_real, task.feed_imag};
@@ -724,102 +736,96 @@ void run_backward(const Scan& s, Task<T>& task, const T* weights, const T* trans
   std::memset(task.sums, 0, 6 * pad * sizeof(T));
   for (int64_t r = 0; r < task.rows; ++r) {
     const T* carry = static_cast<const T*>(s.carry) + (task.begin + r) * s.width + offset;
-    copy_padded<T>(carry, 0, m, pad, task.g + r * pad);
-    copy_padded<T>(s.coupled ? carry + n : nullptr, 0, m, pad, task.slow_g + r * pad);
+    fetch<T>(carry, m, task.g + r * pad, pad);
+    if (s.coupled) fetch<T>(carry + n, m, task.slow_g + r * pad, pad);
   }
   for (int64_t t = s.last - 1; t >= s.first; --t) {
+    T *projections = task.projections, *gradients = task.gradients;
+    if (weighted) {  // sources and gradients of the projections go where the product of the weights will look for them
+      const int64_t place = (task.head * span + t - s.first) * s.batch + task.begin;
+      task.source = static_cast<T*>(s.sources) + place * pad;
+      gradients = static_cast<T*>(s.projection_gradients) + place * 2 * pad;
+      if (s.source == identity) task.x = task.source;
+      if (s.projections)
+        projections = static_cast<T*>(s.projections) + ((task.head * s.steps + t) * s.batch + task.begin) * 2 * pad;
+    }
     for (int64_t r = 0; r < task.rows; ++r) {  // the state before the step
       int64_t sequence = task.begin + r;
-      bool fresh = s.reset && s.reset[sequence * s.steps + t];
       const T* before = t ? static_cast<const T*>(s.states) + (sequence * s.steps + t - 1) * s.width
                           : static_cast<const T*>(s.initial) + sequence * s.width;
-      for (int64_t i = 0; i < pad; i += lanes<T>) {
-        Vec<T> x = fresh ? Vec<T>{} : load<T>(before + offset, i, m);
-        store<T>(task.x + r * pad + i, x);
-        if (s.source != identity) store<T>(task.source + r * pad + i, sourced<T>(s, x));
-        if (s.coupled) store<T>(task.slow + r * pad + i, fresh ? Vec<T>{} : load<T>(before + n + offset, i, m));
+      if (s.reset && s.reset[sequence * s.steps + t]) {
+        for (T* vectors : {task.x, task.slow}) std::memset(vectors + r * pad, 0, pad * sizeof(T));
+      } else {
+        fetch<T>(before + offset, m, task.x + r * pad, pad);
+        if (s.coupled) fetch<T>(before + n + offset, m, task.slow + r * pad, pad);
       }
+      make_sources(s, task, r);
     }
-    T* projections = task.projections;
-    int64_t stride = 2 * pad;
-    if (s.projections && s.turns && !s.given) {
-      stride = s.steps * 2 * pad;
-      projections = static_cast<T*>(s.projections) + ((task.head * s.batch + task.begin) * s.steps + t) * 2 * pad;
-    } else if (s.turns) {
-      project<T>(s, task, weights, t, projections, stride);
-    }
+    if (s.given || (weighted && !s.projections)) project<T>(s, task, weights, t, projections);
     for (int64_t r = 0; r < task.rows; ++r) {  // the derivative at the step, and the drive where it is needed
-      int64_t sequence = task.begin + r;
-      T *g = task.g + r * pad, *slow_g = task.slow_g + r * pad, *x = task.x + r * pad;
-      const int64_t at = (sequence * s.steps + t) * s.width + offset;
+      const int64_t sequence = task.begin + r, at = (sequence * s.steps + t) * s.width + offset;
+      T *g = task.g + r * pad, *slow_g = task.slow_g + r * pad, *u = task.u + r * pad, *slow = task.slow + r * pad;
       const T* given = static_cast<const T*>(s.state_gradients) + at;
-      const T* after = static_cast<const T*>(s.states) + at;
-      const T* drive = static_cast<const T*>(s.drive) + (sequence * s.steps + t) * s.features + offset;
-      const bool over = ended<T>(s, sequence, t);
-      for (int64_t i = 0; i < pad; i += lanes<T>) {
-        Vec<T> from = over ? Vec<T>{} : load<T>(g + i) + load<T>(given, i, m);
-        if (s.coupled) {
-          Vec<T> slow_from = over ? Vec<T>{} : load<T>(slow_g + i) + load<T>(given + n, i, m);
-          Vec<T> old = load<T>(task.slow + r * pad + i), next = load<T>(after, i, m);
-          from += load<T>(task.charge + i) * slow_from;
-          T* sums = task.sums + 4 * pad;
-          store<T>(sums + i, load<T>(sums + i) + slow_from * old);
-          store<T>(sums + pad + i, load<T>(sums + pad + i) + slow_from * next);
-          store<T>(slow_g + i, load<T>(task.decay + i) * slow_from);
-        }
-        if (s.aware) {
-          Vec<T> u = load<T>(drive, i, m);
-          if (s.coupled) u += times<T, Pairs>(feed, i, load<T>(task.slow + r * pad + i));
-          store<T>(task.u + r * pad + i, u);
-        }
-        store<T>(g + i, from);
+      if (t > s.first) {
+        expect<T>(given - s.width, m);
+        if (t > 1) expect<T>(static_cast<const T*>(s.states) + at - 2 * s.width, m);
       }
-      Row<T>& row = task.row[r];
-      row.still = !s.turns || over;
-      const T* p = projections + r * stride;
-      if (!row.still)
-        directions<T, Pairs>(eigen, p, p + pad, x, s.aware ? task.u + r * pad : nullptr, pad,
-                             task.scratch + r * 2 * pad, row);
+      const bool over = ended<T>(s, sequence, t);
+      if (over) {
+        for (T* vectors : {g, slow_g}) std::memset(vectors, 0, pad * sizeof(T));
+      } else {
+        add<T>(given, m, g);
+        if (s.coupled) add<T>(given + n, m, slow_g);
+      }
+      if (s.coupled) {
+        T *to_decay = task.sums + 4 * pad, *to_charge = task.sums + 5 * pad, *next = task.scratch + r * 2 * pad;
+        fetch<T>(static_cast<const T*>(s.states) + at, m, next, pad);
+        for (int64_t i = 0; i < pad; i += lanes<T>) {
+          Vec<T> from = load<T>(slow_g + i);
+          store<T>(g + i, load<T>(g + i) + load<T>(task.charge + i) * from);
+          store<T>(to_decay + i, load<T>(to_decay + i) + from * load<T>(slow + i));
+          store<T>(to_charge + i, load<T>(to_charge + i) + from * load<T>(next + i));
+          store<T>(slow_g + i, load<T>(task.decay + i) * from);
+        }
+      }
+      if (s.aware) {
+        fetch<T>(static_cast<const T*>(s.drive) + (sequence * s.steps + t) * s.features + offset, m, u, pad);
+        for (int64_t i = 0; s.coupled && i < pad; i += lanes<T>)
+          store<T>(u + i, load<T>(u + i) + times<T, Pairs>(feed, i, load<T>(slow + i)));
+      }
+      task.row[r].still = !s.turns || over;
+      const T* p = projections + r * 2 * pad;
+      if (!task.row[r].still)
+        directions<T, Pairs>(eigen, p, p + pad, task.x + r * pad, s.aware ? u : nullptr, pad,
+                             task.scratch + r * 2 * pad, task.row[r]);
     }
     for (int64_t r = 0; r < task.rows; ++r) {
-      int64_t sequence = task.begin + r;
-      T *g = task.g + r * pad, *x = task.x + r * pad, *u = task.u + r * pad;
+      const int64_t sequence = task.begin + r;
+      T *g = task.g + r * pad, *u = task.u + r * pad, *to_projections = gradients + r * 2 * pad;
       const T* drive = static_cast<const T*>(s.drive) + (sequence * s.steps + t) * s.features;
-      T* drive_gradient = static_cast<T*>(s.drive_gradients) + (sequence * s.steps + t) * s.features;
-      T* gradients = task.gradients + r * 2 * pad;
-      T beta = row_backward<T, Pairs>(s, task, eigen, task.row[r], beta_of<T>(s, task, drive), x, u, g, u,
-                                      task.partial + r * pad, gradients);
-      if (s.beta_given) {
-        if (task.head == 0) drive_gradient[s.features - 1] = 0;
-        drive_gradient[s.features - 1] += beta;
-      }
+      T* to_drive = static_cast<T*>(s.drive_gradients) + (sequence * s.steps + t) * s.features;
+      T beta = row_backward<T, Pairs>(s, task, eigen, task.row[r], beta_of<T>(s, task, drive), task.x + r * pad, u, g, u,
+                                      task.partial + r * pad, to_projections);
+      const T* to_u = s.aware ? u : g;
       totals[6 * pad] += beta;
-      for (int64_t i = 0; i < pad; i += lanes<T>) store<T>(drive_gradient + offset, load<T>(u + i), i, m);
-      if (s.given)
-        for (int64_t i = 0; i < pad; i += lanes<T>) {
-          store<T>(drive_gradient + n + offset, load<T>(gradients + i), i, m);
-          store<T>(drive_gradient + 2 * n + offset, load<T>(gradients + pad + i), i, m);
-        }
-      if (s.coupled)
-        for (int64_t i = 0; i < pad; i += lanes<T>) {
-          Vec<T> gu = load<T>(u + i), slow = load<T>(task.slow + r * pad + i);
-          T* slow_g = task.slow_g + r * pad;
-          add_outer<T, Pairs>(task.sums + 2 * pad, pad, i, gu, slow);
-          store<T>(slow_g + i, load<T>(slow_g + i) + times_transposed<T, Pairs>(feed, i, gu));
-        }
-      if (s.turns && !s.given) {
-        int64_t place = (task.head * s.batch + sequence) * span + t - s.first;
-        std::memcpy(static_cast<T*>(s.projection_gradients) + place * 2 * pad, gradients, 2 * pad * sizeof(T));
-        std::memcpy(static_cast<T*>(s.sources) + place * pad, (s.source == identity ? task.x : task.source) + r * pad,
-                    pad * sizeof(T));
+      if (s.beta_given) to_drive[s.features - 1] = beta;
+      put<T>(to_u, m, to_drive + offset);
+      if (s.given) {
+        put<T>(to_projections, m, to_drive + n + offset);
+        put<T>(to_projections + pad, m, to_drive + 2 * n + offset);
+      }
+      for (int64_t i = 0; s.coupled && i < pad; i += lanes<T>) {
+        T* slow_g = task.slow_g + r * pad;
+        add_outer<T, Pairs>(task.sums + 2 * pad, pad, i, load<T>(to_u + i), load<T>(task.slow + r * pad + i));
+        store<T>(slow_g + i, load<T>(slow_g + i) + times_transposed<T, Pairs>(feed, i, load<T>(to_u + i)));
       }
     }
-    if (s.turns && !s.given) {
+    if (weighted) {
       const Ranges halves = {m, pad - m, m};
       if (s.source == identity) {
-        product<T, true>(task.rows, task.gradients, 2 * pad, halves, transposed, pad / panel<T>, task.partial, pad);
+        product<T, true>(task.rows, gradients, 2 * pad, halves, transposed, pad / panel<T>, task.partial, pad);
       } else {
-        product<T, false>(task.rows, task.gradients, 2 * pad, halves, transposed, pad / panel<T>, task.scratch, pad);
+        product<T, false>(task.rows, gradients, 2 * pad, halves, transposed, pad / panel<T>, task.scratch, pad);
         for (int64_t i = 0; i < task.rows * pad; i += lanes<T>)
           store<T>(task.partial + i,
                    load<T>(task.partial + i) + masked<T>(s, load<T>(task.x + i), load<T>(task.scratch + i)));
@@ -842,6 +848,18 @@ void run_backward(const Scan& s, Task<T>& task, const T* weights, const T* trans
   }
 }
 
+// Only the matrix products of all steps, for benchmarks: what the rest is measured against.
+template <class T> void run_products(const Scan& s, Task<T>& task, const T* weights, const T* transposed, bool backward) {
+  const int64_t m = s.size, pad = padded<T>(m);
+  for (int64_t i = 0; i < task.rows * pad; ++i) task.x[i] = 1;
+  for (int64_t i = 0; backward && i < task.rows * 2 * pad; ++i) task.gradients[i] = 1;
+  for (int64_t t = 0; t < s.steps; ++t)
+    if (backward)
+      product<T, false>(task.rows, task.gradients, 2 * pad, {m, pad - m, m}, transposed, pad / panel<T>, task.partial, pad);
+    else
+      product<T, false>(task.rows, task.x, pad, {m, 0, 0}, weights, 2 * pad / panel<T>, task.projections, 2 * pad);
+}
+
 template <class T> int64_t task_memory(const Scan& s, bool backward) {
   Arena<T> memory = {nullptr, 0};
   Task<T>{}.lay_out(s, s.tile, backward, memory);
@@ -852,7 +870,7 @@ template <class T> int64_t weight_memory(const Scan& s) {
   return s.turns && !s.given ? s.heads * 2 * padded<T>(s.size) * s.size : 0;
 }
 
-template <class T> void run(const Scan& s, bool backward) {
+template <class T> void run(const Scan& s, bool backward, bool products = false) {
   const int64_t pad = padded<T>(s.size), tiles = (s.batch + s.tile - 1) / s.tile, tasks = tiles * s.heads;
   T* forward_weights = static_cast<T*>(s.workspace);
   T* backward_weights = forward_weights + weight_memory<T>(s);
@@ -874,7 +892,9 @@ template <class T> void run(const Scan& s, bool backward) {
       task.lay_out(s, s.tile, backward, own);
       const T* weights = forward_weights + task.head * 2 * pad * s.size;
       const T* transposed = backward_weights + task.head * 2 * pad * s.size;
-      if (backward)
+      if (products)
+        run_products<T>(s, task, weights, transposed, backward);
+      else if (backward)
         s.complex_pairs ? run_backward<T, true>(s, task, weights, transposed)
                         : run_backward<T, false>(s, task, weights, transposed);
       else
@@ -906,5 +926,8 @@ int64_t adpt_scan_workspace(const Scan* s, int64_t backward) {
   return s->wide ? workspace<double>(*s, backward) : workspace<float>(*s, backward);
 }
 void adpt_scan_forward(const Scan* s) { s->wide ? run<double>(*s, false) : run<float>(*s, false); }
+void adpt_scan_products(const Scan* s, int64_t backward) {
+  s->wide ? run<double>(*s, backward, true) : run<float>(*s, backward, true);
+}
 void adpt_scan_backward(const Scan* s) { s->wide ? run<double>(*s, true) : run<float>(*s, true); }
 }
