@@ -28,16 +28,14 @@ def own_steps(cell: Cell, kind: type[Cell]) -> bool:
 
 def covers(spec: ADPTSpec, drive: Tensor, *, dt: Tensor | None = None, beta: Tensor | None = None) -> bool:
     """Whether the operation can run such a cell; if not, why is said once."""
-    if not ready():
-        return False
     reason = _uncovered(spec, drive)
     if dt is not None:
         reason = "the kernel has no dt=."
     if beta is not None and spec.heads > 1:
         reason = "the kernel has no beta= with heads."
-    if reason is not None:
+    if reason is not None and native.wanted():
         native.notice(reason)
-    return reason is None
+    return reason is None and ready(drive.dtype)
 
 
 def _uncovered(spec: ADPTSpec, drive: Tensor) -> str | None:

@@ -26,13 +26,13 @@ from ..errors import BackendWarning, IncompatibleError
 __all__ = ["Kernel", "backends", "build", "load", "notice", "wanted"]
 
 # No -ffast-math: GCC would link code that flushes denormal numbers to zero in the whole process.
-FLAGS = ["-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS = ["-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS += ["-ffp-contract=fast"]
 OPERATIONS = ["adpt_scan"]
 
 _log = logging.getLogger("adptnet")
 _lock = threading.Lock()
-_loaded: dict[str, "Kernel"] = {}
+_loaded: dict[tuple[str, str], "Kernel"] = {}
 _said: set[str] = set()
 
 
@@ -60,13 +60,13 @@ def wanted() -> bool:
     return chosen != "reference"
 
 
-def load(operation: str) -> ctypes.CDLL | None:
-    """The library of an operation, built if need be; None, said once, if there can be none."""
-    kernel = _loaded.get(operation)
+def load(operation: str, number: str = "float") -> ctypes.CDLL | None:
+    """The library of an operation for `float` or `double`, built if need be; None, said once, if there can be none."""
+    kernel = _loaded.get((operation, number))
     if kernel is None:
         with _lock:
-            kernel = _loaded.get(operation) or _load(operation)
-            _loaded[operation] = kernel
+            kernel = _loaded.get((operation, number)) or _load(operation, number)
+            _loaded[operation, number] = kernel
         if kernel.library is None:
             warnings.warn(
                 f"adptnet runs without its compiled kernels, many times slower: {kernel.why} "
@@ -83,7 +83,7 @@ def backends() -> dict[str, str]:
         return dict.fromkeys(OPERATIONS, "reference: ADPTNET_BACKEND=reference")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BackendWarning)
-        found = {name: (load(name), _loaded[name].why) for name in OPERATIONS}
+        found = {name: (load(name), _loaded[name, "float"].why) for name in OPERATIONS}
     return {name: f"{'cpu' if library else 'reference'}: {why}" for name, (library, why) in found.items()}
 
 
@@ -94,9 +94,9 @@ def notice(reason: str) -> None:
         _log.warning("adptnet runs the slow reference loop here: %s", reason)
 
 
-def _load(operation: str) -> Kernel:
+def _load(operation: str, number: str) -> Kernel:
     try:
-        path, why = build(operation)
+        path, why = build(operation, number)
     except BuildError as error:
         return Kernel(None, str(error))
     try:
@@ -104,7 +104,7 @@ def _load(operation: str) -> Kernel:
     except OSError:  # damaged, or of another machine
         path.unlink(missing_ok=True)
     try:
-        path, why = build(operation)
+        path, why = build(operation, number)
         return Kernel(ctypes.CDLL(str(path)), why)
     except (BuildError, OSError) as error:
         return Kernel(None, f"{path} cannot be loaded: {error}.")
@@ -114,20 +114,20 @@ class BuildError(Exception):
     """Why there is no library."""
 
 
-def build(operation: str) -> tuple[Path, str]:
+def build(operation: str, number: str) -> tuple[Path, str]:
     """The path of the library, compiled if it is not in the cache, and how it was made."""
     source = Path(__file__).parent / operation / "kernel.cpp"
-    flags = [*FLAGS, *instruction_set()]
+    flags = [*FLAGS, f"-DNUMBER={number}", *instruction_set()]
     key = hashlib.sha256(source.read_bytes() + repr(flags).encode()).hexdigest()[:16]
     folder = cache()
     compiler = find_compiler()
     if compiler is None:
-        kept = sorted(folder.glob(f"{operation}-{key}-*{_suffix()}"))
+        kept = sorted(folder.glob(f"{operation}-{number}-{key}-*{_suffix()}"))
         if kept:
             return kept[-1], f"{kept[-1]}, built earlier"
         raise BuildError(f"there is no C++ compiler. {_install()}")
     version = _version(tuple(compiler))
-    path = folder / f"{operation}-{key}-{hashlib.sha256(version.encode()).hexdigest()[:8]}{_suffix()}"
+    path = folder / f"{operation}-{number}-{key}-{hashlib.sha256(version.encode()).hexdigest()[:8]}{_suffix()}"
     how = f"{path}, {version.splitlines()[0] if version else compiler[0]}, {' '.join(instruction_set()) or 'baseline'}"
     if not path.exists():
         _compile(compiler, flags, source, path)

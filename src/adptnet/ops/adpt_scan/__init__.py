@@ -68,7 +68,7 @@ def _scan(
 ) -> tuple[Tensor, Tensor]:
     constants = Constants(real, imag, weight, bias, beta, feed_real, feed_imag, decay, charge)
     form = Form(heads, turns, given, beta_given, source, spike, retracted, aware)
-    if cpu.ready():
+    if cpu.ready(drive.dtype):
         return cpu.forward(drive, state, constants, form, reset, lengths, save)
     states = reference.adpt_scan(drive, state, constants, form, reset=reset, lengths=lengths)
     return states, drive.new_full(cpu.kept(drive, constants, form, save), torch.nan)  # nobody may take them for numbers
@@ -131,7 +131,7 @@ def _differentiate(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Any, ...
     rest = (None,) * 11  # reset, lengths, form and save have no derivative
     if gradient is None:
         return (None,) * 11 + rest
-    if torch.is_grad_enabled() or not cpu.ready():
+    if torch.is_grad_enabled() or not cpu.ready(gradient.dtype):
         return *_by_reference(gradient, inputs, ctx.form, ctx.needs_input_grad), *rest
     found = iter(_scan_backward(gradient, states, projections, *inputs, *ctx.form))
     return *(None if t is None else next(found) for t in inputs[:11]), *rest

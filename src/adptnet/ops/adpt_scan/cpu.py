@@ -12,11 +12,10 @@ from .form import Constants, Form
 
 __all__ = ["backward", "forward", "kept", "products", "ready"]
 
+_NAMES = {torch.float32: "float", torch.float64: "double"}
 SPAN = 1 << 20  # bytes of states whose gradients are held before they go into the gradient of the weights
 
-_NUMBERS = (
-    "batch steps heads size features width first last tile threads wide complex_pairs given turns source form aware"
-)
+_NUMBERS = "batch steps heads size features width first last tile threads complex_pairs given turns source form aware"
 _NUMBERS += " coupled beta_given"
 _POINTERS = "drive initial real imag weight bias beta feed_real feed_imag decay charge reset lengths states projections"
 _POINTERS += " state_gradients carry drive_gradients projection_gradients sources sums workspace"
@@ -32,9 +31,9 @@ class _Scan(ctypes.Structure):
     )
 
 
-def ready() -> bool:
-    """Whether the kernel is there; builds it at the first question."""
-    return native.wanted() and native.load("adpt_scan") is not None
+def ready(dtype: torch.dtype) -> bool:
+    """Whether there is a kernel for `dtype`; builds it at the first question."""
+    return dtype in _NAMES and native.wanted() and native.load("adpt_scan", _NAMES[dtype]) is not None
 
 
 def kept(drive: Tensor, constants: Constants, form: Form, save: bool) -> tuple[int, ...]:
@@ -170,13 +169,12 @@ class _Call:
         reset: Tensor | None,
         lengths: Tensor | None,
     ):
-        library = native.load("adpt_scan")
+        library = native.load("adpt_scan", _NAMES[drive.dtype])
         assert library is not None
         self.library: Any = library
         _declare(library)
         batch, steps, features = drive.shape
         size = constants.real.shape[0] // form.heads
-        wide = drive.dtype == torch.float64
         self.pad = _padded(size, drive.dtype)
         threads = torch.get_num_threads()
         # Products of fewer rows than this are slower for each row; threads must have something to do.
@@ -194,7 +192,6 @@ class _Call:
             width=state.shape[-1],
             tile=tile,
             threads=max(1, min(threads, self.tasks)),
-            wide=wide,
             complex_pairs=constants.imag is not None,
             given=form.given,
             turns=form.turns,

@@ -20,13 +20,13 @@
 #endif
 #define INLINE inline __attribute__((always_inline))
 
-// Mirrored field by field in cpu.py. Pointers to float, or to double with `wide`, unless another type is named.
+// Mirrored field by field in cpu.py. Pointers without a type are to NUMBER: float or double, chosen when it is compiled.
 struct Scan {
   int64_t batch, steps, heads, size;      // size: of one head
   int64_t features, width;                // of a row of the drive, of a row of the state
   int64_t first, last;                    // steps that the backward runs, and what its buffers hold
   int64_t tile, threads;                  // sequences in a tile
-  int64_t wide, complex_pairs, given, turns, source, form, aware, coupled, beta_given;
+  int64_t complex_pairs, given, turns, source, form, aware, coupled, beta_given;
   double spike;
   const void *drive, *initial, *real, *imag, *weight, *bias, *beta;
   const void *feed_real, *feed_imag, *decay, *charge;
@@ -87,7 +87,9 @@ template <class T> INLINE void add(const T* from, int64_t size, T* to) {
   for (int64_t i = 0; i < whole; i += lanes<T>) store<T>(to + i, load<T>(to + i) + load<T>(from + i));
   for (int64_t i = whole; i < size; ++i) to[i] += from[i];
 }
-// Rows of one step lie far apart; the processor does not see the next ones coming.
+// Rows of one step lie far apart, so the processor does not see the next ones coming. Only a few are asked for ahead: with a
+// length that is a power of two they all share the same few places in the caches.
+constexpr int64_t rows_ahead = 4;
 template <class T> INLINE void expect(const T* row, int64_t size) {
   for (int64_t i = 0; i < size; i += 64 / sizeof(T)) __builtin_prefetch(row + i);
 }
@@ -142,24 +144,31 @@ template <class T, int Rows, int Panels, bool Add>
 INLINE void multiply(const T* x, int64_t x_stride, Ranges over, const T* weights, int64_t depth, T* out,
                      int64_t out_stride) {
   Vec<T> sum[Rows][2 * Panels];
+#pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 8
     for (int j = 0; j < 2 * Panels; ++j)
       sum[r][j] = Add ? load<T>(out + r * out_stride + j * lanes<T>) : Vec<T>{};
   const T* w = weights;
   auto range = [&](const T* row, int64_t count) {
     for (int64_t i = 0; i < count; ++i, w += panel<T>) {
       Vec<T> column[2 * Panels];
+#pragma GCC unroll 8
       for (int j = 0; j < 2 * Panels; ++j)
         column[j] = load<T>(w + (j / 2) * depth * panel<T> + (j % 2) * lanes<T>);
+#pragma GCC unroll 8
       for (int r = 0; r < Rows; ++r) {
         T value = row[r * x_stride + i];
+#pragma GCC unroll 8
         for (int j = 0; j < 2 * Panels; ++j) sum[r][j] += value * column[j];
       }
     }
   };
   range(x, over.first);
   if (over.second) range(x + over.first + over.gap, over.second);
+#pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 8
     for (int j = 0; j < 2 * Panels; ++j) store<T>(out + r * out_stride + j * lanes<T>, sum[r][j]);
 }
 
@@ -242,6 +251,7 @@ template <class T> INLINE Coefficients<T> coefficients(int64_t form, T s) {
                                1 / 20922789888000.0, 1 / 6402373705728000.0, 1 / 2432902008176640000.0};
     third = T(odd[terms - 1]);
     fourth = T(even[terms - 1]);
+#pragma GCC unroll 8
     for (int i = terms - 2; i >= 0; --i) {
       third = T(odd[i]) - s * third;
       fourth = T(even[i]) - s * fourth;
@@ -577,7 +587,6 @@ template <class T, bool Pairs> void run_forward(const Scan& s, Task<T>& task, co
     for (int64_t r = 0; r < task.rows; ++r) {
       const T* drive = static_cast<const T*>(s.drive) + ((task.begin + r) * s.steps + t) * s.features + offset;
       T* fed = task.u + r * pad;
-      if (t + 1 < s.steps) expect<T>(drive + s.features, m);
       if (kept_drive) fetch<T>(drive, m, fed, pad);
       if (s.coupled)
         for (int64_t i = 0; i < pad; i += lanes<T>)
@@ -589,9 +598,12 @@ template <class T, bool Pairs> void run_forward(const Scan& s, Task<T>& task, co
         directions<T, Pairs>(eigen, p, p + pad, task.x + r * pad, s.aware ? fed : nullptr, pad,
                              task.scratch + r * 2 * pad, task.row[r]);
     }
+    const T* drives = static_cast<const T*>(s.drive) + (task.begin * s.steps + t) * s.features;
+    for (int64_t r = 0; r < rows_ahead && r < task.rows; ++r) expect<T>(drives + r * s.steps * s.features + offset, m);
     for (int64_t r = 0; r < task.rows; ++r) {
       int64_t sequence = task.begin + r;
-      const T* drive = static_cast<const T*>(s.drive) + (sequence * s.steps + t) * s.features;
+      const T* drive = drives + r * s.steps * s.features;
+      if (r + rows_ahead < task.rows) expect<T>(drive + rows_ahead * s.steps * s.features + offset, m);
       T* state = static_cast<T*>(s.states) + (sequence * s.steps + t) * s.width + offset;
       if (ended<T>(s, sequence, t)) {
         std::memset(state, 0, m * sizeof(T));
@@ -756,6 +768,7 @@ void run_backward(const Scan& s, Task<T>& task, const T* weights, const T* trans
       if (s.reset && s.reset[sequence * s.steps + t]) {
         for (T* vectors : {task.x, task.slow}) std::memset(vectors + r * pad, 0, pad * sizeof(T));
       } else {
+        if (r + rows_ahead < task.rows && t) expect<T>(before + offset + rows_ahead * s.steps * s.width, m);
         fetch<T>(before + offset, m, task.x + r * pad, pad);
         if (s.coupled) fetch<T>(before + n + offset, m, task.slow + r * pad, pad);
       }
@@ -766,10 +779,7 @@ void run_backward(const Scan& s, Task<T>& task, const T* weights, const T* trans
       const int64_t sequence = task.begin + r, at = (sequence * s.steps + t) * s.width + offset;
       T *g = task.g + r * pad, *slow_g = task.slow_g + r * pad, *u = task.u + r * pad, *slow = task.slow + r * pad;
       const T* given = static_cast<const T*>(s.state_gradients) + at;
-      if (t > s.first) {
-        expect<T>(given - s.width, m);
-        if (t > 1) expect<T>(static_cast<const T*>(s.states) + at - 2 * s.width, m);
-      }
+      if (r + rows_ahead < task.rows) expect<T>(given + rows_ahead * s.steps * s.width, m);
       const bool over = ended<T>(s, sequence, t);
       if (over) {
         for (T* vectors : {g, slow_g}) std::memset(vectors, 0, pad * sizeof(T));
@@ -922,12 +932,8 @@ template <class T> int64_t workspace(const Scan& s, bool backward) {
 
 extern "C" {
 int64_t adpt_scan_layout() { return sizeof(Scan); }
-int64_t adpt_scan_workspace(const Scan* s, int64_t backward) {
-  return s->wide ? workspace<double>(*s, backward) : workspace<float>(*s, backward);
-}
-void adpt_scan_forward(const Scan* s) { s->wide ? run<double>(*s, false) : run<float>(*s, false); }
-void adpt_scan_products(const Scan* s, int64_t backward) {
-  s->wide ? run<double>(*s, backward, true) : run<float>(*s, backward, true);
-}
-void adpt_scan_backward(const Scan* s) { s->wide ? run<double>(*s, true) : run<float>(*s, true); }
+int64_t adpt_scan_workspace(const Scan* s, int64_t backward) { return workspace<NUMBER>(*s, backward); }
+void adpt_scan_forward(const Scan* s) { run<NUMBER>(*s, false); }
+void adpt_scan_backward(const Scan* s) { run<NUMBER>(*s, true); }
+void adpt_scan_products(const Scan* s, int64_t backward) { run<NUMBER>(*s, backward, true); }
 }
