@@ -87,8 +87,13 @@ class FromState(DirectionSpec):
                 raise SpecError(f"{self}: K and V take either ReLU(x) or spikes. Drop relu=True, or spike=.")
 
     @property
+    def entrywise(self) -> bool:
+        """Whether K and V see each number of the state through a function, so that the basis matters."""
+        return self.relu or self.spike is not None
+
+    @property
     def keeps_lemmas(self) -> bool:
-        return super().keeps_lemmas and not self.relu and self.spike is None
+        return super().keeps_lemmas and not self.entrywise
 
     def source(self, x: Tensor) -> Tensor:
         if self.spike is not None:

@@ -7,6 +7,7 @@ so `except ValueError` keeps working.
 __all__ = [
     "AdptnetError",
     "BackendWarning",
+    "BuildError",
     "CheckpointError",
     "IncompatibleError",
     "InputError",
@@ -42,6 +43,10 @@ class SpecError(AdptnetError, ValueError):
 
 class CheckpointError(AdptnetError, ValueError):
     """A file that is not a complete adptnet checkpoint."""
+
+
+class BuildError(AdptnetError, RuntimeError):
+    """A kernel could not be compiled."""
 
 
 class BackendWarning(UserWarning):

@@ -77,8 +77,19 @@ class ADPTCell(Cell):
     ) -> Tensor | None:
         if not fused.own_steps(self, ADPTCell) or not fused.covers(self.spec, drive):
             return None
-        constants, form = self.constants(beta=False)
-        return fused.scan(constants, form, drive, state, reset, lengths, lean)
+        return self.scan_given(drive, state, reset, lengths, lean, beta=False)
+
+    def scan_given(
+        self, drive: Tensor, state: Tensor, reset: Tensor | None, lengths: Tensor | None, lean: bool, *, beta: bool
+    ) -> Tensor | None:
+        """`scan`; `beta` says whether β comes with the drive."""
+        constants, form = self.constants(beta=beta)
+        if self.start is None:
+            return fused.scan(constants, form, drive, state, reset, lengths, lean)
+        start = self.start.dense().to(drive.dtype)
+        seen = fused.in_basis(start, constants, form, drive, state)
+        states = fused.scan(seen.constants, form, seen.drive, seen.state, reset, lengths, lean)
+        return None if states is None else states @ start.mT
 
     def constants(self, *, beta: bool) -> tuple[Constants, Form]:
         """The parameters, evaluated, as the fused operation takes them; `beta` says whether β comes with the drive."""
@@ -309,8 +320,7 @@ class GivenCell(Cell):
         own = fused.own_steps(self, GivenCell) and fused.own_steps(self.cell, ADPTCell)
         if not own or not fused.covers(self.cell.spec, drive, dt=self.dt, beta=self.beta):
             return None
-        constants, form = self.cell.constants(beta=self.beta is not None)
-        return fused.scan(constants, form, drive, state, reset, lengths, lean)
+        return self.cell.scan_given(drive, state, reset, lengths, lean, beta=self.beta is not None)
 
     def eigenvalues(self) -> BlockDiagonal | None:
         return self.cell.eigenvalues() if self.dt is None else None

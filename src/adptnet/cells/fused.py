@@ -1,5 +1,7 @@
 """Which cells the fused operation covers, and their parameters as it takes them."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -17,7 +19,7 @@ from ..spectra import BlockDiagonal
 from .base import Cell
 from .spec import ADPTSpec
 
-__all__ = ["constants_of", "coupled", "covers", "form_of", "own_steps", "scan"]
+__all__ = ["constants_of", "coupled", "covers", "form_of", "in_basis", "own_steps", "scan"]
 
 
 def own_steps(cell: Cell, kind: type[Cell]) -> bool:
@@ -53,10 +55,8 @@ def _uncovered(spec: ADPTSpec, drive: Tensor) -> str | None:
         return f"the kernel has no direction={direction}."
     if from_state and direction.layer_norm:
         return "the kernel has no LayerNorm on key and value."
-    if from_state and direction.dot is not None:
-        return "the kernel has no controlled dot product."
-    if spec.start:
-        return "the kernel has no learned start."
+    if spec.start and (spec.memory is not None or (isinstance(direction, FromState) and direction.entrywise)):
+        return "the kernel has no learned start with a slow memory, ReLU or spikes."
     return None
 
 
@@ -89,6 +89,7 @@ def form_of(spec: ADPTSpec, *, beta_given: bool = False) -> Form:
         source=int(source),
         spike=spike,
         retracted=int(_retracted(spec.conjugate, spec.retraction)),
+        dot=direction.dot if spec.conjugate.turns and isinstance(direction, FromState) else None,
         aware=spec.rotation_aware,
     )
 
@@ -133,6 +134,25 @@ def coupled(constants: Constants, gain: BlockDiagonal, feedback: Tensor, decay: 
     elif constants.imag is not None:
         feed_imag = torch.zeros_like(constants.imag)
     return constants._replace(feed_real=gain.real * feedback, feed_imag=feed_imag, decay=decay, charge=charge)
+
+
+class Basis(NamedTuple):
+    """A recurrence in the basis of a learned start Q₀, where Q₀ Λ̄ Q₀' is Λ̄; its states are to be multiplied by Q₀'."""
+
+    constants: Constants
+    drive: Tensor
+    state: Tensor
+
+
+def in_basis(start: Tensor, constants: Constants, form: Form, drive: Tensor, state: Tensor) -> Basis:
+    """The same recurrence, seen from a learned start."""
+    weight = None if constants.weight is None else start.mT @ constants.weight @ start
+    bias = None if constants.bias is None else constants.bias @ start
+    size = state.shape[-1]
+    end = size * (3 if form.given else 1)
+    vectors = (drive[..., :end].unflatten(-1, (-1, size)) @ start).flatten(-2)
+    drive = torch.cat((vectors, drive[..., end:]), -1)
+    return Basis(constants._replace(weight=weight, bias=bias), drive, state @ start)
 
 
 def scan(

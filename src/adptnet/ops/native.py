@@ -21,14 +21,15 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import BackendWarning, IncompatibleError
+from ..errors import BackendWarning, BuildError, IncompatibleError
 
-__all__ = ["Kernel", "backends", "build", "load", "notice", "wanted"]
+__all__ = ["Kernel", "backends", "build", "build_all", "load", "notice", "wanted"]
 
 # No -ffast-math: GCC would link code that flushes denormal numbers to zero in the whole process.
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS += ["-ffp-contract=fast"]
 OPERATIONS = ["adpt_scan"]
+NUMBERS = ["float", "double"]
 
 _log = logging.getLogger("adptnet")
 _lock = threading.Lock()
@@ -110,10 +111,6 @@ def _load(operation: str, number: str) -> Kernel:
         return Kernel(None, f"{path} cannot be loaded: {error}.")
 
 
-class BuildError(Exception):
-    """Why there is no library."""
-
-
 def build(operation: str, number: str) -> tuple[Path, str]:
     """The path of the library, compiled if it is not in the cache, and how it was made."""
     source = Path(__file__).parent / operation / "kernel.cpp"
@@ -132,6 +129,11 @@ def build(operation: str, number: str) -> tuple[Path, str]:
     if not path.exists():
         _compile(compiler, flags, source, path)
     return path, how
+
+
+def build_all() -> list[Path]:
+    """Every library, for use without a compiler later."""
+    return [build(operation, number)[0] for operation in OPERATIONS for number in NUMBERS]
 
 
 def _compile(compiler: list[str], flags: list[str], source: Path, path: Path) -> None:

@@ -63,11 +63,12 @@ def _scan(
     source: int,
     spike: float,
     retracted: int,
+    dot: float | None,
     aware: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor]:
     constants = Constants(real, imag, weight, bias, beta, feed_real, feed_imag, decay, charge)
-    form = Form(heads, turns, given, beta_given, source, spike, retracted, aware)
+    form = Form(heads, turns, given, beta_given, source, spike, retracted, dot, aware)
     if cpu.ready(drive.dtype):
         return cpu.forward(drive, state, constants, form, reset, lengths, save)
     states = reference.adpt_scan(drive, state, constants, form, reset=reset, lengths=lengths)
@@ -99,10 +100,11 @@ def _scan_backward(
     source: int,
     spike: float,
     retracted: int,
+    dot: float | None,
     aware: bool,
 ) -> list[Tensor]:
     constants = Constants(real, imag, weight, bias, beta, feed_real, feed_imag, decay, charge)
-    form = Form(heads, turns, given, beta_given, source, spike, retracted, aware)
+    form = Form(heads, turns, given, beta_given, source, spike, retracted, dot, aware)
     to_drive, to_state, to_constants = cpu.backward(
         gradient, drive, state, constants, form, reset, lengths, states, projections
     )
@@ -111,7 +113,7 @@ def _scan_backward(
 
 @_scan.register_fake
 def _(drive: Tensor, state: Tensor, real: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    constants, form, save = Constants(real, *others[:8]), Form(*others[10:18]), others[18]
+    constants, form, save = Constants(real, *others[:8]), Form(*others[10:19]), others[19]
     return drive.new_empty(*drive.shape[:2], state.shape[-1]), drive.new_empty(cpu.kept(drive, constants, form, save))
 
 
@@ -123,12 +125,12 @@ def _(gradient: Tensor, states: Tensor, projections: Tensor, *inputs: Any) -> li
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:13], *output)
-    ctx.form = Form(*inputs[13:21])
+    ctx.form = Form(*inputs[13:22])
 
 
 def _differentiate(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Any, ...]:
     *inputs, states, projections = ctx.saved_tensors
-    rest = (None,) * 11  # reset, lengths, form and save have no derivative
+    rest = (None,) * 12  # reset, lengths, form and save have no derivative
     if gradient is None:
         return (None,) * 11 + rest
     if torch.is_grad_enabled() or not cpu.ready(gradient.dtype):

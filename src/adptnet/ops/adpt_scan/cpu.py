@@ -1,6 +1,7 @@
 """The kernel of `adpt_scan`: its arguments as the C++ program takes them, and the memory it works in."""
 
 import ctypes
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ _NAMES = {torch.float32: "float", torch.float64: "double"}
 SPAN = 1 << 20  # bytes of states whose gradients are held before they go into the gradient of the weights
 
 _NUMBERS = "batch steps heads size features width first last tile threads complex_pairs given turns source form aware"
-_NUMBERS += " coupled beta_given"
+_NUMBERS += " coupled beta_given mixes"
 _POINTERS = "drive initial real imag weight bias beta feed_real feed_imag decay charge reset lengths states projections"
 _POINTERS += " state_gradients carry drive_gradients projection_gradients sources sums workspace"
 
@@ -27,6 +28,7 @@ class _Scan(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in _NUMBERS.split(" ")),
         ("spike", ctypes.c_double),
+        ("dot", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in _POINTERS.split(" ")),
     )
 
@@ -169,10 +171,7 @@ class _Call:
         reset: Tensor | None,
         lengths: Tensor | None,
     ):
-        library = native.load("adpt_scan", _NAMES[drive.dtype])
-        assert library is not None
-        self.library: Any = library
-        _declare(library)
+        self.library = _declared(native.load("adpt_scan", _NAMES[drive.dtype]))
         batch, steps, features = drive.shape
         size = constants.real.shape[0] // form.heads
         self.pad = _padded(size, drive.dtype)
@@ -200,7 +199,9 @@ class _Call:
             aware=form.aware,
             coupled=constants.decay is not None,
             beta_given=form.beta_given,
+            mixes=form.dot is not None,
             spike=form.spike,
+            dot=0.0 if form.dot is None else form.dot,
         )
         self.held: dict[str, Tensor] = {}
         self.set(drive=drive, initial=state, reset=reset, lengths=lengths)
@@ -228,12 +229,14 @@ class _Call:
         call(ctypes.byref(self.scan), *([backward] if function == "adpt_scan_products" else []))
 
 
-def _declare(library: Any) -> None:
+@functools.cache
+def _declared(library: Any) -> Any:
     library.adpt_scan_workspace.argtypes = [ctypes.POINTER(_Scan), ctypes.c_int64]
+    library.adpt_scan_products.argtypes = [ctypes.POINTER(_Scan), ctypes.c_int64]
     for function in (library.adpt_scan_workspace, library.adpt_scan_layout):
         function.restype = ctypes.c_int64
-    library.adpt_scan_products.argtypes = [ctypes.POINTER(_Scan), ctypes.c_int64]
     for function in (library.adpt_scan_forward, library.adpt_scan_backward):
         function.argtypes = [ctypes.POINTER(_Scan)]
         function.restype = None
     assert library.adpt_scan_layout() == ctypes.sizeof(_Scan)
+    return library

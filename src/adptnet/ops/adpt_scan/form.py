@@ -35,6 +35,7 @@ class Form(NamedTuple):
     source: int = Source.STATE
     spike: float = 0.0
     retracted: int = Retracted.EXPONENTIAL
+    dot: float | None = None  # of key and value, where it is fixed
     aware: bool = False  # the drive is turned with the state
 
 

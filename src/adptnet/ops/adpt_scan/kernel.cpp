@@ -26,8 +26,8 @@ struct Scan {
   int64_t features, width;                // of a row of the drive, of a row of the state
   int64_t first, last;                    // steps that the backward runs, and what its buffers hold
   int64_t tile, threads;                  // sequences in a tile
-  int64_t complex_pairs, given, turns, source, form, aware, coupled, beta_given;
-  double spike;
+  int64_t complex_pairs, given, turns, source, form, aware, coupled, beta_given, mixes;
+  double spike, dot;                      // dot: of key and value, if `mixes`
   const void *drive, *initial, *real, *imag, *weight, *bias, *beta;
   const void *feed_real, *feed_imag, *decay, *charge;
   const uint8_t* reset;
@@ -465,6 +465,75 @@ INLINE void directions(const Eigen<T>& eigen, const T* p, const T* q, const T* x
                vLv - c * (kLv + vLk) + c * c * kLk, 1 - c * c, ku, vu - c * ku};
 }
 
+// ---- A fixed dot product --------------------------------------------------------------------------------------------
+
+template <class T> INLINE T dot(const T* a, const T* b, int64_t pad) {
+  Vec<T> sum[8] = {};
+  for (int64_t i = 0; i < pad; i += lanes<T>) sum[0] += load<T>(a + i) * load<T>(b + i);
+  T total[8];
+  sum_lanes<T, 8>(sum, total);
+  return total[0];
+}
+template <class T> INLINE void add_times(T scale, const T* from, T* to, int64_t pad) {
+  for (int64_t i = 0; i < pad; i += lanes<T>) store<T>(to + i, load<T>(to + i) + scale * load<T>(from + i));
+}
+template <class T> INLINE void set_times(T scale, const T* from, T* to, int64_t pad) {
+  for (int64_t i = 0; i < pad; i += lanes<T>) store<T>(to + i, scale * load<T>(from + i));
+}
+
+// k = unit(p), v = unit(q), e = unit(k - (k.v) v); their scales, 0 for a vector that counts as zero.
+template <class T> struct Mix {
+  T *k, *v, *e;
+  T key_scale, value_scale, across_scale, along;
+};
+
+template <class T> void unit_or_zero(const T* from, T* to, int64_t pad, T& scale) {
+  if (to_unit<T>(from, to, pad, scale)) return;
+  std::memset(to, 0, pad * sizeof(T));
+  scale = 0;
+}
+
+template <class T> Mix<T> mix(const T* p, const T* q, int64_t pad, T* scratch) {
+  Mix<T> out = {scratch, scratch + pad, scratch + 2 * pad, 0, 0, 0, 0};
+  T* across = scratch + 3 * pad;
+  unit_or_zero<T>(p, out.k, pad, out.key_scale);
+  unit_or_zero<T>(q, out.v, pad, out.value_scale);
+  out.along = dot<T>(out.k, out.v, pad);
+  set_times<T>(1, out.k, across, pad);
+  add_times<T>(-out.along, out.v, across, pad);
+  unit_or_zero<T>(across, out.e, pad, out.across_scale);
+  // What is left of a key that is almost the value is mostly rounding: take its part again.
+  T again;
+  add_times<T>(-dot<T>(out.e, out.v, pad), out.v, out.e, pad);
+  set_times<T>(1, out.e, across, pad);
+  unit_or_zero<T>(across, out.e, pad, again);
+  return out;
+}
+
+// p and q with the key at the fixed angle from the value, and back: derivatives of those to derivatives of p and q.
+template <class T> void mix_forward(const Scan& s, const T* p, const T* q, int64_t pad, T* scratch, T* out) {
+  Mix<T> from = mix<T>(p, q, pad, scratch);
+  set_times<T>(std::sqrt(T(1 - s.dot * s.dot)), from.e, out, pad);
+  add_times<T>(T(s.dot), from.v, out, pad);
+  set_times<T>(1, from.v, out + pad, pad);
+}
+template <class T> void mix_backward(const Scan& s, const T* p, const T* q, int64_t pad, T* scratch, T* gradients) {
+  Mix<T> from = mix<T>(p, q, pad, scratch);
+  T *key = gradients, *value = gradients + pad, *across = scratch + 3 * pad;
+  add_times<T>(T(s.dot), key, value, pad);
+  set_times<T>(std::sqrt(T(1 - s.dot * s.dot)) * from.across_scale, key, across, pad);
+  add_times<T>(-dot<T>(from.e, across, pad), from.e, across, pad);
+  T lost = dot<T>(from.v, across, pad);
+  add_times<T>(-from.along, across, value, pad);
+  add_times<T>(-lost, from.k, value, pad);
+  set_times<T>(1, across, key, pad);
+  add_times<T>(-lost, from.v, key, pad);
+  add_times<T>(-dot<T>(from.k, key, pad), from.k, key, pad);
+  add_times<T>(-dot<T>(from.v, value, pad), from.v, value, pad);
+  set_times<T>(from.key_scale, key, key, pad);
+  set_times<T>(from.value_scale, value, value, pad);
+}
+
 // ---- Tasks ----------------------------------------------------------------------------------------------------------
 
 template <class T> INLINE Vec<T> sourced(const Scan& s, Vec<T> x) {
@@ -493,7 +562,7 @@ template <class T> struct Arena {
 template <class T> struct Task {
   int64_t head, begin, rows, index;
   T *real, *imag, *bias, *feed_real, *feed_imag, *decay, *charge;
-  T *x, *source, *slow, *u, *projections, *scratch;
+  T *x, *source, *slow, *u, *projections, *scratch, *mixed, *mixing;
   T *g, *slow_g, *partial, *gradients, *sums;
   Row<T>* row;
 
@@ -503,6 +572,8 @@ template <class T> struct Task {
     bias = memory.take(2 * pad);
     for (T** vectors : {&x, &source, &slow, &u}) *vectors = memory.take(tile * pad);
     for (T** vectors : {&projections, &scratch}) *vectors = memory.take(tile * 2 * pad);
+    mixed = memory.take(s.mixes ? tile * 2 * pad : 0);
+    mixing = memory.take(s.mixes ? 4 * pad : 0);
     row = reinterpret_cast<Row<T>*>(memory.take(tile * sizeof(Row<T>) / sizeof(T) + 16));
     if (!backward) return;
     for (T** vectors : {&g, &slow_g, &partial}) *vectors = memory.take(tile * pad);
@@ -545,6 +616,17 @@ template <class T> INLINE void project(const Scan& s, const Task<T>& task, const
       for (int64_t i = 0; i < 2 * pad; i += lanes<T>) store<T>(out + i, load<T>(out + i) + load<T>(task.bias + i));
 }
 
+// The rows that directions are taken of: the projections, or those with a fixed dot product.
+template <class T> const T* mixed_rows(const Scan& s, const Task<T>& task, const T* projections) {
+  if (!s.mixes) return projections;
+  const int64_t pad = padded<T>(s.size);
+  for (int64_t r = 0; r < task.rows; ++r) {
+    const T* p = projections + r * 2 * pad;
+    mix_forward<T>(s, p, p + pad, pad, task.mixing, task.mixed + r * 2 * pad);
+  }
+  return task.mixed;
+}
+
 template <class T> void make_sources(const Scan& s, Task<T>& task, int64_t r) {
   const int64_t pad = padded<T>(s.size);
   if (s.source == identity) return;  // x itself
@@ -584,6 +666,7 @@ template <class T, bool Pairs> void run_forward(const Scan& s, Task<T>& task, co
     if (s.projections)
       projections = static_cast<T*>(s.projections) + ((task.head * s.steps + t) * s.batch + task.begin) * 2 * pad;
     if (s.turns) project<T>(s, task, weights, t, projections);
+    const T* pairs = mixed_rows<T>(s, task, projections);
     for (int64_t r = 0; r < task.rows; ++r) {
       const T* drive = static_cast<const T*>(s.drive) + ((task.begin + r) * s.steps + t) * s.features + offset;
       T* fed = task.u + r * pad;
@@ -593,7 +676,7 @@ template <class T, bool Pairs> void run_forward(const Scan& s, Task<T>& task, co
           store<T>(fed + i, load<T>(fed + i) + times<T, Pairs>({task.feed_real, task.feed_imag}, i,
                                                               load<T>(task.slow + r * pad + i)));
       task.row[r].still = !s.turns;
-      const T* p = projections + r * 2 * pad;
+      const T* p = pairs + r * 2 * pad;
       if (s.turns)
         directions<T, Pairs>(eigen, p, p + pad, task.x + r * pad, s.aware ? fed : nullptr, pad,
                              task.scratch + r * 2 * pad, task.row[r]);
@@ -775,6 +858,7 @@ void run_backward(const Scan& s, Task<T>& task, const T* weights, const T* trans
       make_sources(s, task, r);
     }
     if (s.given || (weighted && !s.projections)) project<T>(s, task, weights, t, projections);
+    const T* pairs = mixed_rows<T>(s, task, projections);
     for (int64_t r = 0; r < task.rows; ++r) {  // the derivative at the step, and the drive where it is needed
       const int64_t sequence = task.begin + r, at = (sequence * s.steps + t) * s.width + offset;
       T *g = task.g + r * pad, *slow_g = task.slow_g + r * pad, *u = task.u + r * pad, *slow = task.slow + r * pad;
@@ -804,7 +888,7 @@ void run_backward(const Scan& s, Task<T>& task, const T* weights, const T* trans
           store<T>(u + i, load<T>(u + i) + times<T, Pairs>(feed, i, load<T>(slow + i)));
       }
       task.row[r].still = !s.turns || over;
-      const T* p = projections + r * 2 * pad;
+      const T* p = pairs + r * 2 * pad;
       if (!task.row[r].still)
         directions<T, Pairs>(eigen, p, p + pad, task.x + r * pad, s.aware ? u : nullptr, pad,
                              task.scratch + r * 2 * pad, task.row[r]);
@@ -816,6 +900,10 @@ void run_backward(const Scan& s, Task<T>& task, const T* weights, const T* trans
       T* to_drive = static_cast<T*>(s.drive_gradients) + (sequence * s.steps + t) * s.features;
       T beta = row_backward<T, Pairs>(s, task, eigen, task.row[r], beta_of<T>(s, task, drive), task.x + r * pad, u, g, u,
                                       task.partial + r * pad, to_projections);
+      if (s.mixes) {
+        const T* p = projections + r * 2 * pad;
+        mix_backward<T>(s, p, p + pad, pad, task.mixing, to_projections);
+      }
       const T* to_u = s.aware ? u : g;
       totals[6 * pad] += beta;
       if (s.beta_given) to_drive[s.features - 1] = beta;

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..directions import spike, unit
+from ..directions import mixed, spike, unit
 from ..plane_rotation import cayley, exponential, plane_rotation
 from .form import PLAIN, Constants, Form, Retracted, Source
 
@@ -70,6 +70,8 @@ def _step(x: Tensor, u: Tensor, rest: list[Tensor], constants: Constants, form: 
             projected = projected + constants.bias.transpose(0, 1).unsqueeze(1)
         key, value = projected
     key, value = unit(key), unit(value)
+    if form.dot is not None:
+        key = mixed(key, value, form.dot)
     if form.beta_given:
         beta = rest[-1].unsqueeze(-2)
     else:
