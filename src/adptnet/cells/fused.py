@@ -25,7 +25,7 @@ __all__ = ["constants_of", "coupled", "covers", "form_of", "in_basis", "own_step
 def own_steps(cell: Cell, kind: type[Cell]) -> bool:
     """Whether a cell steps as its class does: a step that was replaced is the one that must run."""
     names = ("step", "stepper", "initial_state", "prepare")
-    return all(getattr(getattr(cell, name), "__func__", None) is getattr(kind, name) for name in names)
+    return all(name not in cell.__dict__ and getattr(type(cell), name) is getattr(kind, name) for name in names)
 
 
 def covers(spec: ADPTSpec, drive: Tensor, *, dt: Tensor | None = None, beta: Tensor | None = None) -> bool:
