@@ -824,6 +824,7 @@ template <class T, bool Pairs>
 void run_backward(const Scan& s, Task<T>& task, const T* weights, const T* transposed) {
   const int64_t m = s.size, pad = padded<T>(m), n = s.heads * m, offset = task.head * m, span = s.last - s.first;
   const bool weighted = s.turns && !s.given;
+  const int64_t steps_ahead = task.rows < 8 ? 16 / task.rows : 1;
   load_constants(s, task);
   Eigen<T> eigen = {task.real, task.imag};
   const Eigen<T> feed = {task.feed_real, task.feed_imag};
@@ -851,7 +852,6 @@ void run_backward(const Scan& s, Task<T>& task, const T* weights, const T* trans
       if (s.reset && s.reset[sequence * s.steps + t]) {
         for (T* vectors : {task.x, task.slow}) std::memset(vectors + r * pad, 0, pad * sizeof(T));
       } else {
-        if (r + rows_ahead < task.rows && t) expect<T>(before + offset + rows_ahead * s.steps * s.width, m);
         fetch<T>(before + offset, m, task.x + r * pad, pad);
         if (s.coupled) fetch<T>(before + n + offset, m, task.slow + r * pad, pad);
       }
@@ -863,7 +863,12 @@ void run_backward(const Scan& s, Task<T>& task, const T* weights, const T* trans
       const int64_t sequence = task.begin + r, at = (sequence * s.steps + t) * s.width + offset;
       T *g = task.g + r * pad, *slow_g = task.slow_g + r * pad, *u = task.u + r * pad, *slow = task.slow + r * pad;
       const T* given = static_cast<const T*>(s.state_gradients) + at;
-      if (r + rows_ahead < task.rows) expect<T>(given + rows_ahead * s.steps * s.width, m);
+      if (t > steps_ahead) {  // time runs backwards, which the processor does not expect
+        expect<T>(given - steps_ahead * s.width, m);
+        expect<T>(static_cast<const T*>(s.states) + at - (steps_ahead + 1) * s.width, m);
+        if (projections != task.projections)
+          expect<T>(projections + r * 2 * pad - steps_ahead * s.batch * 2 * pad, 2 * pad);
+      }
       const bool over = ended<T>(s, sequence, t);
       if (over) {
         for (T* vectors : {g, slow_g}) std::memset(vectors, 0, pad * sizeof(T));
