@@ -1,5 +1,6 @@
 """Building, caching and loading the kernels."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import torch
 import adptnet
 from adptnet import cli
 from adptnet.errors import BuildError, IncompatibleError
-from adptnet.ops import native
+from adptnet.ops import memory, native
 
 SOURCE = Path(native.__file__).parent
 needs_compiler = pytest.mark.skipif(native.find_compiler() is None, reason="no C++ compiler")
@@ -108,6 +109,19 @@ def test_small_numbers_stay_after_loading():
     small = torch.tensor(1e-30, dtype=torch.float32)
     assert float(small * 1e-10) > 0
     assert float(torch.full((64,), 1e-300, dtype=torch.float64).mul(1e-15).sum()) > 0
+
+
+def test_large_memory_is_used_again_and_never_shared():
+    first, second = (memory.empty(300, 1000, dtype=torch.float64) for _ in range(2))
+    place = first.data_ptr()
+    assert place != second.data_ptr()
+    view = first[3]
+    del first
+    assert memory.empty(300, 1000, dtype=torch.float64).data_ptr() != place  # the view still holds it
+    del view
+    gc.collect()
+    assert memory.empty(300, 1000, dtype=torch.float64).data_ptr() == place
+    assert place % 64 == 0
 
 
 SANITISED = """

@@ -1,6 +1,7 @@
 """Large buffers that are used again: a freshly mapped page costs more than the arithmetic done on it."""
 
 import collections
+import contextlib
 import weakref
 from typing import Any
 
@@ -37,12 +38,12 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def _take(needed: int) -> Block:
-    for _ in range(len(_free)):
-        try:
-            block = _free.popleft()
-        except IndexError:  # another thread was faster
-            break
-        if needed <= len(block) <= 2 * needed:
-            return block
-        _free.append(block)
-    return numpy.empty(needed, numpy.uint8)
+    """The smallest free block that fits, unless it is far too large; a new one otherwise."""
+    blocks: list[Block] = []
+    with contextlib.suppress(IndexError):  # while another thread takes and gives as well
+        while True:
+            blocks.append(_free.popleft())
+    fitting = [i for i, block in enumerate(blocks) if needed <= len(block) <= 2 * needed]
+    found = blocks.pop(min(fitting, key=lambda i: len(blocks[i]))) if fitting else numpy.empty(needed, numpy.uint8)
+    _free.extend(blocks)
+    return found
