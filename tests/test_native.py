@@ -117,7 +117,8 @@ def test_large_memory_is_used_again_and_never_shared():
     assert place != second.data_ptr()
     view = first[3]
     del first
-    assert memory.empty(300, 1000, dtype=torch.float64).data_ptr() != place  # the view still holds it
+    third = memory.empty(300, 1000, dtype=torch.float64)
+    assert third.data_ptr() != place  # the view still holds it
     del view
     gc.collect()
     assert memory.empty(300, 1000, dtype=torch.float64).data_ptr() == place
