@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 from adptnet import ADPTNet, adjoints, conjugates, directions, projections, solvers
 from adptnet.cells import fused
+from adptnet.errors import InputError
 from adptnet.ops import native
 from adptnet.ops.adpt_scan import Constants, Form, Retracted, Source, adpt_scan, cpu, reference
 from members import build, legal, name_of
@@ -217,6 +218,27 @@ def test_nan_is_not_hidden():
 @pytest.mark.parametrize(("batch", "steps"), [(0, 3), (3, 0), (0, 0)])
 def test_nothing_to_do(batch, steps):
     assert_agree(*problem(batch, steps, 5))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"drive": torch.zeros(4, 6, 9)},
+        {"state": torch.zeros(4, 8, dtype=torch.float32)},
+        {"lengths": torch.ones(4, dtype=torch.int32)},
+        {"reset": torch.zeros(4, 5, dtype=torch.bool)},
+        {"weight": torch.zeros(1, 2, 8, 7)},
+        {"beta": None},
+        {"imag": torch.zeros(7)},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_what_does_not_fit_is_refused(wrong):
+    drive, state, constants, form = problem(4, 6, 8)
+    named = {"drive": drive, "state": state, "reset": None, "lengths": None, **constants._asdict(), **wrong}
+    constants = Constants(*(named[name] for name in Constants._fields))
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        adpt_scan(named["drive"], named["state"], constants, form, reset=named["reset"], lengths=named["lengths"])
 
 
 def test_what_is_not_contiguous():

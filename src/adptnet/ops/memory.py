@@ -9,7 +9,7 @@ import numpy
 import torch
 from torch import Tensor
 
-__all__ = ["empty"]
+__all__ = ["clear", "empty"]
 
 SMALLEST = 1 << 18  # below this the allocator of the process reuses memory itself
 KEPT = 8  # free blocks
@@ -35,6 +35,11 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     lease = block[start : start + needed]
     weakref.finalize(lease, _free.append, block).atexit = False
     return torch.from_numpy(lease).view(dtype).reshape(shape)
+
+
+def clear() -> None:
+    """Gives the memory that nobody uses back to the system."""
+    _free.clear()
 
 
 def _take(needed: int) -> Block:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import native
 from . import cpu, reference
-from .form import PLAIN, Constants, Form, Retracted, Source
+from .form import PLAIN, Constants, Form, Retracted, Source, check
 
 __all__ = ["Constants", "Form", "Retracted", "Source", "adpt_scan", "ready"]
 
@@ -35,6 +35,7 @@ def adpt_scan(
         lean: Keep only the states for the backward and compute the projections K x and V x again; otherwise they are
             kept, which is faster and takes twice as much memory again.
     """
+    check(drive, state, constants, form, reset, lengths)
     tensors = (drive, state, *constants)
     save = not lean and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     states: Tensor = _scan(drive, state, *constants, reset, lengths, *form, save)[0]

@@ -3,9 +3,12 @@
 import enum
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-__all__ = ["PLAIN", "Constants", "Form", "Retracted", "Source"]
+from ...errors import InputError
+
+__all__ = ["PLAIN", "Constants", "Form", "Retracted", "Source", "check"]
 
 
 class Source(enum.IntEnum):
@@ -55,3 +58,33 @@ class Constants(NamedTuple):
     feed_imag: Tensor | None = None
     decay: Tensor | None = None
     charge: Tensor | None = None
+
+
+def check(
+    drive: Tensor, state: Tensor, constants: Constants, form: Form, reset: Tensor | None, lengths: Tensor | None
+) -> None:
+    """Refuses what does not fit together: a kernel believes what it is told about sizes."""
+    size, heads = constants.real.shape[0], form.heads
+    batch, steps = drive.shape[:2]
+    m = size // heads
+    matrices = form.turns and not form.given
+    slow = constants.decay is not None
+    needed: dict[str, tuple[Tensor | None, tuple[int, ...] | None, torch.dtype]] = {
+        "drive": (drive, (batch, steps, size * (3 if form.given else 1) + form.beta_given), drive.dtype),
+        "state": (state, (batch, size * (2 if slow else 1)), drive.dtype),
+        "reset": (reset, None if reset is None else (batch, steps), torch.bool),
+        "lengths": (lengths, None if lengths is None else (batch,), torch.int64),
+        "weight": (constants.weight, (heads, 2, m, m) if matrices else None, drive.dtype),
+        "bias": (constants.bias, None if constants.bias is None else (heads, 2, m), drive.dtype),
+        "beta": (constants.beta, (heads,) if form.turns and not form.beta_given else None, drive.dtype),
+    }
+    for name in ("real", "imag", "feed_real", "feed_imag", "decay", "charge"):
+        optional = name == "imag" or not slow or (name == "feed_imag" and constants.imag is None)
+        tensor = getattr(constants, name)
+        needed[name] = tensor, None if optional and tensor is None else (size,), drive.dtype
+    for name, (tensor, shape, dtype) in needed.items():
+        given = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+        if shape is not None and given != (shape, dtype):
+            raise InputError(f"adpt_scan: {name} must be {dtype} of shape {shape}; got {given}.")
+    if size % heads or (constants.imag is not None and m % 2):
+        raise InputError(f"adpt_scan: {heads} heads, complex pairs within each, do not divide a state of {size}.")
