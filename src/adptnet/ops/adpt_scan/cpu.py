@@ -14,7 +14,9 @@ from .form import Constants, Form
 __all__ = ["backward", "forward", "kept", "products", "ready"]
 
 _NAMES = {torch.float32: "float", torch.float64: "double"}
-SPAN = 1 << 20  # bytes of states whose gradients are held before they go into the gradient of the weights
+# Bytes of states whose gradients are held before they go into the gradient of the weights, for narrow and for wide
+# states: narrow ones stay in the nearest cache, wide ones need long matrix products.
+NARROW, WIDE = 1 << 18, 1 << 22
 
 _NUMBERS = "batch steps heads size features width first last tile threads complex_pairs given turns source form aware"
 _NUMBERS += " coupled beta_given mixes"
@@ -98,8 +100,9 @@ def backward(
     call.set(sums=sums)
     weight_gradient = torch.zeros(heads, 2 * pad, pad, dtype=dtype)
     bias_gradient = torch.zeros(heads, 2 * pad, dtype=dtype)
-    # A stretch of steps at a time, so that what the matrix product of the weights reads is still in the cache.
-    span = max(1, min(steps, SPAN // max(1, batch * heads * pad * dtype.itemsize)) if weights else steps)
+    # A stretch of steps at a time, so that memory stays small and, for narrow states, in the cache.
+    held = NARROW if pad * dtype.itemsize <= 256 else WIDE
+    span = max(1, min(steps, held // max(1, batch * heads * pad * dtype.itemsize)) if weights else steps)
     if weights:
         rows = heads, batch, span
         gradients = memory.empty(*rows, 2 * pad, dtype=dtype)
