@@ -126,6 +126,28 @@ def test_in_single_precision_it_is_as_close_as_rounding_allows(kind):
     assert (found["states"].double() - exact["states"]).abs().max() <= 4 * steps * torch.finfo(torch.float32).eps
 
 
+def test_over_a_long_memory_its_gradients_round_no_worse_than_the_loops():
+    drive, state, constants, form = problem(2, 400, 40, beta=0.1)
+    lambda_bar = torch.exp(-0.5 * torch.logspace(-3, -1, 40))
+    arguments = [0.1 * drive, state, constants._replace(real=lambda_bar)]
+    torch.manual_seed(1)  # the weights of the sum, the same for all
+    _, exact = both(*arguments, form)
+    narrow = Constants(*(None if t is None else t.detach().float() for t in arguments[2]))
+    torch.manual_seed(1)
+    weights = torch.randn(2, 400, 40)
+    errors = []
+    for run in (adpt_scan, reference.adpt_scan):
+        leaves = {"drive": arguments[0].detach().float(), "state": arguments[1].detach().float()}
+        leaves |= {"real": narrow.real, "weight": narrow.weight}
+        for leaf in leaves.values():
+            leaf.requires_grad_()
+        states = run(leaves["drive"], leaves["state"], narrow, form)
+        found = torch.autograd.grad((states * weights.float()).sum(), list(leaves.values()))
+        errors.append({name: (g - exact[name]).abs().max().item() for name, g in zip(leaves, found, strict=True)})
+    for name, error in errors[0].items():
+        assert error <= 2 * errors[1][name], name
+
+
 @pytest.mark.parametrize("axes", legal, ids=name_of)
 def test_every_legal_layer_is_its_own_loop(axes, monkeypatch):
     layer = build(axes)

@@ -143,12 +143,7 @@ struct Ranges {
 template <class T, int Rows, int Panels, bool Add>
 INLINE void multiply(const T* x, int64_t x_stride, Ranges over, const T* weights, int64_t depth, T* out,
                      int64_t out_stride) {
-  Vec<T> sum[Rows][2 * Panels];
-#pragma GCC unroll 8
-  for (int r = 0; r < Rows; ++r)
-#pragma GCC unroll 8
-    for (int j = 0; j < 2 * Panels; ++j)
-      sum[r][j] = Add ? load<T>(out + r * out_stride + j * lanes<T>) : Vec<T>{};
+  Vec<T> sum[Rows][2 * Panels] = {};
   const T* w = weights;
   auto range = [&](const T* row, int64_t count) {
     for (int64_t i = 0; i < count; ++i, w += panel<T>) {
@@ -169,7 +164,11 @@ INLINE void multiply(const T* x, int64_t x_stride, Ranges over, const T* weights
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 8
-    for (int j = 0; j < 2 * Panels; ++j) store<T>(out + r * out_stride + j * lanes<T>, sum[r][j]);
+    for (int j = 0; j < 2 * Panels; ++j) {
+      T* to = out + r * out_stride + j * lanes<T>;
+      // Added last: to sum onto what is there would round at its size, which is larger, once for each term.
+      store<T>(to, Add ? load<T>(to) + sum[r][j] : sum[r][j]);
+    }
 }
 
 template <class T, int Rows, bool Add>
