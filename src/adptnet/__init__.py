@@ -34,6 +34,7 @@ from .nn import (
     TaylorADPTNet,
     verify,
 )
+from .ops.native import backends
 from .spec import Spec
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "TrainableBeta",
     "__version__",
     "adjoints",
+    "backends",
     "cells",
     "conjugates",
     "directions",

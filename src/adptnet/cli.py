@@ -2,9 +2,30 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
-__all__ = ["main"]
+from tyro.conf import Positional
+
+__all__ = ["Kernels", "main"]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Build the compiled kernels ahead of their first use, or show what runs each operation."""
+
+    action: Positional[Literal["build", "show"]] = "show"
+
+
+def kernels(options: Kernels) -> None:
+    from .ops import native
+
+    if options.action == "build":
+        for path in native.build_all():
+            print(path)
+        return
+    for operation, what in native.backends().items():
+        print(f"{operation}: {what}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -15,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from .errors import AdptnetError
 
     commands: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-        "quickstart": (quickstart.Quickstart, quickstart.run)
+        "quickstart": (quickstart.Quickstart, quickstart.run),
+        "kernels": (Kernels, kernels),
     }
     options = subcommand_cli_from_dict(
         {name: kind for name, (kind, _) in commands.items()},

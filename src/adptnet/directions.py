@@ -1,7 +1,6 @@
 """Directions: where the key and the value come from."""
 
 import abc
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .errors import SpecError
+from .ops.directions import mixed, spike, unit
 from .projections import Projection, ProjectionSpec
 from .projections.heads import Heads
 from .spec import Spec, check_positive, check_size, spec
@@ -87,8 +87,13 @@ class FromState(DirectionSpec):
                 raise SpecError(f"{self}: K and V take either ReLU(x) or spikes. Drop relu=True, or spike=.")
 
     @property
+    def entrywise(self) -> bool:
+        """Whether K and V see each number of the state through a function, so that the basis matters."""
+        return self.relu or self.spike is not None
+
+    @property
     def keeps_lemmas(self) -> bool:
-        return super().keeps_lemmas and not self.relu and self.spike is None
+        return super().keeps_lemmas and not self.entrywise
 
     def source(self, x: Tensor) -> Tensor:
         if self.spike is not None:
@@ -159,31 +164,3 @@ def _normed(project: Callable[[Tensor], Tensor], norm: nn.LayerNorm | None, head
         return unit(y if heads == 1 else y.unflatten(-1, (heads, -1)))
 
     return direction
-
-
-def mixed(key: Tensor, value: Tensor, dot: float) -> Tensor:
-    """A unit key in the plane of both, with key·value = `dot` (eq:parametric_kv_dot)."""
-    across = key
-    for _ in range(2):  # what is left of a key that is almost the value is mostly rounding: take its part again
-        across = unit(across - (across * value).sum(-1, keepdim=True) * value)
-    return math.sqrt(1 - dot**2) * across + dot * value
-
-
-def unit(x: Vector) -> Vector:
-    """`x` at length one, for any length that floating point can invert; zero stays zero, with zero derivative.
-
-    The largest entry is divided out first, as a constant: the direction does not depend on it, so neither value nor
-    derivative change, and squares neither overflow nor vanish.
-    """
-    if x.shape[-1] == 0:
-        return x
-    scale = x.detach().abs().amax(-1, keepdim=True)
-    zero = scale < 2**10 * torch.finfo(x.dtype).tiny  # below 1e-35 in float32, where 1/scale would overflow
-    scaled = x / torch.where(zero, 1.0, scale)
-    return scaled * torch.where(zero, 1.0, scaled.square().sum(-1, keepdim=True)).rsqrt().masked_fill(zero, 0.0)
-
-
-def spike(x: Tensor) -> Tensor:
-    """1 where x >= 0, else 0; the derivative is 1 for |x| < 1/2, else 0 (the boxcar surrogate)."""
-    slope = x.clamp(-0.5, 0.5)
-    return (x >= 0).to(x.dtype) + (slope - slope.detach())

@@ -6,6 +6,8 @@ so `except ValueError` keeps working.
 
 __all__ = [
     "AdptnetError",
+    "BackendWarning",
+    "BuildError",
     "CheckpointError",
     "IncompatibleError",
     "InputError",
@@ -46,3 +48,11 @@ class SpecError(AdptnetError, ValueError):
 
 class CheckpointError(AdptnetError, ValueError):
     """A file that is not a complete adptnet checkpoint."""
+
+
+class BuildError(AdptnetError, RuntimeError):
+    """A kernel could not be compiled."""
+
+
+class BackendWarning(UserWarning):
+    """Something runs, but not as fast as it could on this machine."""

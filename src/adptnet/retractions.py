@@ -5,12 +5,11 @@ turn the same plane and differ in how far: by the angle itself, or by twice the 
 """
 
 import abc
-import math
 
 import torch
 from torch import Tensor
 
-from .ops.plane_rotation import PlaneRotation, plane_rotation
+from .ops.plane_rotation import PlaneRotation, cayley, exponential, plane_rotation
 from .spec import Spec, spec
 from .typing import Column, Matrix, Vector
 
@@ -44,25 +43,12 @@ class Retraction(Spec, abc.ABC):
         return plane_rotation(key, value, beta, self.coefficients)
 
 
-# Coefficients of the series of sin(a)/a and (1 - cos(a))/a² in a². On a² <= 1, ten terms leave less than 1e-19.
-_SERIES = [((-1) ** k / math.factorial(2 * k + 1), (-1) ** k / math.factorial(2 * k + 2)) for k in range(10)]
-
-
 @spec
 class Exponential(Retraction):
     """The matrix exponential (eq:Q_func). The angle is beta times the sine between key and value."""
 
     def coefficients(self, angle_squared: Column) -> tuple[Column, Column]:
-        small = angle_squared.clamp(max=1.0)
-        terms = torch.tensor(_SERIES, dtype=small.dtype, device=small.device)
-        series = terms[-1]
-        for term in terms[:-1].flip(0):
-            series = torch.addcmul(term, series, small)
-        angle = angle_squared.clamp(min=1.0).sqrt()
-        near = angle_squared < 1
-        linear = torch.where(near, series[..., :1], angle.sin() / angle)
-        quadratic = torch.where(near, series[..., 1:], 2 * ((angle / 2).sin() / angle).square())
-        return linear, quadratic
+        return exponential(angle_squared)
 
     def define(self, step: Matrix) -> Matrix:
         rotation: Tensor = torch.linalg.matrix_exp(step)
@@ -74,8 +60,7 @@ class Cayley(Retraction):
     """The Cayley map (eq:cayley_map_rec). Agrees with `Exponential` to second order; its angle stops at pi."""
 
     def coefficients(self, angle_squared: Column) -> tuple[Column, Column]:
-        linear = 1 / (1 + angle_squared / 4)
-        return linear, linear / 2
+        return cayley(angle_squared)
 
     def define(self, step: Matrix) -> Matrix:
         eye = torch.eye(step.shape[-1], dtype=step.dtype, device=step.device)

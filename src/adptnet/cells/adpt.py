@@ -11,11 +11,13 @@ from ..conjugates import Conjugate, Eigen, HeadedConjugate, StartedBlocks, Taylo
 from ..directions import Directions, FromInput, KeyValue
 from ..drive import Drive
 from ..errors import IncompatibleError, InputError
+from ..ops.adpt_scan import Constants, Form
 from ..ops.linear_scan import linear_scan
 from ..projections import Orthogonal
 from ..spectra import BlockDiagonal, Spectrum
 from ..transitions import Diagonal, InBasis, Transition
 from ..typing import Device, DType, Matrix, Positions, Vector
+from . import fused
 from .base import Cell
 from .jacobian import Direction, StepJacobian, rotation_numbers, step_jacobian, taylor_numbers
 from .spec import ADPTSpec
@@ -63,6 +65,36 @@ class ADPTCell(Cell):
 
     def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
         return self.bound().step
+
+    def scan(
+        self,
+        drive: Tensor,
+        state: Tensor,
+        *,
+        reset: Tensor | None = None,
+        lengths: Tensor | None = None,
+        lean: bool = False,
+    ) -> Tensor | None:
+        if not fused.own_steps(self, ADPTCell) or not fused.covers(self.spec, drive):
+            return None
+        return self.scan_given(drive, state, reset, lengths, lean, beta=False)
+
+    def scan_given(
+        self, drive: Tensor, state: Tensor, reset: Tensor | None, lengths: Tensor | None, lean: bool, *, beta: bool
+    ) -> Tensor | None:
+        """`scan`; `beta` says whether β comes with the drive."""
+        constants, form = self.constants(beta=beta)
+        if self.start is None:
+            return fused.scan(constants, form, drive, state, reset, lengths, lean)
+        start = self.start.dense().to(drive.dtype)
+        seen = fused.in_basis(start, constants, form, drive, state)
+        states = fused.scan(seen.constants, form, seen.drive, seen.state, reset, lengths, lean)
+        return None if states is None else states @ start.mT
+
+    def constants(self, *, beta: bool) -> tuple[Constants, Form]:
+        """The parameters, evaluated, as the fused operation takes them; `beta` says whether β comes with the drive."""
+        form = fused.form_of(self.spec, beta_given=beta)
+        return fused.constants_of(self.spectrum(), self.directions, None if beta else self.beta, form), form
 
     def eigenvalues(self) -> BlockDiagonal | None:
         """Λ̄; None with a learned start, whose constant part Q₀ Λ̄ Q₀' is not diagonal."""
@@ -275,6 +307,20 @@ class GivenCell(Cell):
 
     def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
         return self._bound().step
+
+    def scan(
+        self,
+        drive: Tensor,
+        state: Tensor,
+        *,
+        reset: Tensor | None = None,
+        lengths: Tensor | None = None,
+        lean: bool = False,
+    ) -> Tensor | None:
+        own = fused.own_steps(self, GivenCell) and fused.own_steps(self.cell, ADPTCell)
+        if not own or not fused.covers(self.cell.spec, drive, dt=self.dt, beta=self.beta):
+            return None
+        return self.cell.scan_given(drive, state, reset, lengths, lean, beta=self.beta is not None)
 
     def eigenvalues(self) -> BlockDiagonal | None:
         return self.cell.eigenvalues() if self.dt is None else None

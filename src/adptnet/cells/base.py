@@ -53,6 +53,26 @@ class Cell(nn.Module, abc.ABC):
         """`step`, with all that stays the same along a sequence evaluated once."""
         return self.step
 
+    def scan(
+        self,
+        drive: Tensor,
+        state: Tensor,
+        *,
+        reset: Tensor | None = None,
+        lengths: Tensor | None = None,
+        lean: bool = False,
+    ) -> Tensor | None:
+        """All states at once, (batch, time, state_size), where there is a faster way than step by step; else None.
+
+        Args:
+            drive: What `prepare` made, (batch, time, features).
+            state: Entering the first step.
+            reset: (batch, time); where True the initial state enters.
+            lengths: (batch,); states past the end are zero.
+            lean: Keep no more than the states for the derivative.
+        """
+        return None
+
     def eigenvalues(self) -> BlockDiagonal | None:
         """Λ̄ if the cell has a constant spectrum: the transition of Conv-DEER."""
         return None

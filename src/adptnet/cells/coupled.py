@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ..spectra import BlockDiagonal
 from ..transitions import Coupled, Transition
 from ..typing import Device, DType, Positions, Vector
+from . import fused
 from .adpt import ADPTCell
 from .base import Cell
 from .spec import ADPTSpec
@@ -52,6 +53,25 @@ class CoupledCell(Cell):
             return torch.cat((fast, decay.mv(slow) + charge * fast), -1)
 
         return step
+
+    def scan(
+        self,
+        drive: Tensor,
+        state: Tensor,
+        *,
+        reset: Tensor | None = None,
+        lengths: Tensor | None = None,
+        lean: bool = False,
+    ) -> Tensor | None:
+        own = fused.own_steps(self, CoupledCell) and fused.own_steps(self.fast, ADPTCell)
+        if not own or not fused.covers(self.spec, drive):
+            return None
+        constants, form = self.fast.constants(beta=False)
+        gain, decay = self.fast.drive.gain(self.fast.spectrum), self.slow()
+        charge = -torch.expm1(self.slow.log_modulus())
+        feedback = self.feedback.to(decay.real.dtype)
+        constants = fused.coupled(constants, gain, feedback, decay.real, charge)
+        return fused.scan(constants, form, drive, state, reset, lengths, lean)
 
     def define_step(self, state: Vector, drive: Tensor) -> Vector:
         """`step` by its definition, with dense matrices."""

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..adjoints import Adjoint, Implicit, LoopAdjoint, Unrolled
+from ..adjoints import Adjoint, Checkpointed, Implicit, LoopAdjoint, Unrolled
 from ..cells.base import ADPTState, Cell
 from ..errors import InputError
 from .base import Result, Solution, Solver, finite_steps
@@ -46,6 +46,9 @@ class Sequential(Solver):
         )
 
     def _states(self, cell: Cell, problem: Problem, adjoint: Adjoint) -> Tensor:
+        fused = _fused(cell, problem, adjoint)
+        if fused is not None:
+            return fused
         system = problem.system(cell)
         if isinstance(adjoint, LoopAdjoint):
             return adjoint.run(system.loop(), problem.state, problem.steps)
@@ -56,3 +59,11 @@ class Sequential(Solver):
 
     def __repr__(self) -> str:
         return "Sequential()"
+
+
+def _fused(cell: Cell, problem: Problem, adjoint: Adjoint) -> Tensor | None:
+    """All states in one operation, if the cell has one."""
+    if not isinstance(adjoint, (Unrolled, Checkpointed)):
+        return None
+    lean = isinstance(adjoint, Checkpointed)
+    return cell.scan(problem.drive, problem.state, reset=problem.reset, lengths=problem.lengths, lean=lean)

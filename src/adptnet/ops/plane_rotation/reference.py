@@ -4,6 +4,7 @@ Both retractions of the paper have this form and differ only in the two coeffici
 of the squared angle. Nothing is divided by an angle, and no n-by-n matrix is formed.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ...typing import Column, Matrix, Vector
 
-__all__ = ["PlaneRotation", "plane_rotation", "skew"]
+__all__ = ["PlaneRotation", "cayley", "exponential", "plane_rotation", "skew"]
 
 
 class PlaneRotation(NamedTuple):
@@ -78,3 +79,27 @@ def skew(key: Vector, value: Vector) -> Matrix:
     """key value' - value key' (eq:details_skew_kv), dense: what every rotation here is defined by."""
     outer = key.unsqueeze(-1) * value.unsqueeze(-2)
     return outer - outer.mT
+
+
+# Coefficients of the series of sin(a)/a and (1 - cos(a))/a² in a². On a² <= 1, ten terms leave less than 1e-19.
+_SERIES = [((-1) ** k / math.factorial(2 * k + 1), (-1) ** k / math.factorial(2 * k + 2)) for k in range(10)]
+
+
+def exponential(angle_squared: Column) -> tuple[Column, Column]:
+    """Coefficients of S and S² of the matrix exponential."""
+    small = angle_squared.clamp(max=1.0)
+    terms = torch.tensor(_SERIES, dtype=small.dtype, device=small.device)
+    series = terms[-1]
+    for term in terms[:-1].flip(0):
+        series = torch.addcmul(term, series, small)
+    angle = angle_squared.clamp(min=1.0).sqrt()
+    near = angle_squared < 1
+    linear = torch.where(near, series[..., :1], angle.sin() / angle)
+    quadratic = torch.where(near, series[..., 1:], 2 * ((angle / 2).sin() / angle).square())
+    return linear, quadratic
+
+
+def cayley(angle_squared: Column) -> tuple[Column, Column]:
+    """Coefficients of S and S² of the Cayley map."""
+    linear = 1 / (1 + angle_squared / 4)
+    return linear, linear / 2

@@ -1,0 +1,171 @@
+"""Which cells the fused operation covers, and their parameters as it takes them."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from ..beta import Beta
+from ..conjugates import ConjugateSpec, Diagonal, Exact, Product, Taylor
+from ..directions import Directions, FromInput, FromState
+from ..ops import native
+from ..ops.adpt_scan import Constants, Form, Retracted, Source, adpt_scan, ready
+from ..projections import Projection
+from ..projections.base import Biased
+from ..projections.heads import Heads
+from ..retractions import Cayley, Exponential, Retraction
+from ..spectra import BlockDiagonal
+from .base import Cell
+from .spec import ADPTSpec
+
+__all__ = ["constants_of", "coupled", "covers", "form_of", "in_basis", "own_steps", "scan"]
+
+
+def own_steps(cell: Cell, kind: type[Cell]) -> bool:
+    """Whether a cell steps as its class does: a step that was replaced is the one that must run."""
+    names = ("step", "stepper", "initial_state", "prepare")
+    return all(name not in cell.__dict__ and getattr(type(cell), name) is getattr(kind, name) for name in names)
+
+
+def covers(spec: ADPTSpec, drive: Tensor, *, dt: Tensor | None = None, beta: Tensor | None = None) -> bool:
+    """Whether the operation can run such a cell; if not, why is said once."""
+    reason = _uncovered(spec, drive)
+    if dt is not None:
+        reason = "the kernel has no dt=."
+    if beta is not None and spec.heads > 1:
+        reason = "the kernel has no beta= with heads."
+    if reason is not None and native.wanted():
+        native.notice(reason)
+    return reason is None and ready(drive.dtype)
+
+
+def _uncovered(spec: ADPTSpec, drive: Tensor) -> str | None:
+    direction = spec.direction
+    from_state = spec.conjugate.turns and isinstance(direction, FromState)
+    if drive.device.type != "cpu":
+        return f"there is no kernel for {drive.device.type}."
+    if drive.dtype not in (torch.float32, torch.float64):
+        return f"there is no kernel for {drive.dtype}."
+    if not isinstance(spec.conjugate, (Exact, Taylor, Diagonal)) and spec.conjugate != Product(1):
+        return f"the kernel has no conjugate={spec.conjugate}."
+    if spec.conjugate.rotates and not isinstance(spec.retraction, (Exponential, Cayley)):
+        return f"the kernel has no retraction={spec.retraction}."
+    if not isinstance(direction, (FromState, FromInput)):
+        return f"the kernel has no direction={direction}."
+    if from_state and direction.layer_norm:
+        return "the kernel has no LayerNorm on key and value."
+    if spec.start and (spec.memory is not None or (isinstance(direction, FromState) and direction.entrywise)):
+        return "the kernel has no learned start with a slow memory, ReLU or spikes."
+    return None
+
+
+def transformed(*tensors: Tensor | None) -> bool:
+    """Whether a tensor is inside vmap, jvp or another transform that looks into every operation."""
+    if torch.compiler.is_compiling():
+        return False
+    forward_mode = forward_ad._current_level >= 0
+    return any(
+        torch._C._functorch.is_functorch_wrapped_tensor(t)
+        or (forward_mode and forward_ad.unpack_dual(t).tangent is not None)
+        for t in tensors
+        if t is not None
+    )
+
+
+def form_of(spec: ADPTSpec, *, beta_given: bool = False) -> Form:
+    """The kind of recurrence a cell is."""
+    direction = spec.direction
+    source, spike = Source.STATE, 0.0
+    if isinstance(direction, FromState):
+        source = Source.RELU if direction.relu else Source.STATE
+        if direction.spike is not None:
+            source, spike = Source.SPIKES, direction.spike
+    return Form(
+        heads=spec.heads,
+        turns=spec.conjugate.turns,
+        given=spec.conjugate.turns and isinstance(direction, FromInput),
+        beta_given=beta_given,
+        source=int(source),
+        spike=spike,
+        retracted=int(_retracted(spec.conjugate, spec.retraction)),
+        dot=direction.dot if spec.conjugate.turns and isinstance(direction, FromState) else None,
+        aware=spec.rotation_aware,
+    )
+
+
+def _retracted(conjugate: ConjugateSpec, retraction: Retraction) -> Retracted:
+    if isinstance(conjugate, Taylor):
+        return Retracted.TAYLOR_ONE if conjugate.order == 1 else Retracted.TAYLOR_TWO
+    return Retracted.CAYLEY if isinstance(retraction, Cayley) else Retracted.EXPONENTIAL
+
+
+def constants_of(blocks: BlockDiagonal, directions: nn.ModuleList, beta: Beta | None, form: Form) -> Constants:
+    """Λ̄, K, V and β. Factored projections become dense matrices here, once a call."""
+    real = blocks.real
+    weight = bias = number = None
+    if form.turns and not form.given:
+        found = directions[0]
+        assert isinstance(found, Directions)
+        both = [_matrices(p, real.dtype) for p in (found.key_projection, found.value_projection)]
+        weight = torch.stack([matrices for matrices, _ in both], 1)
+        biases = [vectors for _, vectors in both if vectors is not None]
+        bias = torch.stack(biases, 1) if biases else None
+    if form.turns and beta is not None:
+        value = beta(real)
+        value = value if isinstance(value, Tensor) else torch.full((), value, dtype=real.dtype, device=real.device)
+        number = value.reshape(-1).expand(form.heads)
+    return Constants(real, blocks.imag, weight, bias, number)
+
+
+def _matrices(projection: Projection, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """(heads, m, m), and the biases (heads, m) if there are any."""
+    each = projection.projections if isinstance(projection, Heads) else [projection]
+    parts = [part for part in each if isinstance(part, Projection)]
+    biases = [part.bias.to(dtype) for part in parts if isinstance(part, Biased)]
+    return torch.stack([part.dense().to(dtype) for part in parts]), torch.stack(biases) if biases else None
+
+
+def coupled(constants: Constants, gain: BlockDiagonal, feedback: Tensor, decay: Tensor, charge: Tensor) -> Constants:
+    """The same with a slow memory: `gain` of `feedback` times the memory is one operator on it."""
+    feed_imag = None
+    if gain.imag is not None:
+        feed_imag = gain.imag * feedback.unflatten(-1, (-1, 2)).flip(-1).flatten()
+    elif constants.imag is not None:
+        feed_imag = torch.zeros_like(constants.imag)
+    return constants._replace(feed_real=gain.real * feedback, feed_imag=feed_imag, decay=decay, charge=charge)
+
+
+class Basis(NamedTuple):
+    """A recurrence in the basis of a learned start Q₀, where Q₀ Λ̄ Q₀' is Λ̄; its states are to be multiplied by Q₀'."""
+
+    constants: Constants
+    drive: Tensor
+    state: Tensor
+
+
+def in_basis(start: Tensor, constants: Constants, form: Form, drive: Tensor, state: Tensor) -> Basis:
+    """The same recurrence, seen from a learned start."""
+    weight = None if constants.weight is None else start.mT @ constants.weight @ start
+    bias = None if constants.bias is None else constants.bias @ start
+    size = state.shape[-1]
+    end = size * (3 if form.given else 1)
+    vectors = (drive[..., :end].unflatten(-1, (-1, size)) @ start).flatten(-2)
+    drive = torch.cat((vectors, drive[..., end:]), -1)
+    return Basis(constants._replace(weight=weight, bias=bias), drive, state @ start)
+
+
+def scan(
+    constants: Constants,
+    form: Form,
+    drive: Tensor,
+    state: Tensor,
+    reset: Tensor | None,
+    lengths: Tensor | None,
+    lean: bool,
+) -> Tensor | None:
+    """All states; None inside a transform."""
+    if transformed(drive, state, *constants):
+        native.notice("torch.func transforms and forward-mode derivatives look into every step.")
+        return None
+    return adpt_scan(drive, state, constants, form, reset=reset, lengths=lengths, lean=lean)

@@ -1,0 +1,156 @@
+"""The whole ADPT recurrence as one operation, forward and backward. The derivation is in the README beside this file.
+
+`adpt_scan` is what to call. Torch sees one operation, `adptnet::adpt_scan`, to differentiate, compile and export.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import native
+from . import cpu, reference
+from .form import PLAIN, Constants, Form, Retracted, Source, check
+
+__all__ = ["Constants", "Form", "Retracted", "Source", "adpt_scan", "ready"]
+
+ready = torch.compiler.assume_constant_result(cpu.ready)  # whether there is a kernel; a constant of a compiled program
+
+
+def adpt_scan(
+    drive: Tensor,
+    state: Tensor,
+    constants: Constants,
+    form: Form = PLAIN,
+    *,
+    reset: Tensor | None = None,
+    lengths: Tensor | None = None,
+    lean: bool = False,
+) -> Tensor:
+    """All states of the recurrence, (batch, time, width); see `reference.adpt_scan`.
+
+    Args:
+        drive, state, constants, form, reset, lengths: As there.
+        lean: Keep only the states for the backward and compute the projections K x and V x again; otherwise they are
+            kept, which is faster and takes twice as much memory again.
+    """
+    check(drive, state, constants, form, reset, lengths)
+    tensors = (drive, state, *constants)
+    save = not lean and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    states: Tensor = _scan(drive, state, *constants, reset, lengths, *form, save)[0]
+    return states
+
+
+@torch.library.custom_op("adptnet::adpt_scan", mutates_args=(), device_types="cpu")
+def _scan(
+    drive: Tensor,
+    state: Tensor,
+    real: Tensor,
+    imag: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    beta: Tensor | None,
+    feed_real: Tensor | None,
+    feed_imag: Tensor | None,
+    decay: Tensor | None,
+    charge: Tensor | None,
+    reset: Tensor | None,
+    lengths: Tensor | None,
+    heads: int,
+    turns: bool,
+    given: bool,
+    beta_given: bool,
+    source: int,
+    spike: float,
+    retracted: int,
+    dot: float | None,
+    aware: bool,
+    save: bool,
+) -> tuple[Tensor, Tensor]:
+    constants = Constants(real, imag, weight, bias, beta, feed_real, feed_imag, decay, charge)
+    form = Form(heads, turns, given, beta_given, source, spike, retracted, dot, aware)
+    if cpu.ready(drive.dtype):
+        return cpu.forward(drive, state, constants, form, reset, lengths, save)
+    states = reference.adpt_scan(drive, state, constants, form, reset=reset, lengths=lengths)
+    return states, drive.new_full(cpu.kept(drive, constants, form, save), torch.nan)  # nobody may take them for numbers
+
+
+@torch.library.custom_op("adptnet::adpt_scan_backward", mutates_args=(), device_types="cpu")
+def _scan_backward(
+    gradient: Tensor,
+    states: Tensor,
+    projections: Tensor,
+    drive: Tensor,
+    state: Tensor,
+    real: Tensor,
+    imag: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    beta: Tensor | None,
+    feed_real: Tensor | None,
+    feed_imag: Tensor | None,
+    decay: Tensor | None,
+    charge: Tensor | None,
+    reset: Tensor | None,
+    lengths: Tensor | None,
+    heads: int,
+    turns: bool,
+    given: bool,
+    beta_given: bool,
+    source: int,
+    spike: float,
+    retracted: int,
+    dot: float | None,
+    aware: bool,
+) -> list[Tensor]:
+    constants = Constants(real, imag, weight, bias, beta, feed_real, feed_imag, decay, charge)
+    form = Form(heads, turns, given, beta_given, source, spike, retracted, dot, aware)
+    to_drive, to_state, to_constants = cpu.backward(
+        gradient, drive, state, constants, form, reset, lengths, states, projections
+    )
+    return [to_drive, to_state, *(t for t in to_constants if t is not None)]
+
+
+@_scan.register_fake
+def _(drive: Tensor, state: Tensor, real: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    constants, form, save = Constants(real, *others[:8]), Form(*others[10:19]), others[19]
+    return drive.new_empty(*drive.shape[:2], state.shape[-1]), drive.new_empty(cpu.kept(drive, constants, form, save))
+
+
+@_scan_backward.register_fake
+def _(gradient: Tensor, states: Tensor, projections: Tensor, *inputs: Any) -> list[Tensor]:
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs[:11] if t is not None]
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:13], *output)
+    ctx.form = Form(*inputs[13:22])
+
+
+def _differentiate(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Any, ...]:
+    *inputs, states, projections = ctx.saved_tensors
+    rest = (None,) * 12  # reset, lengths, form and save have no derivative
+    if gradient is None:
+        return (None,) * 11 + rest
+    if torch.is_grad_enabled() or not cpu.ready(gradient.dtype):
+        return *_by_reference(gradient, inputs, ctx.form, ctx.needs_input_grad), *rest
+    found = iter(_scan_backward(gradient, states, projections, *inputs, *ctx.form))
+    return *(None if t is None else next(found) for t in inputs[:11]), *rest
+
+
+def _by_reference(gradient: Tensor, inputs: list[Any], form: Form, needed: Sequence[bool]) -> list[Tensor | None]:
+    """The derivative through the loop in torch, which can itself be differentiated."""
+    if torch.is_grad_enabled():
+        native.notice("a derivative of a derivative was asked for, and the kernel has one only.")
+    again = torch.is_grad_enabled()
+    drive, state, *constants, reset, lengths = inputs
+    with torch.enable_grad():
+        states = reference.adpt_scan(drive, state, Constants(*constants), form, reset=reset, lengths=lengths)
+        wanted = [t for t, need in zip(inputs[:11], needed, strict=False) if need]
+        found = iter(torch.autograd.grad(states, wanted, gradient, create_graph=again, allow_unused=True))
+    return [next(found) if need else None for need in needed[:11]]
+
+
+_scan.register_autograd(_differentiate, setup_context=_remember)

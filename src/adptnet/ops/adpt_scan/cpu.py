@@ -1,0 +1,245 @@
+"""The kernel of `adpt_scan`: its arguments as the C++ program takes them, and the memory it works in."""
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import memory, native
+from .form import Constants, Form
+
+__all__ = ["backward", "forward", "kept", "products", "ready"]
+
+_NAMES = {torch.float32: "float", torch.float64: "double"}
+# Bytes of states whose gradients are held before they go into the gradient of the weights, for narrow and for wide
+# states: narrow ones stay in the nearest cache, wide ones need long matrix products.
+NARROW, WIDE = 1 << 18, 1 << 22
+
+_NUMBERS = "batch steps heads size features width first last tile threads complex_pairs given turns source form aware"
+_NUMBERS += " coupled beta_given mixes"
+_POINTERS = "drive initial real imag weight bias beta feed_real feed_imag decay charge reset lengths states projections"
+_POINTERS += " state_gradients carry drive_gradients projection_gradients sources sums workspace"
+
+
+class _Scan(ctypes.Structure):
+    """`struct Scan` of kernel.cpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in _NUMBERS.split(" ")),
+        ("spike", ctypes.c_double),
+        ("dot", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in _POINTERS.split(" ")),
+    )
+
+
+def ready(dtype: torch.dtype) -> bool:
+    """Whether there is a kernel for `dtype`; builds it at the first question."""
+    return dtype in _NAMES and native.wanted() and native.load("adpt_scan", _NAMES[dtype]) is not None
+
+
+def kept(drive: Tensor, constants: Constants, form: Form, save: bool) -> tuple[int, ...]:
+    """The shape of what the forward saves: K x and V x of every step."""
+    if not save or not form.turns or form.given:
+        return (0,)
+    batch, steps = drive.shape[:2]
+    return form.heads, steps, batch, 2 * _padded(constants.real.shape[0] // form.heads, drive.dtype)
+
+
+def _padded(size: int, dtype: torch.dtype) -> int:
+    """Numbers in a row of the kernel's own memory: whole cache lines."""
+    line = 64 // dtype.itemsize
+    return -(-size // line) * line
+
+
+def forward(
+    drive: Tensor,
+    state: Tensor,
+    constants: Constants,
+    form: Form,
+    reset: Tensor | None,
+    lengths: Tensor | None,
+    save: bool,
+) -> tuple[Tensor, Tensor]:
+    """The states, and K x and V x of every step if they are to be saved (nothing otherwise)."""
+    call = _Call(drive, state, constants, form, reset, lengths)
+    batch, steps, width = *drive.shape[:2], state.shape[-1]
+    states = memory.empty(batch, steps, width, dtype=drive.dtype)
+    projections = memory.empty(*kept(drive, constants, form, save), dtype=drive.dtype)
+    call.set(states=states, projections=projections)
+    call.run("adpt_scan_forward", backward=False)
+    return states, projections
+
+
+def backward(
+    gradient: Tensor,
+    drive: Tensor,
+    state: Tensor,
+    constants: Constants,
+    form: Form,
+    reset: Tensor | None,
+    lengths: Tensor | None,
+    states: Tensor,
+    projections: Tensor,
+) -> tuple[Tensor, Tensor, Constants]:
+    """Derivatives with respect to the drive, the initial state and each of the constants."""
+    call = _Call(drive, state, constants, form, reset, lengths)
+    batch, steps = drive.shape[:2]
+    heads, pad, dtype = form.heads, call.pad, drive.dtype
+    size = constants.real.shape[0] // heads
+    weights = form.turns and not form.given
+    drive_gradient = memory.empty(*drive.shape, dtype=dtype)
+    carry = torch.zeros_like(state, memory_format=torch.contiguous_format)
+    sums = torch.zeros(call.tasks, 7, pad, dtype=torch.float64)
+    gradient = gradient.contiguous()
+    call.set(
+        states=states, projections=projections, state_gradients=gradient, drive_gradients=drive_gradient, carry=carry
+    )
+    call.set(sums=sums)
+    weight_gradient = torch.zeros(heads, 2 * pad, pad, dtype=dtype)
+    bias_gradient = torch.zeros(heads, 2 * pad, dtype=dtype)
+    # A stretch of steps at a time, so that memory stays small and, for narrow states, in the cache.
+    held = NARROW if pad * dtype.itemsize <= 256 else WIDE
+    span = max(1, min(steps, held // max(1, batch * heads * pad * dtype.itemsize)) if weights else steps)
+    if weights:
+        rows = heads, batch, span
+        gradients = memory.empty(*rows, 2 * pad, dtype=dtype)
+        sources = memory.empty(*rows, pad, dtype=dtype)
+    for last in range(steps, 0, -span):
+        first = max(0, last - span)
+        call.set_range(first, last)
+        if not weights:
+            call.run("adpt_scan_backward", backward=True)
+            continue
+        count = heads * batch * (last - first)
+        left = gradients.view(-1)[: count * 2 * pad].view(heads, -1, 2 * pad)
+        right = sources.view(-1)[: count * pad].view(heads, -1, pad)
+        call.set(projection_gradients=left, sources=right)
+        call.run("adpt_scan_backward", backward=True)
+        if heads == 1:
+            weight_gradient[0].addmm_(left[0].mT, right[0])
+        else:
+            weight_gradient.baddbmm_(left.mT, right)
+        if constants.bias is not None:
+            bias_gradient += left.sum(1)
+    return drive_gradient, carry, _gathered(call, constants, form, sums, weight_gradient, bias_gradient, size)
+
+
+def products(drive: Tensor, state: Tensor, constants: Constants, form: Form, *, transposed: bool) -> None:
+    """Only the matrix products of every step, forward or of the backward: a limit to measure against."""
+    call = _Call(drive, state, constants, form, None, None)
+    call.run("adpt_scan_products", backward=transposed)
+
+
+def _gathered(
+    call: "_Call", constants: Constants, form: Form, sums: Tensor, weight: Tensor, bias: Tensor, size: int
+) -> Constants:
+    heads, dtype = form.heads, constants.real.dtype
+    # (tasks, 7, pad) to (7, heads, pad): tasks are tiles of the first head, then of the second ...
+    each = sums.unflatten(0, (heads, -1)).sum(1).transpose(0, 1)
+    real, imag, feed_real, feed_imag, decay, charge = (s[:, :size].flatten().to(dtype, copy=True) for s in each[:6])
+    imag, feed_imag = _signed(imag), _signed(feed_imag)
+    halves = (heads, 2, -1)
+    return Constants(
+        real,
+        None if constants.imag is None else imag,
+        None if constants.weight is None else weight.unflatten(1, (2, -1))[:, :, :size, :size].contiguous(),
+        None if constants.bias is None else bias.view(halves)[:, :, :size].contiguous(),
+        None if constants.beta is None else each[6, :, 0].to(dtype),
+        None if constants.feed_real is None else feed_real,
+        None if constants.feed_imag is None else feed_imag,
+        None if constants.decay is None else decay,
+        None if constants.charge is None else charge,
+    )
+
+
+def _signed(imag: Tensor) -> Tensor:
+    """As a multiplier of each pair swapped: the quarter turn has a minus in the first place."""
+    if imag.shape[0] % 2:  # no pairs: zeros that nobody asks for
+        return imag
+    return torch.stack((-imag[::2], imag[1::2]), -1).flatten()
+
+
+class _Call:
+    """A `struct Scan` and the tensors it points to."""
+
+    def __init__(
+        self,
+        drive: Tensor,
+        state: Tensor,
+        constants: Constants,
+        form: Form,
+        reset: Tensor | None,
+        lengths: Tensor | None,
+    ):
+        self.library = _declared(native.load("adpt_scan", _NAMES[drive.dtype]))
+        batch, steps, features = drive.shape
+        size = constants.real.shape[0] // form.heads
+        self.pad = _padded(size, drive.dtype)
+        threads = torch.get_num_threads()
+        # Products of fewer rows than this are slower for each row; threads must have something to do.
+        work = batch * steps * form.heads * (2 * size * size + 16 * size)
+        threads = max(1, min(threads, work // 1_000_000))
+        tile = max(1, min(64, -(-batch * form.heads // threads)))
+        tile = -(-batch // -(-batch // tile)) if batch else 1  # tiles of nearly equal size
+        self.tasks = -(-batch // tile) * form.heads
+        self.scan = _Scan(
+            batch=batch,
+            steps=steps,
+            heads=form.heads,
+            size=size,
+            features=features,
+            width=state.shape[-1],
+            tile=tile,
+            threads=max(1, min(threads, self.tasks)),
+            complex_pairs=constants.imag is not None,
+            given=form.given,
+            turns=form.turns,
+            source=int(form.source),
+            form=int(form.retracted),
+            aware=form.aware,
+            coupled=constants.decay is not None,
+            beta_given=form.beta_given,
+            mixes=form.dot is not None,
+            spike=form.spike,
+            dot=0.0 if form.dot is None else form.dot,
+        )
+        self.held: dict[str, Tensor] = {}
+        self.set(drive=drive, initial=state, reset=reset, lengths=lengths)
+        named = constants._asdict()
+        for name in ("imag", "feed_imag"):
+            named[name] = None if named[name] is None else _signed(named[name])
+        self.set(**named)
+
+    def set(self, **tensors: Tensor | None) -> None:
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.numel():
+                self.held[name] = tensor.contiguous()
+                setattr(self.scan, name, self.held[name].data_ptr())
+
+    def set_range(self, first: int, last: int) -> None:
+        self.scan.first, self.scan.last = first, last
+
+    def run(self, function: str, *, backward: bool) -> None:
+        if not self.scan.batch or not self.scan.steps:
+            return
+        needed = self.library.adpt_scan_workspace(ctypes.byref(self.scan), backward)
+        if "workspace" not in self.held:
+            self.set(workspace=memory.empty(needed, dtype=torch.uint8))
+        call: Callable[..., None] = getattr(self.library, function)
+        call(ctypes.byref(self.scan), *([backward] if function == "adpt_scan_products" else []))
+
+
+@functools.cache
+def _declared(library: Any) -> Any:
+    library.adpt_scan_workspace.argtypes = [ctypes.POINTER(_Scan), ctypes.c_int64]
+    library.adpt_scan_products.argtypes = [ctypes.POINTER(_Scan), ctypes.c_int64]
+    for function in (library.adpt_scan_workspace, library.adpt_scan_layout):
+        function.restype = ctypes.c_int64
+    for function in (library.adpt_scan_forward, library.adpt_scan_backward):
+        function.argtypes = [ctypes.POINTER(_Scan)]
+        function.restype = None
+    assert library.adpt_scan_layout() == ctypes.sizeof(_Scan)
+    return library

@@ -1,0 +1,90 @@
+"""What an ADPT recurrence is made of, in tensors and numbers: the arguments of the operation."""
+
+import enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import InputError
+
+__all__ = ["PLAIN", "Constants", "Form", "Retracted", "Source", "check"]
+
+
+class Source(enum.IntEnum):
+    """What K and V are applied to."""
+
+    STATE = 0
+    RELU = 1
+    SPIKES = 2
+
+
+class Retracted(enum.IntEnum):
+    """How M is made from the plane of key and value."""
+
+    EXPONENTIAL = 0
+    CAYLEY = 1
+    TAYLOR_ONE = 2
+    TAYLOR_TWO = 3
+
+
+class Form(NamedTuple):
+    """The kind of recurrence. Numbers only, so that it can be part of a graph."""
+
+    heads: int = 1
+    turns: bool = True  # whether there are directions at all; if not, M = Λ̄
+    given: bool = False  # the drive holds key and value behind itself: (drive, key, value), each of the state's size
+    beta_given: bool = False  # the drive's last number is β
+    source: int = Source.STATE
+    spike: float = 0.0
+    retracted: int = Retracted.EXPONENTIAL
+    dot: float | None = None  # of key and value, where it is fixed
+    aware: bool = False  # the drive is turned with the state
+
+
+PLAIN = Form()
+
+
+class Constants(NamedTuple):
+    """What stays the same along a sequence. Each number of the state has its own entry; n is their count."""
+
+    real: Tensor  # (n,): Λ̄
+    imag: Tensor | None = None  # (n,): as in spectra.BlockDiagonal, b twice for a pair [[a, -b], [b, a]]
+    weight: Tensor | None = None  # (heads, 2, m, m): K and V, m = n / heads; None if not needed
+    bias: Tensor | None = None  # (heads, 2, m)
+    beta: Tensor | None = None  # (heads,)
+    # With a slow memory w, the state is (x, w): drive += feed w, and w becomes decay w + charge x.
+    feed_real: Tensor | None = None  # (n,)
+    feed_imag: Tensor | None = None
+    decay: Tensor | None = None
+    charge: Tensor | None = None
+
+
+def check(
+    drive: Tensor, state: Tensor, constants: Constants, form: Form, reset: Tensor | None, lengths: Tensor | None
+) -> None:
+    """Refuses what does not fit together: a kernel believes what it is told about sizes."""
+    size, heads = constants.real.shape[0], form.heads
+    batch, steps = drive.shape[:2]
+    m = size // heads
+    matrices = form.turns and not form.given
+    slow = constants.decay is not None
+    needed: dict[str, tuple[Tensor | None, tuple[int, ...] | None, torch.dtype]] = {
+        "drive": (drive, (batch, steps, size * (3 if form.given else 1) + form.beta_given), drive.dtype),
+        "state": (state, (batch, size * (2 if slow else 1)), drive.dtype),
+        "reset": (reset, None if reset is None else (batch, steps), torch.bool),
+        "lengths": (lengths, None if lengths is None else (batch,), torch.int64),
+        "weight": (constants.weight, (heads, 2, m, m) if matrices else None, drive.dtype),
+        "bias": (constants.bias, None if constants.bias is None else (heads, 2, m), drive.dtype),
+        "beta": (constants.beta, (heads,) if form.turns and not form.beta_given else None, drive.dtype),
+    }
+    for name in ("real", "imag", "feed_real", "feed_imag", "decay", "charge"):
+        optional = name == "imag" or not slow or (name == "feed_imag" and constants.imag is None)
+        tensor = getattr(constants, name)
+        needed[name] = tensor, None if optional and tensor is None else (size,), drive.dtype
+    for name, (tensor, shape, dtype) in needed.items():
+        given = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+        if shape is not None and given != (shape, dtype):
+            raise InputError(f"adpt_scan: {name} must be {dtype} of shape {shape}; got {given}.")
+    if size % heads or (constants.imag is not None and m % 2):
+        raise InputError(f"adpt_scan: {heads} heads, complex pairs within each, do not divide a state of {size}.")

@@ -1,0 +1,1031 @@
+// The ADPT recurrence, forward and backward, for float and double. The derivation is in the README beside this file.
+//
+// A task is one head of a tile of sequences; it runs all its steps alone, so there is no barrier. Vectors of a state are
+// padded with zeros to `pad`, a whole number of panels, in the memory of a task; tensors of the caller are not padded,
+// except the projections, which nobody else reads. Only GCC and Clang vector extensions are used.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#if defined(__AVX__)
+#define VECTOR_BYTES 32
+#else
+#define VECTOR_BYTES 16
+#endif
+#define INLINE inline __attribute__((always_inline))
+
+// Mirrored field by field in cpu.py. Pointers without a type are to NUMBER: float or double, chosen when it is compiled.
+struct Scan {
+  int64_t batch, steps, heads, size;      // size: of one head
+  int64_t features, width;                // of a row of the drive, of a row of the state
+  int64_t first, last;                    // steps that the backward runs, and what its buffers hold
+  int64_t tile, threads;                  // sequences in a tile
+  int64_t complex_pairs, given, turns, source, form, aware, coupled, beta_given, mixes;
+  double spike, dot;                      // dot: of key and value, if `mixes`
+  const void *drive, *initial, *real, *imag, *weight, *bias, *beta;
+  const void *feed_real, *feed_imag, *decay, *charge;
+  const uint8_t* reset;
+  const int64_t* lengths;
+  void *states, *projections;             // projections: (heads, steps, batch, 2 pad), may be null
+  const void* state_gradients;
+  void *carry, *drive_gradients;
+  void *projection_gradients, *sources;   // (heads, last - first, batch, 2 pad) and (..., pad)
+  double* sums;                           // (tasks, 7, pad): of real, imag, feed_real, feed_imag, decay, charge; beta
+  void* workspace;
+};
+
+namespace {
+
+enum Source { identity, relu, spikes };
+enum Form { exponential, cayley, taylor_one, taylor_two };
+
+template <class T> struct Types;
+template <> struct Types<float> {
+  typedef float vector __attribute__((vector_size(VECTOR_BYTES)));
+  typedef int32_t index;
+};
+template <> struct Types<double> {
+  typedef double vector __attribute__((vector_size(VECTOR_BYTES)));
+  typedef int64_t index;
+};
+template <class T> using Vec = typename Types<T>::vector;
+template <class T> constexpr int lanes = VECTOR_BYTES / sizeof(T);
+template <class T> constexpr int64_t panel = 2 * lanes<T>;
+
+// Whole cache lines, which are whole panels.
+template <class T> int64_t padded(int64_t size) {
+  constexpr int64_t line = 64 / sizeof(T);
+  return (size + line - 1) / line * line;
+}
+
+template <class T> INLINE Vec<T> load(const T* from) {
+  Vec<T> v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+template <class T> INLINE void store(T* to, Vec<T> v) { std::memcpy(to, &v, sizeof v); }
+
+// The entries of a row of the caller, `size` of them, to and from padded memory.
+template <class T> INLINE void fetch(const T* from, int64_t size, T* to, int64_t pad) {
+  const int64_t whole = size / lanes<T> * lanes<T>;
+  for (int64_t i = 0; i < whole; i += lanes<T>) store<T>(to + i, load<T>(from + i));
+  for (int64_t i = whole; i < pad; ++i) to[i] = i < size ? from[i] : T(0);
+}
+template <class T> INLINE void put(const T* from, int64_t size, T* to) {
+  const int64_t whole = size / lanes<T> * lanes<T>;
+  for (int64_t i = 0; i < whole; i += lanes<T>) store<T>(to + i, load<T>(from + i));
+  for (int64_t i = whole; i < size; ++i) to[i] = from[i];
+}
+template <class T> INLINE void add(const T* from, int64_t size, T* to) {
+  const int64_t whole = size / lanes<T> * lanes<T>;
+  for (int64_t i = 0; i < whole; i += lanes<T>) store<T>(to + i, load<T>(to + i) + load<T>(from + i));
+  for (int64_t i = whole; i < size; ++i) to[i] += from[i];
+}
+// Rows of one step lie far apart, so the processor does not see the next ones coming. Only a few are asked for ahead: with a
+// length that is a power of two they all share the same few places in the caches.
+constexpr int64_t rows_ahead = 4;
+template <class T> INLINE void expect(const T* row, int64_t size) {
+  for (int64_t i = 0; i < size; i += 64 / sizeof(T)) __builtin_prefetch(row + i);
+}
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(T, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+template <class T> struct IndexVec { typedef typename Types<T>::index type __attribute__((vector_size(VECTOR_BYTES))); };
+#define SHUFFLE(T, a, b, ...) __builtin_shuffle(a, b, typename IndexVec<T>::type{__VA_ARGS__})
+#endif
+
+template <class T, int... I> INLINE Vec<T> swapped(Vec<T> x, std::integer_sequence<int, I...>) {
+  return SHUFFLE(T, x, x, (I ^ 1)...);
+}
+// (p, q) becomes (q, p) in each pair; the sign of the quarter turn is in `imag`.
+template <class T> INLINE Vec<T> swapped(Vec<T> x) { return swapped<T>(x, std::make_integer_sequence<int, lanes<T>>()); }
+
+// One step of the transposed sum: lane l of group g from `a` in its lower half and from `b` in its upper.
+constexpr int picked(int lane, int group, int all, bool upper) {
+  int start = lane / group * group, offset = lane % group, half = group / 2;
+  return (offset < half ? start + offset : all + start + offset - half) + (upper ? half : 0);
+}
+template <class T, int Group, int... I> INLINE Vec<T> halved(Vec<T> a, Vec<T> b, std::integer_sequence<int, I...>) {
+  return SHUFFLE(T, a, b, picked(I, Group, lanes<T>, false)...) + SHUFFLE(T, a, b, picked(I, Group, lanes<T>, true)...);
+}
+template <class T, int Group> INLINE Vec<T> totals(Vec<T>* sums) {
+  if constexpr (Group == 1) {
+    return sums[0];
+  } else {
+    Vec<T> next[Group / 2];
+#pragma GCC unroll 8
+    for (int i = 0; i < Group / 2; ++i)
+      next[i] = halved<T, Group>(sums[i], sums[i + Group / 2], std::make_integer_sequence<int, lanes<T>>());
+    return totals<T, Group / 2>(next);
+  }
+}
+// The sum over the lanes of each of `Count` vectors; Count is a multiple of eight, so of every number of lanes.
+template <class T, int Count> INLINE void sum_lanes(Vec<T>* sums, T* out) {
+#pragma GCC unroll 16
+  for (int i = 0; i < Count; i += lanes<T>) store<T>(out + i, totals<T, lanes<T>>(sums + i));
+}
+
+// ---- Products -------------------------------------------------------------------------------------------------------
+
+// Rows of x times a matrix in panels: out[r, :] (+)= sum_i x[r, i] W[i, :]. The reduction runs over two ranges of a row of
+// x, so that the padding between p and q is skipped.
+struct Ranges {
+  int64_t first, gap, second;  // entries, then a gap, then entries
+};
+
+template <class T, int Rows, int Panels, bool Add>
+INLINE void multiply(const T* x, int64_t x_stride, Ranges over, const T* weights, int64_t depth, T* out,
+                     int64_t out_stride) {
+  Vec<T> sum[Rows][2 * Panels] = {};
+  const T* w = weights;
+  auto range = [&](const T* row, int64_t count) {
+    for (int64_t i = 0; i < count; ++i, w += panel<T>) {
+      Vec<T> column[2 * Panels];
+#pragma GCC unroll 8
+      for (int j = 0; j < 2 * Panels; ++j)
+        column[j] = load<T>(w + (j / 2) * depth * panel<T> + (j % 2) * lanes<T>);
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; ++r) {
+        T value = row[r * x_stride + i];
+#pragma GCC unroll 8
+        for (int j = 0; j < 2 * Panels; ++j) sum[r][j] += value * column[j];
+      }
+    }
+  };
+  range(x, over.first);
+  if (over.second) range(x + over.first + over.gap, over.second);
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 8
+    for (int j = 0; j < 2 * Panels; ++j) {
+      T* to = out + r * out_stride + j * lanes<T>;
+      // Added last: to sum onto what is there would round at its size, which is larger, once for each term.
+      store<T>(to, Add ? load<T>(to) + sum[r][j] : sum[r][j]);
+    }
+}
+
+template <class T, int Rows, bool Add>
+void multiply_rows(const T* x, int64_t x_stride, Ranges over, const T* weights, int64_t panels, T* out,
+                   int64_t out_stride) {
+  constexpr int together = Rows == 1 ? 4 : Rows <= 3 ? 2 : 1;  // as many panels as fill the registers
+  int64_t depth = over.first + over.second, j = 0;
+  for (; j + together <= panels; j += together)
+    multiply<T, Rows, together, Add>(x, x_stride, over, weights + j * depth * panel<T>, depth, out + j * panel<T>,
+                                     out_stride);
+  for (; j < panels; ++j)
+    multiply<T, Rows, 1, Add>(x, x_stride, over, weights + j * depth * panel<T>, depth, out + j * panel<T>, out_stride);
+}
+
+// Panel by panel, so that a panel stays in the nearest cache for all groups of rows.
+template <class T, bool Add>
+void product(int64_t rows, const T* x, int64_t x_stride, Ranges over, const T* weights, int64_t panels, T* out,
+             int64_t out_stride) {
+  int64_t depth = over.first + over.second;
+  int64_t groups = (rows + 5) / 6, block = rows > 6 ? 1 : panels;
+  for (int64_t j = 0; j < panels; j += block) {
+    const T* from = weights + j * depth * panel<T>;
+    T* to = out + j * panel<T>;
+    for (int64_t g = 0, r = 0; g < groups; ++g) {
+      int64_t count = (rows - r) / (groups - g);  // groups differ by one row at most
+      const T* in = x + r * x_stride;
+      T* result = to + r * out_stride;
+      switch (count) {
+        case 1: multiply_rows<T, 1, Add>(in, x_stride, over, from, block, result, out_stride); break;
+        case 2: multiply_rows<T, 2, Add>(in, x_stride, over, from, block, result, out_stride); break;
+        case 3: multiply_rows<T, 3, Add>(in, x_stride, over, from, block, result, out_stride); break;
+        case 4: multiply_rows<T, 4, Add>(in, x_stride, over, from, block, result, out_stride); break;
+        case 5: multiply_rows<T, 5, Add>(in, x_stride, over, from, block, result, out_stride); break;
+        case 6: multiply_rows<T, 6, Add>(in, x_stride, over, from, block, result, out_stride); break;
+      }
+      r += count;
+    }
+  }
+}
+
+// Weights of one head, (2 size, size) row by row, as panels for [K; V] x: outputs are padded, the reduction is not.
+template <class T> void pack_forward(const T* weight, int64_t size, int64_t pad, T* out) {
+  for (int64_t j = 0; j < 2 * pad; j += panel<T>)
+    for (int64_t i = 0; i < size; ++i)
+      for (int64_t l = 0; l < panel<T>; ++l, ++out) {
+        int64_t half = (j + l) / pad, row = (j + l) % pad;
+        *out = row < size ? weight[(half * size + row) * size + i] : T(0);
+      }
+}
+
+// The same as panels for [K' V'] g: the reduction runs over the 2 size rows.
+template <class T> void pack_backward(const T* weight, int64_t size, int64_t pad, T* out) {
+  for (int64_t j = 0; j < pad; j += panel<T>)
+    for (int64_t i = 0; i < 2 * size; ++i)
+      for (int64_t l = 0; l < panel<T>; ++l, ++out) *out = j + l < size ? weight[i * size + j + l] : T(0);
+}
+
+// ---- Scalars of one rotation ----------------------------------------------------------------------------------------
+
+// Coefficients of S and S^2 and their derivatives with respect to the squared angle.
+template <class T> struct Coefficients {
+  T linear, quadratic, linear_slope, quadratic_slope;
+};
+
+template <class T> INLINE Coefficients<T> coefficients(int64_t form, T s) {
+  if (form == cayley) {
+    T linear = T(1) / (T(1) + s / 4), slope = -linear * linear / 4;
+    return {linear, linear / 2, slope, slope / 2};
+  }
+  T third, fourth;  // (a - sin a) / a^3 and (a^2/2 - 1 + cos a) / a^4, from which the rest follows without cancellation
+  T linear, quadratic;
+  constexpr T limit = sizeof(T) == 4 ? 4 : 1;
+  if (s < limit) {
+    constexpr int terms = sizeof(T) == 4 ? 7 : 9;
+    // 1 / (2 i + 3)! and 1 / (2 i + 4)!
+    constexpr double odd[] = {1 / 6.0, 1 / 120.0, 1 / 5040.0, 1 / 362880.0, 1 / 39916800.0, 1 / 6227020800.0,
+                              1 / 1307674368000.0, 1 / 355687428096000.0, 1 / 121645100408832000.0};
+    constexpr double even[] = {1 / 24.0, 1 / 720.0, 1 / 40320.0, 1 / 3628800.0, 1 / 479001600.0, 1 / 87178291200.0,
+                               1 / 20922789888000.0, 1 / 6402373705728000.0, 1 / 2432902008176640000.0};
+    third = T(odd[terms - 1]);
+    fourth = T(even[terms - 1]);
+#pragma GCC unroll 8
+    for (int i = terms - 2; i >= 0; --i) {
+      third = T(odd[i]) - s * third;
+      fourth = T(even[i]) - s * fourth;
+    }
+    linear = 1 - s * third;
+    quadratic = T(0.5) - s * fourth;
+  } else {
+    T angle = std::sqrt(s), half = std::sin(angle / 2) / angle;
+    linear = std::sin(angle) / angle;
+    quadratic = 2 * half * half;
+    third = (1 - linear) / s;
+    fourth = (T(0.5) - quadratic) / s;
+  }
+  return {linear, quadratic, (third - quadratic) / 2, fourth - third / 2};
+}
+
+// What the vectors of a row come down to: k unit, w orthogonal to k, L the eigenvalues, u the drive.
+template <class T> struct Plane {
+  T kx, wx, kLx, wLx, kLk, kLw, wLk, wLw, ww, ku, wu;
+};
+
+// M x = L (x + y1 k + y2 w) + m1 k + m2 w.
+template <class T> struct Turn {
+  T y1, y2, m1, m2;
+};
+
+template <class T> INLINE Turn<T> turn(int64_t form, const Plane<T>& d, T beta) {
+  T a = beta, b = beta * beta / 2;
+  if (form == taylor_one) return {-a * d.wx, a * d.kx, a * d.wLx, -a * d.kLx};
+  if (form == taylor_two) {
+    T kz = d.kLx - a * d.wx * d.kLk + a * d.kx * d.kLw, wz = d.wLx - a * d.wx * d.wLk + a * d.kx * d.wLw;
+    return {-a * d.wx - b * d.ww * d.kx, a * d.kx - b * d.wx, a * wz - b * d.ww * d.kLx, -a * kz - b * d.wLx};
+  }
+  Coefficients<T> q = coefficients<T>(form, beta * beta * d.ww);
+  a = beta * q.linear;
+  b = beta * beta * q.quadratic;
+  T y1 = -a * d.wx - b * d.ww * d.kx, y2 = a * d.kx - b * d.wx;
+  T kz = d.kLx + y1 * d.kLk + y2 * d.kLw + d.ku, wz = d.wLx + y1 * d.wLk + y2 * d.wLw + d.wu;
+  return {y1, y2, a * wz - b * d.ww * kz, -a * kz - b * wz};
+}
+
+// The derivative of `turn`: from that of its four results to those of the plane, and of beta.
+template <class T>
+INLINE Plane<T> turn_backward(int64_t form, const Plane<T>& d, T beta, const Turn<T>& g, T& beta_gradient) {
+  Plane<T> out = {};
+  T a = beta, b = beta * beta / 2, ga, gb;
+  if (form == taylor_one) {
+    out.kx = a * g.y2;
+    out.wx = -a * g.y1;
+    out.kLx = -a * g.m2;
+    out.wLx = a * g.m1;
+    beta_gradient = -d.wx * g.y1 + d.kx * g.y2 + d.wLx * g.m1 - d.kLx * g.m2;
+    return out;
+  }
+  if (form == taylor_two) {
+    T y1 = -a * d.wx, y2 = a * d.kx;  // to first order
+    T kz = d.kLx + y1 * d.kLk + y2 * d.kLw, wz = d.wLx + y1 * d.wLk + y2 * d.wLw;
+    T gkz = -a * g.m2, gwz = a * g.m1;
+    T first1 = d.kLk * gkz + d.wLk * gwz, first2 = d.kLw * gkz + d.wLw * gwz;
+    ga = wz * g.m1 - kz * g.m2 - d.wx * (g.y1 + first1) + d.kx * (g.y2 + first2);
+    gb = -d.ww * d.kLx * g.m1 - d.wLx * g.m2 - d.ww * d.kx * g.y1 - d.wx * g.y2;
+    out.ww = -b * (d.kLx * g.m1 + d.kx * g.y1);
+    out.kLx = gkz - b * d.ww * g.m1;
+    out.wLx = gwz - b * g.m2;
+    out.kLk = y1 * gkz;
+    out.kLw = y2 * gkz;
+    out.wLk = y1 * gwz;
+    out.wLw = y2 * gwz;
+    out.kx = a * (g.y2 + first2) - b * d.ww * g.y1;
+    out.wx = -a * (g.y1 + first1) - b * g.y2;
+    beta_gradient = ga + beta * gb;
+    return out;
+  }
+  Coefficients<T> q = coefficients<T>(form, beta * beta * d.ww);
+  a = beta * q.linear;
+  b = beta * beta * q.quadratic;
+  T y1 = -a * d.wx - b * d.ww * d.kx, y2 = a * d.kx - b * d.wx;
+  T kz = d.kLx + y1 * d.kLk + y2 * d.kLw + d.ku, wz = d.wLx + y1 * d.wLk + y2 * d.wLw + d.wu;
+  T gkz = -b * d.ww * g.m1 - a * g.m2, gwz = a * g.m1 - b * g.m2;
+  T g1 = g.y1 + d.kLk * gkz + d.wLk * gwz, g2 = g.y2 + d.kLw * gkz + d.wLw * gwz;
+  ga = wz * g.m1 - kz * g.m2 - d.wx * g1 + d.kx * g2;
+  gb = -d.ww * (kz * g.m1 + d.kx * g1) - wz * g.m2 - d.wx * g2;
+  T gs = beta * (ga * q.linear_slope + gb * beta * q.quadratic_slope);
+  out.ww = -b * (kz * g.m1 + d.kx * g1) + gs * beta * beta;
+  out.kLx = out.ku = gkz;
+  out.wLx = out.wu = gwz;
+  out.kLk = y1 * gkz;
+  out.kLw = y2 * gkz;
+  out.wLk = y1 * gwz;
+  out.wLw = y2 * gwz;
+  out.kx = -b * d.ww * g1 + a * g2;
+  out.wx = -a * g1 - b * g2;
+  beta_gradient = ga * q.linear + 2 * beta * (gb * q.quadratic + gs * d.ww);
+  return out;
+}
+
+// ---- Directions of one row ------------------------------------------------------------------------------------------
+
+// k = on_p p,  w = on_q q + on_k k. Where p and q are almost parallel, or their squares leave the range of numbers, p and
+// q point to k and w themselves, made in `scratch`.
+template <class T> struct Row {
+  const T *p, *q;
+  T on_p, on_q, on_k;
+  T dot, key_scale, value_scale;  // k.v, 1/|p|, 1/|q|
+  bool still;                     // p or q is zero: no rotation
+  Plane<T> plane;
+};
+
+template <class T> struct Eigen {
+  const T *real, *imag;
+};
+template <class T, bool Pairs> INLINE Vec<T> times(const Eigen<T>& eigen, int64_t i, Vec<T> x) {
+  Vec<T> out = load<T>(eigen.real + i) * x;
+  if constexpr (Pairs) out += load<T>(eigen.imag + i) * swapped<T>(x);
+  return out;
+}
+template <class T, bool Pairs> INLINE Vec<T> times_transposed(const Eigen<T>& eigen, int64_t i, Vec<T> x) {
+  Vec<T> out = load<T>(eigen.real + i) * x;
+  if constexpr (Pairs) out += swapped<T>(load<T>(eigen.imag + i) * x);
+  return out;
+}
+
+enum Dot { pp, qq, pq, px, qx, pLx, qLx, pLp, pLq, qLq, qLp, pu, qu, dots = 16 };
+
+template <class T, bool Pairs>
+INLINE void dot_products(const Eigen<T>& eigen, const T* p, const T* q, const T* x, const T* u, int64_t pad, T* out) {
+  Vec<T> sum[dots] = {};
+  for (int64_t i = 0; i < pad; i += lanes<T>) {
+    Vec<T> a = load<T>(p + i), b = load<T>(q + i), c = load<T>(x + i);
+    Vec<T> La = times<T, Pairs>(eigen, i, a), Lb = times<T, Pairs>(eigen, i, b), Lc = times<T, Pairs>(eigen, i, c);
+    sum[pp] += a * a;
+    sum[qq] += b * b;
+    sum[pq] += a * b;
+    sum[px] += a * c;
+    sum[qx] += b * c;
+    sum[pLx] += a * Lc;
+    sum[qLx] += b * Lc;
+    sum[pLp] += a * La;
+    sum[pLq] += a * Lb;
+    sum[qLq] += b * Lb;
+    if constexpr (Pairs) sum[qLp] += b * La;
+  }
+  if (u)
+    for (int64_t i = 0; i < pad; i += lanes<T>) {
+      sum[pu] += load<T>(p + i) * load<T>(u + i);
+      sum[qu] += load<T>(q + i) * load<T>(u + i);
+    }
+  sum_lanes<T, dots>(sum, out);
+  if constexpr (!Pairs) out[qLp] = out[pLq];
+}
+
+// `from` at length one, in `to`; the length is scale. False if it counts as zero: below 1e-35 in float.
+template <class T> bool to_unit(const T* from, T* to, int64_t pad, T& inverse) {
+  T largest = 0;
+  for (int64_t i = 0; i < pad; ++i) {
+    T size = std::fabs(from[i]);
+    if (size > largest || size != size) largest = size;
+  }
+  if (largest < 1024 * std::numeric_limits<T>::min()) return false;
+  T shrink = 1 / largest, sum = 0;
+  for (int64_t i = 0; i < pad; ++i) {
+    to[i] = from[i] * shrink;
+    sum += to[i] * to[i];
+  }
+  T rest = 1 / std::sqrt(sum);
+  for (int64_t i = 0; i < pad; ++i) to[i] *= rest;
+  inverse = shrink * rest;
+  return true;
+}
+
+template <class T, bool Pairs>
+__attribute__((noinline)) void look_closely(const Eigen<T>& eigen, const T* p, const T* q, const T* x, const T* u,
+                                            int64_t pad, T* scratch, Row<T>& row) {
+  T *k = scratch, *w = scratch + pad;
+  row.still = !to_unit<T>(p, k, pad, row.key_scale);
+  row.still |= !to_unit<T>(q, w, pad, row.value_scale);
+  if (row.still) return;
+  T along = 0;
+  for (int64_t i = 0; i < pad; ++i) along += k[i] * w[i];
+  for (int64_t i = 0; i < pad; ++i) w[i] -= along * k[i];
+  T d[dots];
+  dot_products<T, Pairs>(eigen, k, w, x, u, pad, d);
+  row.p = k;
+  row.q = w;
+  row.on_p = row.on_q = 1;
+  row.on_k = 0;
+  row.dot = along;
+  row.plane = {d[px], d[qx], d[pLx], d[qLx], d[pLp], d[pLq], d[qLp], d[qLq], d[qq], d[pu], d[qu]};
+}
+
+template <class T, bool Pairs>
+INLINE void directions(const Eigen<T>& eigen, const T* p, const T* q, const T* x, const T* u, int64_t pad, T* scratch,
+                       Row<T>& row) {
+  T d[dots];
+  dot_products<T, Pairs>(eigen, p, q, x, u, pad, d);
+  constexpr T smallest = std::numeric_limits<T>::min() * T(1 << 30), largest = std::numeric_limits<T>::max() / T(1 << 30);
+  T ip = 1 / std::sqrt(d[pp]), iq = 1 / std::sqrt(d[qq]), c = d[pq] * ip * iq;
+  bool plain = d[pp] > smallest && d[qq] > smallest && d[pp] < largest && d[qq] < largest && c * c < T(0.8);
+  if (__builtin_expect(!plain, 0)) return look_closely<T, Pairs>(eigen, p, q, x, u, pad, scratch, row);
+  T kx = d[px] * ip, vx = d[qx] * iq, kLx = d[pLx] * ip, vLx = d[qLx] * iq;
+  T kLk = d[pLp] * ip * ip, kLv = d[pLq] * ip * iq, vLk = d[qLp] * ip * iq, vLv = d[qLq] * iq * iq;
+  T ku = d[pu] * ip, vu = d[qu] * iq;
+  row.p = p;
+  row.q = q;
+  row.on_p = row.key_scale = ip;
+  row.on_q = row.value_scale = iq;
+  row.on_k = -c;
+  row.dot = c;
+  row.still = false;
+  row.plane = {kx, vx - c * kx, kLx, vLx - c * kLx, kLk, kLv - c * kLk, vLk - c * kLk,
+               vLv - c * (kLv + vLk) + c * c * kLk, 1 - c * c, ku, vu - c * ku};
+}
+
+// ---- A fixed dot product --------------------------------------------------------------------------------------------
+
+template <class T> INLINE T dot(const T* a, const T* b, int64_t pad) {
+  Vec<T> sum[8] = {};
+  for (int64_t i = 0; i < pad; i += lanes<T>) sum[0] += load<T>(a + i) * load<T>(b + i);
+  T total[8];
+  sum_lanes<T, 8>(sum, total);
+  return total[0];
+}
+template <class T> INLINE void add_times(T scale, const T* from, T* to, int64_t pad) {
+  for (int64_t i = 0; i < pad; i += lanes<T>) store<T>(to + i, load<T>(to + i) + scale * load<T>(from + i));
+}
+template <class T> INLINE void set_times(T scale, const T* from, T* to, int64_t pad) {
+  for (int64_t i = 0; i < pad; i += lanes<T>) store<T>(to + i, scale * load<T>(from + i));
+}
+
+// k = unit(p), v = unit(q), e = unit(k - (k.v) v); their scales, 0 for a vector that counts as zero.
+template <class T> struct Mix {
+  T *k, *v, *e;
+  T key_scale, value_scale, across_scale, along;
+};
+
+template <class T> void unit_or_zero(const T* from, T* to, int64_t pad, T& scale) {
+  if (to_unit<T>(from, to, pad, scale)) return;
+  std::memset(to, 0, pad * sizeof(T));
+  scale = 0;
+}
+
+template <class T> Mix<T> mix(const T* p, const T* q, int64_t pad, T* scratch) {
+  Mix<T> out = {scratch, scratch + pad, scratch + 2 * pad, 0, 0, 0, 0};
+  T* across = scratch + 3 * pad;
+  unit_or_zero<T>(p, out.k, pad, out.key_scale);
+  unit_or_zero<T>(q, out.v, pad, out.value_scale);
+  out.along = dot<T>(out.k, out.v, pad);
+  set_times<T>(1, out.k, across, pad);
+  add_times<T>(-out.along, out.v, across, pad);
+  unit_or_zero<T>(across, out.e, pad, out.across_scale);
+  // What is left of a key that is almost the value is mostly rounding: take its part again.
+  T again;
+  add_times<T>(-dot<T>(out.e, out.v, pad), out.v, out.e, pad);
+  set_times<T>(1, out.e, across, pad);
+  unit_or_zero<T>(across, out.e, pad, again);
+  return out;
+}
+
+// p and q with the key at the fixed angle from the value, and back: derivatives of those to derivatives of p and q.
+template <class T> void mix_forward(const Scan& s, const T* p, const T* q, int64_t pad, T* scratch, T* out) {
+  Mix<T> from = mix<T>(p, q, pad, scratch);
+  set_times<T>(std::sqrt(T(1 - s.dot * s.dot)), from.e, out, pad);
+  add_times<T>(T(s.dot), from.v, out, pad);
+  set_times<T>(1, from.v, out + pad, pad);
+}
+template <class T> void mix_backward(const Scan& s, const T* p, const T* q, int64_t pad, T* scratch, T* gradients) {
+  Mix<T> from = mix<T>(p, q, pad, scratch);
+  T *key = gradients, *value = gradients + pad, *across = scratch + 3 * pad;
+  add_times<T>(T(s.dot), key, value, pad);
+  set_times<T>(std::sqrt(T(1 - s.dot * s.dot)) * from.across_scale, key, across, pad);
+  add_times<T>(-dot<T>(from.e, across, pad), from.e, across, pad);
+  T lost = dot<T>(from.v, across, pad);
+  add_times<T>(-from.along, across, value, pad);
+  add_times<T>(-lost, from.k, value, pad);
+  set_times<T>(1, across, key, pad);
+  add_times<T>(-lost, from.v, key, pad);
+  add_times<T>(-dot<T>(from.k, key, pad), from.k, key, pad);
+  add_times<T>(-dot<T>(from.v, value, pad), from.v, value, pad);
+  set_times<T>(from.key_scale, key, key, pad);
+  set_times<T>(from.value_scale, value, value, pad);
+}
+
+// ---- Tasks ----------------------------------------------------------------------------------------------------------
+
+template <class T> INLINE Vec<T> sourced(const Scan& s, Vec<T> x) {
+  if (s.source == relu) return x <= 0 ? Vec<T>{} : x;  // NaN stays
+  if (s.source == spikes) return x >= T(s.spike) ? Vec<T>{} + 1 : Vec<T>{};
+  return x;
+}
+// Where the derivative of `sourced` is one; elsewhere it is zero.
+template <class T> INLINE Vec<T> masked(const Scan& s, Vec<T> x, Vec<T> gradient) {
+  if (s.source == relu) return x > 0 ? gradient : Vec<T>{};
+  Vec<T> off = x - T(s.spike);
+  return (off >= T(-0.5)) & (off <= T(0.5)) ? gradient : Vec<T>{};
+}
+
+// Memory of a task, handed out piece by piece; the same walk without memory measures it.
+template <class T> struct Arena {
+  T* base;
+  int64_t used;
+  T* take(int64_t count) {
+    T* out = base ? base + used : nullptr;
+    used += (count + 15) / 16 * 16;
+    return out;
+  }
+};
+
+template <class T> struct Task {
+  int64_t head, begin, rows, index;
+  T *real, *imag, *bias, *feed_real, *feed_imag, *decay, *charge;
+  T *x, *source, *slow, *u, *projections, *scratch, *mixed, *mixing;
+  T *g, *slow_g, *partial, *gradients, *sums;
+  Row<T>* row;
+
+  void lay_out(const Scan& s, int64_t tile, bool backward, Arena<T>& memory) {
+    int64_t pad = padded<T>(s.size);
+    for (T** vector : {&real, &imag, &feed_real, &feed_imag, &decay, &charge}) *vector = memory.take(pad);
+    bias = memory.take(2 * pad);
+    for (T** vectors : {&x, &source, &slow, &u}) *vectors = memory.take(tile * pad);
+    for (T** vectors : {&projections, &scratch}) *vectors = memory.take(tile * 2 * pad);
+    mixed = memory.take(s.mixes ? tile * 2 * pad : 0);
+    mixing = memory.take(s.mixes ? 4 * pad : 0);
+    row = reinterpret_cast<Row<T>*>(memory.take(tile * sizeof(Row<T>) / sizeof(T) + 16));
+    if (!backward) return;
+    for (T** vectors : {&g, &slow_g, &partial}) *vectors = memory.take(tile * pad);
+    gradients = memory.take(tile * 2 * pad);
+    sums = memory.take(6 * pad);
+  }
+};
+
+template <class T> void copy_padded(const void* from, int64_t offset, int64_t size, int64_t pad, T* to) {
+  const T* values = static_cast<const T*>(from);
+  for (int64_t i = 0; i < pad; ++i) to[i] = values && i < size ? values[offset + i] : T(0);
+}
+
+template <class T> void load_constants(const Scan& s, Task<T>& task) {
+  int64_t m = s.size, pad = padded<T>(m), at = task.head * m;
+  copy_padded<T>(s.real, at, m, pad, task.real);
+  copy_padded<T>(s.imag, at, m, pad, task.imag);
+  copy_padded<T>(s.feed_real, at, m, pad, task.feed_real);
+  copy_padded<T>(s.feed_imag, at, m, pad, task.feed_imag);
+  copy_padded<T>(s.decay, at, m, pad, task.decay);
+  copy_padded<T>(s.charge, at, m, pad, task.charge);
+  copy_padded<T>(s.bias, 2 * at, m, pad, task.bias);
+  copy_padded<T>(s.bias, 2 * at + m, m, pad, task.bias + pad);
+}
+
+// The p and q of every row at step t.
+template <class T> INLINE void project(const Scan& s, const Task<T>& task, const T* weights, int64_t t, T* out) {
+  const int64_t m = s.size, pad = padded<T>(m), n = s.heads * m;
+  if (s.given) {
+    for (int64_t r = 0; r < task.rows; ++r, out += 2 * pad) {
+      const T* row = static_cast<const T*>(s.drive) + ((task.begin + r) * s.steps + t) * s.features + n + task.head * m;
+      fetch<T>(row, m, out, pad);
+      fetch<T>(row + n, m, out + pad, pad);
+    }
+    return;
+  }
+  product<T, false>(task.rows, task.source, pad, {m, 0, 0}, weights, 2 * pad / panel<T>, out, 2 * pad);
+  if (s.bias)
+    for (int64_t r = 0; r < task.rows; ++r, out += 2 * pad)
+      for (int64_t i = 0; i < 2 * pad; i += lanes<T>) store<T>(out + i, load<T>(out + i) + load<T>(task.bias + i));
+}
+
+// The rows that directions are taken of: the projections, or those with a fixed dot product.
+template <class T> const T* mixed_rows(const Scan& s, const Task<T>& task, const T* projections) {
+  if (!s.mixes) return projections;
+  const int64_t pad = padded<T>(s.size);
+  for (int64_t r = 0; r < task.rows; ++r) {
+    const T* p = projections + r * 2 * pad;
+    mix_forward<T>(s, p, p + pad, pad, task.mixing, task.mixed + r * 2 * pad);
+  }
+  return task.mixed;
+}
+
+template <class T> void make_sources(const Scan& s, Task<T>& task, int64_t r) {
+  const int64_t pad = padded<T>(s.size);
+  if (s.source == identity) return;  // x itself
+  for (int64_t i = r * pad; i < (r + 1) * pad; i += lanes<T>) store<T>(task.source + i, sourced<T>(s, load<T>(task.x + i)));
+}
+
+template <class T> INLINE T beta_of(const Scan& s, const Task<T>& task, const T* drive_row) {
+  if (s.beta_given) return drive_row[s.features - 1];
+  return s.beta ? static_cast<const T*>(s.beta)[task.head] : T(0);
+}
+
+template <class T> INLINE bool ended(const Scan& s, int64_t sequence, int64_t t) {
+  return s.lengths && t >= s.lengths[sequence];
+}
+
+template <class T, bool Pairs> void run_forward(const Scan& s, Task<T>& task, const T* weights) {
+  const int64_t m = s.size, pad = padded<T>(m), n = s.heads * m, offset = task.head * m;
+  const int64_t whole = m / lanes<T> * lanes<T>;
+  const bool kept_drive = s.coupled || s.aware;  // padded in memory of the task
+  load_constants(s, task);
+  if (s.source == identity) task.source = task.x;
+  Eigen<T> eigen = {task.real, task.imag};
+  for (int64_t r = 0; r < task.rows; ++r) {
+    const T* from = static_cast<const T*>(s.initial) + (task.begin + r) * s.width + offset;
+    fetch<T>(from, m, task.x + r * pad, pad);
+    if (s.coupled) fetch<T>(from + n, m, task.slow + r * pad, pad);
+    make_sources(s, task, r);
+  }
+  for (int64_t t = 0; t < s.steps; ++t) {
+    if (s.reset)
+      for (int64_t r = 0; r < task.rows; ++r)
+        if (s.reset[(task.begin + r) * s.steps + t]) {
+          for (T* vectors : {task.x, task.slow}) std::memset(vectors + r * pad, 0, pad * sizeof(T));
+          make_sources(s, task, r);
+        }
+    T* projections = task.projections;
+    if (s.projections)
+      projections = static_cast<T*>(s.projections) + ((task.head * s.steps + t) * s.batch + task.begin) * 2 * pad;
+    if (s.turns) project<T>(s, task, weights, t, projections);
+    const T* pairs = mixed_rows<T>(s, task, projections);
+    for (int64_t r = 0; r < task.rows; ++r) {
+      const T* drive = static_cast<const T*>(s.drive) + ((task.begin + r) * s.steps + t) * s.features + offset;
+      T* fed = task.u + r * pad;
+      if (kept_drive) fetch<T>(drive, m, fed, pad);
+      if (s.coupled)
+        for (int64_t i = 0; i < pad; i += lanes<T>)
+          store<T>(fed + i, load<T>(fed + i) + times<T, Pairs>({task.feed_real, task.feed_imag}, i,
+                                                              load<T>(task.slow + r * pad + i)));
+      task.row[r].still = !s.turns;
+      const T* p = pairs + r * 2 * pad;
+      if (s.turns)
+        directions<T, Pairs>(eigen, p, p + pad, task.x + r * pad, s.aware ? fed : nullptr, pad,
+                             task.scratch + r * 2 * pad, task.row[r]);
+    }
+    const T* drives = static_cast<const T*>(s.drive) + (task.begin * s.steps + t) * s.features;
+    for (int64_t r = 0; r < rows_ahead && r < task.rows; ++r) expect<T>(drives + r * s.steps * s.features + offset, m);
+    for (int64_t r = 0; r < task.rows; ++r) {
+      int64_t sequence = task.begin + r;
+      const T* drive = drives + r * s.steps * s.features;
+      if (r + rows_ahead < task.rows) expect<T>(drive + rows_ahead * s.steps * s.features + offset, m);
+      T* state = static_cast<T*>(s.states) + (sequence * s.steps + t) * s.width + offset;
+      if (ended<T>(s, sequence, t)) {
+        std::memset(state, 0, m * sizeof(T));
+        if (s.coupled) std::memset(state + n, 0, m * sizeof(T));
+        continue;
+      }
+      const Row<T>& row = task.row[r];
+      T y_p = 0, y_q = 0, m_p = 0, m_q = 0;
+      const T *p = task.real, *q = task.real;  // anything, times zero
+      if (!row.still) {
+        Turn<T> by = turn<T>(s.form, row.plane, beta_of<T>(s, task, drive));
+        p = row.p;
+        q = row.q;
+        y_p = row.on_p * (by.y1 + row.on_k * by.y2);
+        y_q = row.on_q * by.y2;
+        m_p = row.on_p * (by.m1 + row.on_k * by.m2);
+        m_q = row.on_q * by.m2;
+      }
+      const T* u = kept_drive ? task.u + r * pad : drive + offset;
+      T* x = task.x + r * pad;
+      auto next = [&](int64_t i, Vec<T> driven) {
+        Vec<T> a = load<T>(p + i), b = load<T>(q + i);
+        Vec<T> y = load<T>(x + i) + y_p * a + y_q * b;
+        return times<T, Pairs>(eigen, i, y) + (m_p * a + m_q * b) + driven;
+      };
+      int64_t i = 0;
+      for (; i < whole; i += lanes<T>) {
+        Vec<T> value = next(i, load<T>(u + i));
+        store<T>(x + i, value);
+        store<T>(state + i, value);
+      }
+      if (i < m) {
+        Vec<T> driven = {};
+        for (int64_t l = 0; i + l < m; ++l) driven[l] = u[i + l];
+        Vec<T> value = next(i, driven);
+        store<T>(x + i, value);
+        for (int64_t l = 0; i + l < m; ++l) state[i + l] = value[l];
+      }
+      if (s.coupled) {
+        T* slow = task.slow + r * pad;
+        for (int64_t j = 0; j < pad; j += lanes<T>)
+          store<T>(slow + j, load<T>(task.decay + j) * load<T>(slow + j) + load<T>(task.charge + j) * load<T>(x + j));
+        put<T>(slow, m, state + n);
+      }
+      make_sources(s, task, r);
+    }
+  }
+}
+
+template <class T, bool Pairs>
+INLINE void add_outer(T* sums, int64_t pad, int64_t i, Vec<T> left, Vec<T> right) {
+  store<T>(sums + i, load<T>(sums + i) + left * right);
+  if constexpr (Pairs) store<T>(sums + pad + i, load<T>(sums + pad + i) + left * swapped<T>(right));
+}
+
+// One row of the backward at one step. On entry g is the derivative with respect to the state after the step; on return
+// `partial` is that with respect to the state before it, but for what goes through p and q, whose derivatives are in
+// `gradients`. Returns the derivative with respect to beta.
+template <class T, bool Pairs>
+INLINE T row_backward(const Scan& s, const Task<T>& task, const Eigen<T>& eigen, const Row<T>& row, T beta, const T* x,
+                      const T* u, const T* g, T* u_gradient, T* partial, T* gradients) {
+  const int64_t pad = padded<T>(s.size);
+  if (row.still) {
+    for (int64_t i = 0; i < pad; i += lanes<T>) {
+      Vec<T> from = load<T>(g + i);
+      store<T>(partial + i, times_transposed<T, Pairs>(eigen, i, from));
+      add_outer<T, Pairs>(task.sums, pad, i, from, load<T>(x + i));
+      if (s.aware) store<T>(u_gradient + i, from);
+    }
+    std::memset(gradients, 0, 2 * pad * sizeof(T));
+    return 0;
+  }
+  const T *p = row.p, *q = row.q;
+  Vec<T> sum[8] = {};
+  for (int64_t i = 0; i < pad; i += lanes<T>) {
+    Vec<T> a = load<T>(p + i), b = load<T>(q + i), from = load<T>(g + i), back = times_transposed<T, Pairs>(eigen, i, from);
+    sum[0] += a * from;
+    sum[1] += b * from;
+    sum[2] += a * back;
+    sum[3] += b * back;
+  }
+  T total[8];
+  sum_lanes<T, 8>(sum, total);
+  const T c = row.dot;
+  T kg = row.on_p * total[0], wg = row.on_q * total[1] + row.on_k * kg;
+  T gLk = row.on_p * total[2], gLw = row.on_q * total[3] + row.on_k * gLk;
+  const Plane<T>& d = row.plane;
+  Turn<T> by = turn<T>(s.form, d, beta);
+  T beta_gradient;
+  Plane<T> e = turn_backward<T>(s.form, d, beta, {gLk, gLw, kg, wg}, beta_gradient);
+  if (!s.aware) e.ku = e.wu = 0;
+  // The components of the derivatives of k and w that the normalisations take away, closed in scalars.
+  T k_gw = by.y2 * gLk + by.m2 * kg + e.wx * d.kx + e.wLx * d.kLx + (e.wLk + e.kLw) * d.kLk + e.wLw * (d.kLw + d.wLk) +
+           e.wu * d.ku;
+  T w_gw = by.y2 * gLw + by.m2 * wg + e.wx * d.wx + e.wLx * d.wLx + e.wLk * d.wLk + e.kLw * d.kLw + 2 * e.wLw * d.wLw +
+           2 * e.ww * d.ww + e.wu * d.wu;
+  T k_gk = by.y1 * gLk + by.m1 * kg + e.kx * d.kx + e.kLx * d.kLx + 2 * e.kLk * d.kLk + e.kLw * d.kLw + e.wLk * d.wLk +
+           e.ku * d.ku;
+  T key_on_k = c * k_gw - k_gk, value_on_k = -(k_gw + c * w_gw);
+  for (int64_t i = 0; i < pad; i += lanes<T>) {
+    Vec<T> from = load<T>(g + i), old = load<T>(x + i);
+    Vec<T> k = row.on_p * load<T>(p + i);
+    Vec<T> w = row.on_q * load<T>(q + i) + row.on_k * k;
+    Vec<T> gk = by.m1 * from + e.kx * old, gw = by.m2 * from + e.wx * old + 2 * e.ww * w;
+    Vec<T> k_right = e.kLx * old + e.kLk * k + e.kLw * w, w_right = e.wLx * old + e.wLk * k + e.wLw * w;
+    if constexpr (Pairs) {
+      gk += times<T, true>(eigen, i, k_right) + times_transposed<T, true>(eigen, i, by.y1 * from + e.kLk * k + e.wLk * w);
+      gw += times<T, true>(eigen, i, w_right) + times_transposed<T, true>(eigen, i, by.y2 * from + e.kLw * k + e.wLw * w);
+    } else {
+      Vec<T> real = load<T>(eigen.real + i);
+      gk += real * (k_right + by.y1 * from + e.kLk * k + e.wLk * w);
+      gw += real * (w_right + by.y2 * from + e.kLw * k + e.wLw * w);
+    }
+    if (s.aware) {
+      Vec<T> driven = load<T>(u + i);
+      gk += e.ku * driven;
+      gw += e.wu * driven;
+      store<T>(u_gradient + i, from + e.ku * k + e.wu * w);
+    }
+    store<T>(gradients + i, row.key_scale * (gk - c * gw + key_on_k * k - k_gw * w));
+    store<T>(gradients + pad + i, row.value_scale * (gw + value_on_k * k - w_gw * w));
+    store<T>(partial + i, times_transposed<T, Pairs>(eigen, i, from + e.kLx * k + e.wLx * w) + e.kx * k + e.wx * w);
+    Vec<T> y = old + by.y1 * k + by.y2 * w;
+    Vec<T> change = from * y + k * k_right + w * w_right;
+    store<T>(task.sums + i, load<T>(task.sums + i) + change);
+    if constexpr (Pairs) {
+      Vec<T> turned = from * swapped<T>(y) + k * swapped<T>(k_right) + w * swapped<T>(w_right);
+      store<T>(task.sums + pad + i, load<T>(task.sums + pad + i) + turned);
+    }
+  }
+  return beta_gradient;
+}
+
+template <class T, bool Pairs>
+void run_backward(const Scan& s, Task<T>& task, const T* weights, const T* transposed) {
+  const int64_t m = s.size, pad = padded<T>(m), n = s.heads * m, offset = task.head * m, span = s.last - s.first;
+  const bool weighted = s.turns && !s.given;
+  const int64_t steps_ahead = task.rows < 8 ? 16 / task.rows : 1;
+  load_constants(s, task);
+  Eigen<T> eigen = {task.real, task.imag};
+  const Eigen<T> feed = {task.feed_real, task.feed_imag};
+  double* totals = s.sums + task.index * 7 * pad;
+  std::memset(task.sums, 0, 6 * pad * sizeof(T));
+  for (int64_t r = 0; r < task.rows; ++r) {
+    const T* carry = static_cast<const T*>(s.carry) + (task.begin + r) * s.width + offset;
+    fetch<T>(carry, m, task.g + r * pad, pad);
+    if (s.coupled) fetch<T>(carry + n, m, task.slow_g + r * pad, pad);
+  }
+  for (int64_t t = s.last - 1; t >= s.first; --t) {
+    T *projections = task.projections, *gradients = task.gradients;
+    if (weighted) {  // sources and gradients of the projections go where the product of the weights will look for them
+      const int64_t place = (task.head * span + t - s.first) * s.batch + task.begin;
+      task.source = static_cast<T*>(s.sources) + place * pad;
+      gradients = static_cast<T*>(s.projection_gradients) + place * 2 * pad;
+      if (s.source == identity) task.x = task.source;
+      if (s.projections)
+        projections = static_cast<T*>(s.projections) + ((task.head * s.steps + t) * s.batch + task.begin) * 2 * pad;
+    }
+    for (int64_t r = 0; r < task.rows; ++r) {  // the state before the step
+      int64_t sequence = task.begin + r;
+      const T* before = t ? static_cast<const T*>(s.states) + (sequence * s.steps + t - 1) * s.width
+                          : static_cast<const T*>(s.initial) + sequence * s.width;
+      if (s.reset && s.reset[sequence * s.steps + t]) {
+        for (T* vectors : {task.x, task.slow}) std::memset(vectors + r * pad, 0, pad * sizeof(T));
+      } else {
+        fetch<T>(before + offset, m, task.x + r * pad, pad);
+        if (s.coupled) fetch<T>(before + n + offset, m, task.slow + r * pad, pad);
+      }
+      make_sources(s, task, r);
+    }
+    if (s.given || (weighted && !s.projections)) project<T>(s, task, weights, t, projections);
+    const T* pairs = mixed_rows<T>(s, task, projections);
+    for (int64_t r = 0; r < task.rows; ++r) {  // the derivative at the step, and the drive where it is needed
+      const int64_t sequence = task.begin + r, at = (sequence * s.steps + t) * s.width + offset;
+      T *g = task.g + r * pad, *slow_g = task.slow_g + r * pad, *u = task.u + r * pad, *slow = task.slow + r * pad;
+      const T* given = static_cast<const T*>(s.state_gradients) + at;
+      if (t > steps_ahead) {  // time runs backwards, which the processor does not expect
+        expect<T>(given - steps_ahead * s.width, m);
+        expect<T>(static_cast<const T*>(s.states) + at - (steps_ahead + 1) * s.width, m);
+        if (projections != task.projections)
+          expect<T>(projections + r * 2 * pad - steps_ahead * s.batch * 2 * pad, 2 * pad);
+      }
+      const bool over = ended<T>(s, sequence, t);
+      if (over) {
+        for (T* vectors : {g, slow_g}) std::memset(vectors, 0, pad * sizeof(T));
+      } else {
+        add<T>(given, m, g);
+        if (s.coupled) add<T>(given + n, m, slow_g);
+      }
+      if (s.coupled) {
+        T *to_decay = task.sums + 4 * pad, *to_charge = task.sums + 5 * pad, *next = task.scratch + r * 2 * pad;
+        fetch<T>(static_cast<const T*>(s.states) + at, m, next, pad);
+        for (int64_t i = 0; i < pad; i += lanes<T>) {
+          Vec<T> from = load<T>(slow_g + i);
+          store<T>(g + i, load<T>(g + i) + load<T>(task.charge + i) * from);
+          store<T>(to_decay + i, load<T>(to_decay + i) + from * load<T>(slow + i));
+          store<T>(to_charge + i, load<T>(to_charge + i) + from * load<T>(next + i));
+          store<T>(slow_g + i, load<T>(task.decay + i) * from);
+        }
+      }
+      if (s.aware) {
+        fetch<T>(static_cast<const T*>(s.drive) + (sequence * s.steps + t) * s.features + offset, m, u, pad);
+        for (int64_t i = 0; s.coupled && i < pad; i += lanes<T>)
+          store<T>(u + i, load<T>(u + i) + times<T, Pairs>(feed, i, load<T>(slow + i)));
+      }
+      task.row[r].still = !s.turns || over;
+      const T* p = pairs + r * 2 * pad;
+      if (!task.row[r].still)
+        directions<T, Pairs>(eigen, p, p + pad, task.x + r * pad, s.aware ? u : nullptr, pad,
+                             task.scratch + r * 2 * pad, task.row[r]);
+    }
+    for (int64_t r = 0; r < task.rows; ++r) {
+      const int64_t sequence = task.begin + r;
+      T *g = task.g + r * pad, *u = task.u + r * pad, *to_projections = gradients + r * 2 * pad;
+      const T* drive = static_cast<const T*>(s.drive) + (sequence * s.steps + t) * s.features;
+      T* to_drive = static_cast<T*>(s.drive_gradients) + (sequence * s.steps + t) * s.features;
+      T beta = row_backward<T, Pairs>(s, task, eigen, task.row[r], beta_of<T>(s, task, drive), task.x + r * pad, u, g, u,
+                                      task.partial + r * pad, to_projections);
+      if (s.mixes) {
+        const T* p = projections + r * 2 * pad;
+        mix_backward<T>(s, p, p + pad, pad, task.mixing, to_projections);
+      }
+      const T* to_u = s.aware ? u : g;
+      totals[6 * pad] += beta;
+      if (s.beta_given) to_drive[s.features - 1] = beta;
+      put<T>(to_u, m, to_drive + offset);
+      if (s.given) {
+        put<T>(to_projections, m, to_drive + n + offset);
+        put<T>(to_projections + pad, m, to_drive + 2 * n + offset);
+      }
+      for (int64_t i = 0; s.coupled && i < pad; i += lanes<T>) {
+        T* slow_g = task.slow_g + r * pad;
+        add_outer<T, Pairs>(task.sums + 2 * pad, pad, i, load<T>(to_u + i), load<T>(task.slow + r * pad + i));
+        store<T>(slow_g + i, load<T>(slow_g + i) + times_transposed<T, Pairs>(feed, i, load<T>(to_u + i)));
+      }
+    }
+    if (weighted) {
+      const Ranges halves = {m, pad - m, m};
+      if (s.source == identity) {
+        product<T, true>(task.rows, gradients, 2 * pad, halves, transposed, pad / panel<T>, task.partial, pad);
+      } else {
+        product<T, false>(task.rows, gradients, 2 * pad, halves, transposed, pad / panel<T>, task.scratch, pad);
+        for (int64_t i = 0; i < task.rows * pad; i += lanes<T>)
+          store<T>(task.partial + i,
+                   load<T>(task.partial + i) + masked<T>(s, load<T>(task.x + i), load<T>(task.scratch + i)));
+      }
+    }
+    std::swap(task.g, task.partial);
+    if (s.reset)
+      for (int64_t r = 0; r < task.rows; ++r)
+        if (s.reset[(task.begin + r) * s.steps + t])
+          for (T* vectors : {task.g, task.slow_g}) std::memset(vectors + r * pad, 0, pad * sizeof(T));
+    if ((t - s.first) % 16 == 0) {  // sums of sixteen steps, then of those in double: the error does not grow with T
+      for (int64_t i = 0; i < 6 * pad; ++i) totals[i] += task.sums[i];
+      std::memset(task.sums, 0, 6 * pad * sizeof(T));
+    }
+  }
+  for (int64_t r = 0; r < task.rows; ++r) {
+    T* carry = static_cast<T*>(s.carry) + (task.begin + r) * s.width + offset;
+    std::memcpy(carry, task.g + r * pad, m * sizeof(T));
+    if (s.coupled) std::memcpy(carry + n, task.slow_g + r * pad, m * sizeof(T));
+  }
+}
+
+// Only the matrix products of all steps, for benchmarks: what the rest is measured against.
+template <class T> void run_products(const Scan& s, Task<T>& task, const T* weights, const T* transposed, bool backward) {
+  const int64_t m = s.size, pad = padded<T>(m);
+  for (int64_t i = 0; i < task.rows * pad; ++i) task.x[i] = 1;
+  for (int64_t i = 0; backward && i < task.rows * 2 * pad; ++i) task.gradients[i] = 1;
+  for (int64_t t = 0; t < s.steps; ++t)
+    if (backward)
+      product<T, false>(task.rows, task.gradients, 2 * pad, {m, pad - m, m}, transposed, pad / panel<T>, task.partial, pad);
+    else
+      product<T, false>(task.rows, task.x, pad, {m, 0, 0}, weights, 2 * pad / panel<T>, task.projections, 2 * pad);
+}
+
+template <class T> int64_t task_memory(const Scan& s, bool backward) {
+  Arena<T> memory = {nullptr, 0};
+  Task<T>{}.lay_out(s, s.tile, backward, memory);
+  return memory.used;
+}
+
+template <class T> int64_t weight_memory(const Scan& s) {
+  return s.turns && !s.given ? s.heads * 2 * padded<T>(s.size) * s.size : 0;
+}
+
+template <class T> void run(const Scan& s, bool backward, bool products = false) {
+  const int64_t pad = padded<T>(s.size), tiles = (s.batch + s.tile - 1) / s.tile, tasks = tiles * s.heads;
+  T* forward_weights = static_cast<T*>(s.workspace);
+  T* backward_weights = forward_weights + weight_memory<T>(s);
+  T* memory = backward_weights + (backward ? weight_memory<T>(s) : 0);
+  if (s.turns && !s.given)
+    for (int64_t h = 0; h < s.heads; ++h) {
+      const T* weight = static_cast<const T*>(s.weight) + h * 2 * s.size * s.size;
+      if (!backward || !s.projections) pack_forward<T>(weight, s.size, pad, forward_weights + h * 2 * pad * s.size);
+      if (backward) pack_backward<T>(weight, s.size, pad, backward_weights + h * 2 * pad * s.size);
+    }
+  auto worker = [&](int64_t thread) {
+    for (int64_t i = thread; i < tasks; i += s.threads) {
+      Task<T> task = {};
+      task.index = i;
+      task.head = i / tiles;
+      task.begin = i % tiles * s.tile;
+      task.rows = task.begin + s.tile > s.batch ? s.batch - task.begin : s.tile;
+      Arena<T> own = {memory + thread * task_memory<T>(s, backward), 0};
+      task.lay_out(s, s.tile, backward, own);
+      const T* weights = forward_weights + task.head * 2 * pad * s.size;
+      const T* transposed = backward_weights + task.head * 2 * pad * s.size;
+      if (products)
+        run_products<T>(s, task, weights, transposed, backward);
+      else if (backward)
+        s.complex_pairs ? run_backward<T, true>(s, task, weights, transposed)
+                        : run_backward<T, false>(s, task, weights, transposed);
+      else
+        s.complex_pairs ? run_forward<T, true>(s, task, weights) : run_forward<T, false>(s, task, weights);
+    }
+  };
+  // Threads live for one call: nothing is shared between calls, and nothing is lost in a fork.
+  std::vector<std::thread> others;
+  std::vector<int64_t> left;
+  for (int64_t thread = 1; thread < s.threads; ++thread) try {
+      others.emplace_back(worker, thread);
+    } catch (const std::system_error&) {
+      left.push_back(thread);
+    }
+  worker(0);
+  for (int64_t thread : left) worker(thread);
+  for (std::thread& other : others) other.join();
+}
+
+template <class T> int64_t workspace(const Scan& s, bool backward) {
+  return (weight_memory<T>(s) * (backward ? 2 : 1) + s.threads * task_memory<T>(s, backward)) * sizeof(T);
+}
+
+}  // namespace
+
+extern "C" {
+int64_t adpt_scan_layout() { return sizeof(Scan); }
+int64_t adpt_scan_workspace(const Scan* s, int64_t backward) { return workspace<NUMBER>(*s, backward); }
+void adpt_scan_forward(const Scan* s) { run<NUMBER>(*s, false); }
+void adpt_scan_backward(const Scan* s) { run<NUMBER>(*s, true); }
+void adpt_scan_products(const Scan* s, int64_t backward) { run<NUMBER>(*s, backward, true); }
+}

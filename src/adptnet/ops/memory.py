@@ -1,0 +1,54 @@
+"""Large buffers that are used again: a freshly mapped page costs more than the arithmetic done on it."""
+
+import collections
+import contextlib
+import weakref
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+__all__ = ["clear", "empty"]
+
+SMALLEST = 1 << 18  # below this the allocator of the process reuses memory itself
+KEPT = 8  # free blocks
+LINE = 64  # bytes of a cache line
+
+Block = numpy.ndarray[Any, numpy.dtype[numpy.uint8]]
+
+# Blocks that nobody uses, oldest first. Deque operations are atomic, and no lock is taken: a block may come back in the
+# middle of any allocation, whenever the last tensor on it is collected.
+_free: collections.deque[Block] = collections.deque(maxlen=KEPT)
+
+
+def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Like `torch.empty` on the CPU; the memory goes back to the pool with the last tensor that shares it."""
+    count = 1
+    for size in shape:
+        count *= size
+    needed = count * dtype.itemsize
+    if needed < SMALLEST:
+        return torch.empty(shape, dtype=dtype)
+    block = _take(needed + LINE)
+    start = -block.ctypes.data % LINE
+    lease = block[start : start + needed]
+    weakref.finalize(lease, _free.append, block).atexit = False
+    return torch.from_numpy(lease).view(dtype).reshape(shape)
+
+
+def clear() -> None:
+    """Gives the memory that nobody uses back to the system."""
+    _free.clear()
+
+
+def _take(needed: int) -> Block:
+    """The smallest free block that fits, unless it is far too large; a new one otherwise."""
+    blocks: list[Block] = []
+    with contextlib.suppress(IndexError):  # while another thread takes and gives as well
+        while True:
+            blocks.append(_free.popleft())
+    fitting = [i for i, block in enumerate(blocks) if needed <= len(block) <= 2 * needed]
+    found = blocks.pop(min(fitting, key=lambda i: len(blocks[i]))) if fitting else numpy.empty(needed, numpy.uint8)
+    _free.extend(blocks)
+    return found

@@ -1,0 +1,164 @@
+"""Building, caching and loading the kernels."""
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import adptnet
+from adptnet import cli
+from adptnet.errors import BuildError, IncompatibleError
+from adptnet.ops import memory, native
+
+SOURCE = Path(native.__file__).parent
+needs_compiler = pytest.mark.skipif(native.find_compiler() is None, reason="no C++ compiler")
+LAYER = "import torch, adptnet; layer = adptnet.ADPTNet(5, beta=1.0); y, _ = layer(torch.randn(2, 7, 5)); "
+
+
+def python(code, **environment):
+    """Runs a program in an environment with these changes; its output and its messages."""
+    paths = os.pathsep.join([str(Path(adptnet.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": paths, **environment}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip(), done.stderr
+
+
+@needs_compiler
+def test_an_import_builds_nothing_the_first_use_does_and_the_second_does_not(tmp_path):
+    show = LAYER + "print(adptnet.backends()['adpt_scan'])"
+    code = f"import os, adptnet; print(os.listdir({str(tmp_path)!r})); {show}"
+    at_import, first = python(code, ADPTNET_CACHE=str(tmp_path))[0].splitlines()
+    assert at_import == "[]"
+    (library,) = tmp_path.iterdir()
+    made = library.stat().st_mtime_ns
+    second, _ = python(show, ADPTNET_CACHE=str(tmp_path), PATH="", CXX="")  # without any compiler
+    assert first.startswith(f"cpu: {library}")
+    assert "built earlier" in second
+    assert library.stat().st_mtime_ns == made
+
+
+@needs_compiler
+def test_two_processes_may_build_at_once(tmp_path):
+    code = "import sys; from adptnet.ops import native; sys.exit(native.load('adpt_scan') is None)"
+    env = {**os.environ, "ADPTNET_CACHE": str(tmp_path), "PYTHONPATH": str(SOURCE.parent.parent)}
+    racers = [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(2)]
+    assert [racer.wait(timeout=100) for racer in racers] == [0, 0]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_without_a_compiler_the_loop_runs_and_says_so_once(tmp_path):
+    code = "import warnings; warnings.simplefilter('always')\n" + LAYER + "layer(torch.randn(1, 2, 5)); "
+    shown, said = python(code + "print(adptnet.backends())", ADPTNET_CACHE=str(tmp_path), PATH="", CXX="")
+    assert said.count("BackendWarning: adptnet runs without its compiled kernels") == 1
+    assert "no C++ compiler. Install one" in said
+    assert "reference: there is no C++ compiler" in shown
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch):
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\necho 'it is Monday' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("ADPTNET_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(BuildError, match="it is Monday"):
+        native.build("adpt_scan", "float")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_the_switch(monkeypatch, tmp_path):
+    show = LAYER + "print(adptnet.backends()['adpt_scan'])"
+    shown, said = python(show, ADPTNET_BACKEND="reference", ADPTNET_CACHE=str(tmp_path))
+    assert shown == "reference: ADPTNET_BACKEND=reference"
+    assert "Warning" not in said
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("ADPTNET_BACKEND", "gpu")
+    with pytest.raises(IncompatibleError, match="must be auto, cpu or reference"):
+        adptnet.backends()
+
+
+@needs_compiler
+def test_kernels_are_built_ahead_from_the_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("ADPTNET_CACHE", str(tmp_path))
+    assert cli.main(["kernels", "build"]) == 0
+    built = sorted(tmp_path.iterdir())
+    assert sorted(capsys.readouterr().out.split()) == [str(path) for path in built]
+    assert len(built) == 2
+    assert cli.main(["kernels"]) == 0
+    assert "adpt_scan: " in capsys.readouterr().out
+    path, _ = native.build("adpt_scan", "float")
+    path.write_bytes(b"not a library")  # a damaged one is built again
+    assert native._load("adpt_scan", "float").library is not None
+
+
+def test_a_folder_that_cannot_be_written_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.delenv("ADPTNET_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    (tmp_path / "file").write_text("")
+    assert native.cache() == native._own_folder()
+
+
+@needs_compiler
+def test_small_numbers_stay_after_loading():
+    assert native.load("adpt_scan", "double") is not None
+    small = torch.tensor(1e-30, dtype=torch.float32)
+    assert float(small * 1e-10) > 0
+    assert float(torch.full((64,), 1e-300, dtype=torch.float64).mul(1e-15).sum()) > 0
+
+
+def test_large_memory_is_used_again_and_never_shared():
+    first, second = (memory.empty(300, 1000, dtype=torch.float64) for _ in range(2))
+    place = first.data_ptr()
+    assert place != second.data_ptr()
+    view = first[3]
+    del first
+    third = memory.empty(300, 1000, dtype=torch.float64)
+    assert third.data_ptr() != place  # the view still holds it
+    del view
+    gc.collect()
+    assert memory.empty(300, 1000, dtype=torch.float64).data_ptr() == place
+    assert place % 64 == 0
+
+
+SANITISED = """
+import ctypes, os, sys
+import torch
+from adptnet.ops import native
+from adptnet.ops.adpt_scan import Form, cpu
+sys.path.insert(0, {tests!r})
+native._loaded["adpt_scan", "double"] = native.Kernel(ctypes.CDLL({library!r}), "")
+torch.set_default_dtype(torch.float64)
+from test_adpt_scan import KINDS, problem
+for size, batch in ((1, 1), (13, 3), (12, 7)):
+    for name, kind in KINDS.items():
+        if size % kind.get("heads", 1):
+            continue
+        for pairs in (False, True)[: 2 - size % 2]:
+            drive, state, constants, form = problem(batch, 4, size, pairs=pairs, **kind)
+            reset, lengths = torch.rand(batch, 4) < 0.3, torch.randint(1, 5, (batch,))
+            for save in (False, True):
+                kept = cpu.forward(drive, state, constants, form, reset, lengths, save)
+                cpu.backward(torch.randn_like(kept[0]), drive, state, constants, form, reset, lengths, *kept)
+print("clean")
+"""
+
+
+@needs_compiler
+def test_address_and_undefined_behaviour_sanitisers_find_nothing(tmp_path):
+    compiler = native.find_compiler()
+    runtime = subprocess.run([*compiler, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    if not os.path.isabs(runtime):
+        pytest.skip("the compiler has no AddressSanitizer library")
+    library = tmp_path / "sanitised.so"
+    checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g1", "-DNUMBER=double"]
+    source = SOURCE / "adpt_scan" / "kernel.cpp"
+    flags = [f for f in native.FLAGS if f != "-O2"]
+    subprocess.run([*compiler, *flags, *checks, "-o", library, source], check=True, capture_output=True)
+    code = SANITISED.format(tests=str(Path(__file__).parent), library=str(library))
+    options = {"ASAN_OPTIONS": "detect_leaks=0", "LD_PRELOAD": runtime, "OMP_NUM_THREADS": "1"}
+    assert python(code, **options)[0] == "clean"
