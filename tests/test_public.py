@@ -17,8 +17,8 @@ PROJECT = Path(__file__).parent.parent
 PUBLIC = [
     *("ADPTNet", "ADPTState", "Bidirectional", "CoupledADPTNet", "LinearADPTNet", "Recurrent", "SequenceModel"),
     *("Spec", "Stack", "TaylorADPTNet", "TrainableBeta"),
-    *("__version__", "adjoints", "cells", "conjugates", "directions", "drive", "errors", "load", "nn", "projections"),
-    *("retractions", "save", "solvers", "spectra", "tasks", "training", "verify"),
+    *("__version__", "adjoints", "analysis", "cells", "conjugates", "directions", "drive", "errors", "load", "nn"),
+    *("projections", "retractions", "save", "solvers", "spectra", "tasks", "training", "verify"),
 ]
 
 
