@@ -68,24 +68,24 @@ def check_many(count, states_each):
     worst, pairs = 0.0, 0
     for seed in range(count):
         cell = random_cell(seed)
-        held = certificate(cell)
-        states = random_states(cell, states_each)
-        found = float(deviation(cell, states).max())
-        assert found <= held.deviation * ROUNDING
+        held, states = certificate(cell), random_states(cell, states_each)
+        matrices = cell.jacobian(states, torch.zeros_like(states))
+        gaps = norm(matrices - cell.conjugate(states, torch.zeros_like(states)).dense())
+        local = deviation_bounds(cell, states)
+        assert (gaps <= local * ROUNDING).all()
+        assert (local <= held.deviation * ROUNDING).all()
         assert held.deviation <= held.paper * ROUNDING
         turning = turnings(cell)[0]
         assert held.deviation <= 2 * turning.radius * turning.beta * sum(turning.conditions) * ROUNDING
-        assert (deviation(cell, states) <= deviation_bounds(cell, states) * ROUNDING).all()
-        assert (deviation_bounds(cell, states) <= held.deviation * ROUNDING).all()
-        values = torch.linalg.svdvals(cell.jacobian(states, torch.zeros_like(states)))
+        values = torch.linalg.svdvals(matrices)
         assert (values <= held.upper * ROUNDING).all()
         assert (values >= held.lower / ROUNDING).all()
-        worst, pairs = max(worst, found / held.deviation), pairs + states_each
+        worst, pairs = max(worst, float(gaps.max()) / held.deviation), pairs + states_each
     return worst, pairs
 
 
 def test_the_bounds_hold_for_ten_thousand_random_cells_states_and_beta():
-    worst, pairs = check_many(256, 40)
+    worst, pairs = check_many(96, 108)
     assert pairs >= 10_000
     assert 0.2 < worst <= ROUNDING
 
@@ -113,7 +113,7 @@ def test_the_bound_is_attained_also_by_the_largest_exponent(beta, retraction):
     layer = attaining_layer(beta, retraction)
     held, start = certificate(layer), eye(6)[-1]
     assert_close(float(deviation(layer.cell, start)), held.deviation, rtol=1e-12, atol=0)
-    found = lyapunov_exponents(layer, state=start, steps=400)
+    found = lyapunov_exponents(layer, state=start, steps=450, transient=300)  # then λ̄_n^t leaves floating point
     assert_close(float(found.largest), held.exponents[1], atol=1e-12, rtol=0)
     moduli = layer.cell.eigenvalues().real
     assert_close(held.exponents[1], float((moduli.max() + 2 * beta * (moduli.max() - moduli.min())).log()))
@@ -128,7 +128,7 @@ def ascend(objective, *variables, steps, rate):
         value = objective()
         value.backward()
         optimiser.step()
-        best = max(best, float(value))
+        best = max(best, value.item())
     return best
 
 
@@ -172,7 +172,7 @@ def attack_state(cell, seed, steps):
 def test_an_adversary_comes_close_to_the_bound_but_not_past_it():
     found = [attack_weights(seed, 150, near) for seed in range(2) for near in (0, 1)]
     assert 0.9 < max(found) <= ROUNDING
-    assert all(attack_state(random_cell(seed), seed, 40) <= ROUNDING for seed in range(4))
+    assert all(attack_state(random_cell(seed), seed, 20) <= ROUNDING for seed in range(4))
 
 
 @pytest.mark.slow
@@ -206,7 +206,9 @@ def test_the_joint_condition_is_above_every_state_and_below_the_sum_of_condition
         found = joint_condition(key, value)
         states = torch.randn(2000, 5)
         for i, matrix in enumerate((key, value)):
-            states[i::3] = torch.linalg.svd(matrix).Vh[-1] + 10 ** (-5 * torch.rand(len(states[i::3]), 1)) * states[i::3]
+            states[i::3] = (
+                torch.linalg.svd(matrix).Vh[-1] + 10 ** (-5 * torch.rand(len(states[i::3]), 1)) * states[i::3]
+            )
         each = [norm(m) * states.norm(dim=-1) / (states @ m.mT).norm(dim=-1) for m in (key, value)]
         reached = float((each[0] + each[1]).max())
         assert reached <= found * ROUNDING
@@ -225,9 +227,9 @@ def test_the_joint_condition_is_above_every_state_and_below_the_sum_of_condition
 @torch.no_grad()
 def test_what_is_certified_holds_along_a_trajectory_of_every_layer(axes):
     layer = build(axes)
-    x = torch.randn(2, 60, layer.width)
-    always, here = certificate(layer), certificate(layer, x, transient=10)
-    found = lyapunov_exponents(layer, x, transient=10).exponents
+    x = torch.randn(2, 24, layer.width)
+    always, here = certificate(layer), certificate(layer, x, transient=4)
+    found = lyapunov_exponents(layer, x, transient=4).exponents
     low, high = found.flip(-1).cumsum(-1).amin(0), found.cumsum(-1).amax(0)
     for held in (here, always):
         assert (high <= held.upper_sums + 1e-9).all()
@@ -236,8 +238,9 @@ def test_what_is_certified_holds_along_a_trajectory_of_every_layer(axes):
         assert float(found.max()) <= held.exponents[1] + 1e-9
         assert held.exponents[1] <= math.log(held.lipschitz) + 1e-12
     assert here.holds
-    assert here.deviation <= always.deviation * ROUNDING
-    assert (here.upper <= always.upper * ROUNDING).all()
+    if here.deviation < math.inf:  # a coupled or stateful cell has no M
+        assert here.deviation <= always.deviation * ROUNDING + 1e-12
+    assert (here.upper <= always.upper * ROUNDING + 1e-12).all()
     assert (here.lower >= always.lower / ROUNDING - 1e-12).all()
     assert always.deviation <= always.paper * ROUNDING
     if always.ball is not None:
@@ -313,7 +316,7 @@ def test_a_head_that_does_not_turn_may_have_any_weights():
 
 
 def test_the_bound_of_the_paper_is_reported_where_the_paper_has_one():
-    orthogonal = ADPTNet(6, beta=0.1, projection=projections.Orthogonal(), spectrum=WIDE)
+    orthogonal = ADPTNet(6, beta=0.1, projection=projections.Orthogonal(), spectrum=WIDE).requires_grad_(False)
     held = certificate(orthogonal)
     moduli = orthogonal.cell.eigenvalues().real
     assert held.paper == pytest.approx(8 * 0.1 * float(moduli.max()))  # lemma:J_singular_vals
@@ -325,20 +328,21 @@ def test_the_bound_of_the_paper_is_reported_where_the_paper_has_one():
 def test_taylor_and_product_have_bounds_of_their_own():
     """Adversarial states, against the form for each."""
     for conjugate in (conjugates.Taylor(), conjugates.Taylor(2), conjugates.Product(3)):
-        for seed, beta in enumerate((0.05, 1.0, 4.0)):
+        for seed, beta in enumerate((0.05, 2.0)):
             torch.manual_seed(seed)
             spec = cells.ADPTSpec(5, beta=beta, spectrum=WIDE, conjugate=conjugate, projection=projections.Orthogonal())
             cell = spec.build().requires_grad_(False)
             held = certificate(cell)
             assert held.holds
             assert float(deviation(cell, torch.randn(500, 5)).max()) <= held.deviation * ROUNDING
-            assert attack_state(cell, seed, 40) <= ROUNDING
+            assert attack_state(cell, seed, 15) <= ROUNDING
             values = torch.linalg.svdvals(cell.jacobian(torch.randn(500, 5), torch.zeros(500, 5)))
             assert (values <= held.upper * ROUNDING).all()
 
 
 def test_the_ball_of_a_coupled_cell_needs_a_small_feedback():
-    calm = CoupledADPTNet(5, beta=0.5, memory=cells.SlowMemory(feedback=0.001), spectrum=WIDE)
+    memory = cells.SlowMemory(spectra.Linspace(dt_min=0.1, dt_max=0.1), feedback=0.01)
+    calm = CoupledADPTNet(5, beta=0.5, memory=memory, spectrum=WIDE).requires_grad_(False)
     assert certificate(calm).ball.contraction < 1
     assert certificate(CoupledADPTNet(5, beta=0.5, memory=cells.SlowMemory(feedback=3.0))).ball.contraction > 1
     x = torch.randn(1, 400, 5)

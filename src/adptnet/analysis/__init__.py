@@ -2,20 +2,45 @@
 
 from .ball import Ball
 from .bounds import Certificate, certificate, deviation_bounds, singular_value_shifts
+from .convergence import (
+    LocalErrors,
+    accumulated_error,
+    jacobian_lipschitz,
+    local_errors,
+    overshoot,
+    quadratic_basin,
+)
+from .cost import Cost, cost
+from .entropy import materialised, offdiagonal_entropy
 from .flossing import gradient_flossing_loss
 from .jacobians import jacobians, propagators
 from .lyapunov import LyapunovSpectrum, lyapunov_exponents, mean_log_singular_values
+from .timescales import KeyValueStatistics, eigenvalue_spread, key_value_statistics, memory_horizon
 
 __all__ = [
     "Ball",
     "Certificate",
+    "Cost",
+    "KeyValueStatistics",
+    "LocalErrors",
     "LyapunovSpectrum",
+    "accumulated_error",
     "certificate",
+    "cost",
     "deviation_bounds",
+    "eigenvalue_spread",
     "gradient_flossing_loss",
+    "jacobian_lipschitz",
     "jacobians",
+    "key_value_statistics",
+    "local_errors",
     "lyapunov_exponents",
+    "materialised",
     "mean_log_singular_values",
+    "memory_horizon",
+    "offdiagonal_entropy",
+    "overshoot",
     "propagators",
+    "quadratic_basin",
     "singular_value_shifts",
 ]

@@ -122,7 +122,9 @@ def certificate(
             return _made(bound, torch.zeros_like(weight), weight)
         size = cell.state_size
         if isinstance(cell, StatefulCell):
-            reason = "Stateful(): the remembered rotation adds up the directions of all steps, and so do its derivatives"
+            reason = (
+                "Stateful(): the remembered rotation adds up the directions of all steps, and so do its derivatives"
+            )
             return _nothing((reason,), size, _ball(cell.memoryless.spec, turnings(cell.memoryless)))
         return _nothing((f"{describe(cell)}: nothing is known about its Jacobians ahead of a trajectory",), size, None)
 
@@ -209,7 +211,9 @@ def _refusals(spec: ADPTSpec, heads: list[Turning]) -> tuple[str, ...]:
 def _ball(spec: ADPTSpec, heads: list[Turning]) -> Ball:
     """‖M‖ = |λ̄|_max for every rotation; a Taylor form has its displacement on top."""
     factor = max(float(head.moduli.max()) + _displacement(spec, head) for head in heads)
-    return Ball(torch.tensor([[factor]], dtype=torch.float64), torch.ones(1, dtype=torch.float64), (spec.size,), spec.size)
+    return Ball(
+        torch.tensor([[factor]], dtype=torch.float64), torch.ones(1, dtype=torch.float64), (spec.size,), spec.size
+    )
 
 
 def _coupled(cell: CoupledCell) -> Certificate:
@@ -242,10 +246,17 @@ def _coupled(cell: CoupledCell) -> Certificate:
         lower = torch.full_like(upper, 1 / float(torch.linalg.matrix_norm(back, 2)))
         low = -math.log(float(torch.linalg.eigvals(back).abs().max()))
     high = math.log(float(torch.linalg.eigvals(growth).abs().max()))
-    found = _made("the exact bound of the fast state, coupled to the slow memory by a 2×2 matrix of norms", lower, upper)
+    found = _made(
+        "the exact bound of the fast state, coupled to the slow memory by a 2×2 matrix of norms", lower, upper
+    )
     count = torch.arange(1, cell.state_size + 1, dtype=torch.float64)
     return dataclasses.replace(
-        found, deviation=fast.deviation, exponents=(low, high), upper_sums=count * high, lower_sums=count * low, ball=ball
+        found,
+        deviation=fast.deviation,
+        exponents=(low, high),
+        upper_sums=count * high,
+        lower_sums=count * low,
+        ball=ball,
     )
 
 

@@ -12,8 +12,28 @@ from .systems import cell_of
 
 __all__ = ["Cost", "cost"]
 
-_ELEMENTWISE = {"mul", "mul_", "div", "div_", "addcmul", "addcdiv", "square", "pow", "rsqrt", "reciprocal", "linalg_vector_norm"}
-_PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "addmm": 1, "addmv": 1, "baddbmm": 1}  # where the first factor stands
+_ELEMENTWISE = {
+    "mul",
+    "mul_",
+    "div",
+    "div_",
+    "addcmul",
+    "addcdiv",
+    "square",
+    "pow",
+    "rsqrt",
+    "reciprocal",
+    "linalg_vector_norm",
+}
+_PRODUCTS = {
+    "mm": 0,
+    "bmm": 0,
+    "mv": 0,
+    "dot": 0,
+    "addmm": 1,
+    "addmv": 1,
+    "baddbmm": 1,
+}  # where the first factor stands
 
 
 class Cost(NamedTuple):
@@ -42,7 +62,9 @@ class _Counter(TorchDispatchMode):
             self.macs += result.numel() * first.shape[-1]
         elif name in _ELEMENTWISE:
             tensors = [a for a in args if isinstance(a, Tensor)]
-            self.macs += max((t.numel() for t in tensors), default=0) if name == "linalg_vector_norm" else result.numel()
+            self.macs += (
+                max((t.numel() for t in tensors), default=0) if name == "linalg_vector_norm" else result.numel()
+            )
         return result
 
 

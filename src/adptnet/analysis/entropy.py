@@ -13,9 +13,7 @@ __all__ = ["materialised", "offdiagonal_entropy"]
 
 
 @torch.no_grad()
-def materialised(
-    system: Any, inputs: Tensor, *, step: int = -1, state: Tensor | ADPTState | None = None
-) -> Tensor:
+def materialised(system: Any, inputs: Tensor, *, step: int = -1, state: Tensor | ADPTState | None = None) -> Tensor:
     """M_t as a matrix, at one step of a trajectory: (batch, n, n), or (n, n) for one sequence.
 
     Args:
@@ -26,7 +24,9 @@ def materialised(
     """
     cell = cell_of(system)
     if not isinstance(cell, ADPTCell):
-        raise IncompatibleError(f"{describe(cell)} has no M. Pass an ADPT layer or cell, without memory= or Stateful().")
+        raise IncompatibleError(
+            f"{describe(cell)} has no M. Pass an ADPT layer or cell, without memory= or Stateful()."
+        )
     trajectory = posed(system, inputs, state)
     index = step + trajectory.steps if step < 0 else step
     if not 0 <= index < trajectory.steps:

@@ -41,8 +41,6 @@ def gradient_flossing_loss(
     wanted = torch.as_tensor(targets).detach().reshape(-1)
     if not wanted.numel() or not bool(wanted.isfinite().all()):
         raise InputError(f"targets={targets!r}: exponents to reach are finite numbers, e.g. targets=[0.0, -0.1].")
-    spectrum = lyapunov_exponents(
-        system, inputs, state=state, steps=steps, count=wanted.numel(), transient=transient
-    )
+    spectrum = lyapunov_exponents(system, inputs, state=state, steps=steps, count=wanted.numel(), transient=transient)
     sorted_targets = wanted.to(spectrum.exponents).sort(descending=True).values
     return (spectrum.exponents - sorted_targets).square().mean()

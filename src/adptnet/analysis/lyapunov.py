@@ -73,7 +73,9 @@ class LyapunovSpectrum:
     def __str__(self) -> str:
         first = self.exponents.detach().reshape(-1, self.exponents.shape[-1])
         error = self.standard_error.detach().reshape(first.shape)
-        shown = ", ".join(f"{a:.4g} ± {e:.1g}" for a, e in zip(first[0, :4].tolist(), error[0, :4].tolist(), strict=True))
+        shown = ", ".join(
+            f"{a:.4g} ± {e:.1g}" for a, e in zip(first[0, :4].tolist(), error[0, :4].tolist(), strict=True)
+        )
         more = f", … {first[0, -1]:.4g}" if first.shape[-1] > 4 else ""
         others = f" (the first of {len(first)} trajectories)" if len(first) > 1 else ""
         return f"exponents {shown}{more} a step over steps {self.window[0]} to {self.window[1]}{others}"

@@ -168,7 +168,9 @@ def _undriven(cell: Cell, system: Any, state: Tensor | ADPTState | None, steps: 
         )
     features = 1 if isinstance(cell, MapCell) else cell.input_size  # of a function of the state alone: not looked at
     if features is None:
-        raise InputError(f"{describe(system)} takes inputs of any size. Pass inputs= with as many features as it needs.")
+        raise InputError(
+            f"{describe(system)} takes inputs of any size. Pass inputs= with as many features as it needs."
+        )
     dtype = compute_dtype(rows.dtype) if cell.dtype is None else cell.dtype
     return torch.zeros(*rows.shape[:-1], steps, features, dtype=dtype, device=rows.device)
 

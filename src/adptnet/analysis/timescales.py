@@ -74,5 +74,7 @@ def _dot(plane: KeyValue, heads: int) -> Tensor:
 def _adpt(system: Any) -> ADPTCell:
     cell = cell_of(system)
     if not isinstance(cell, ADPTCell):
-        raise IncompatibleError(f"{describe(cell)} has no Λ̄. Pass an ADPT layer or cell, without memory= or Stateful().")
+        raise IncompatibleError(
+            f"{describe(cell)} has no Λ̄. Pass an ADPT layer or cell, without memory= or Stateful()."
+        )
     return cell

@@ -69,7 +69,9 @@ def joint_condition(key: Tensor, value: Tensor) -> float:
     a^(-1/2) + b^(-1/2), convex and decreasing in both; (a, b) lies above every line cos θ a + sin θ b = h(θ), h the
     smallest eigenvalue of the same mixture of matrices. So the largest value is at a corner between two such lines.
     """
-    key, value = (matrix.detach().double() / torch.linalg.matrix_norm(matrix.detach().double(), 2) for matrix in (key, value))
+    key, value = (
+        matrix.detach().double() / torch.linalg.matrix_norm(matrix.detach().double(), 2) for matrix in (key, value)
+    )
     smallest = [float(torch.linalg.svdvals(matrix)[-1]) for matrix in (key, value)]
     if min(smallest) == 0:
         return math.inf
