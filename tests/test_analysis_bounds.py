@@ -1,4 +1,4 @@
-"""Certificates: they hold, they are attained, they are never looser than the paper's, and they say why there is none."""
+"""Certificates: they hold, are attained, are never looser than the paper's, and say why there is none."""
 
 import math
 

@@ -23,7 +23,7 @@ from ..cells import (
     TanhRNNCell,
 )
 from ..conjugates import Exact, Taylor
-from ..directions import FromInput, FromState
+from ..directions import Directions, FromInput, FromState
 from ..errors import IncompatibleError
 from .ball import Ball
 from .jacobians import stretches
@@ -350,6 +350,7 @@ def deviation_bounds(system: Any, states: Tensor) -> Tensor:
     sources = spec.direction.source(states.double())
     total = torch.zeros_like(parts[..., 0])
     for directions in cell.directions:
+        assert isinstance(directions, Directions)
         for projection in (directions.key_projection, directions.value_projection):
             weight = projection.dense().double()
             size = spec.size // spec.heads

@@ -127,9 +127,9 @@ def quadratic_basin(largest_exponent: float, steps: int, lipschitz: float, overs
 def jacobian_lipschitz(system: Any, smallest_norm: float) -> float:
     """L(ρ): how fast J changes with the state, where ‖x‖ (in each head) is at least ρ = `smallest_norm`.
 
-    ‖J(x) - J(y)‖ ≤ L(ρ) ‖x - y‖ if the segment between x and y stays outside the ball of radius ρ. J has degree zero, so
-    L(ρ) grows as 1/ρ and there is none for all states (docs/deviations.md, point 15). With s the joint condition of K
-    and V, L(ρ) = 2rβ s (2 + (3β + 2/√3) s) / ρ (docs/bounds.md).
+    ‖J(x) - J(y)‖ ≤ L(ρ) ‖x - y‖ if the segment between x and y stays outside the ball of radius ρ. J has degree zero,
+    so L(ρ) grows as 1/ρ and there is none for all states (docs/deviations.md, point 15). With s the joint condition of
+    K and V, L(ρ) = 2rβ s (2 + (3β + 2/√3) s) / ρ (docs/bounds.md).
     """
     cell = _adpt(system, "jacobian_lipschitz")
     held = certificate(cell)
@@ -196,8 +196,10 @@ def _diagonal(matrices: Tensor, pairs: bool) -> Tensor:
 
 
 def _norm(matrices: Tensor) -> Tensor:
-    return torch.linalg.matrix_norm(matrices, 2)
+    norms: Tensor = torch.linalg.matrix_norm(matrices, 2)
+    return norms
 
 
 def _moved(matrices: Tensor, states: Tensor) -> Tensor:
-    return (matrices @ states.unsqueeze(-1)).squeeze(-1).norm(dim=-1)
+    moved: Tensor = (matrices @ states.unsqueeze(-1)).squeeze(-1).norm(dim=-1)
+    return moved

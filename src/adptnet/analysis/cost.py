@@ -51,8 +51,8 @@ class Cost(NamedTuple):
 
 class _Counter(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
-        self.macs = 0
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.macs: int = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -105,6 +105,7 @@ def cost(system: Any) -> Cost:
 
 
 def _counted(call: Any) -> int:
-    with _Counter() as counter:
+    counter = _Counter()
+    with counter:
         call()
     return counter.macs

@@ -1,5 +1,6 @@
 """How evenly M couples the numbers of the state (eq:entropy)."""
 
+import math
 from typing import Any
 
 import torch
@@ -61,4 +62,5 @@ def offdiagonal_entropy(conjugate: Tensor, *, pairs: bool = False) -> Tensor:
         raise InputError("M has one entry and nothing off its diagonal. The entropy needs a state of at least two.")
     off = weights[..., ~torch.eye(size, dtype=torch.bool, device=weights.device)]
     share = off / off.sum(-1, keepdim=True)
-    return torch.special.entr(share).sum(-1) / torch.log(torch.tensor(float(off.shape[-1])))
+    entropy: Tensor = torch.special.entr(share).sum(-1) / math.log(off.shape[-1])
+    return entropy

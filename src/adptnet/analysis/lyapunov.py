@@ -5,6 +5,7 @@ values of single Jacobians. That is a different quantity with the same sum; here
 """
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -214,7 +215,7 @@ class _Carrier:
 def _carried(
     cell: Cell, drive: Tensor, state: Tensor, frame: Tensor, start: int, interval: int
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """The state and the frame after the steps of `drive`, how much each direction grew, and the interval to go on with."""
+    """State and frame after the steps of `drive`, how much each direction grew, and the interval to go on with."""
     stretch, state = advance(cell, cell.stepper(), state, drive, start)
     matrices = stretch.jacobians.unbind(1)
     growth = frame.new_zeros(frame.shape[0], frame.shape[-1])
@@ -263,7 +264,7 @@ def _cut_into_blocks(start: int, stop: int) -> list[tuple[int, int]]:
     """[start, stop) in at most 32 blocks of at least 8 steps, whose spread gives the standard error."""
     count = max(1, min(_MOST_BLOCKS, (stop - start) // 8))
     edges = [start + (stop - start) * i // count for i in range(count + 1)]
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(itertools.pairwise(edges))
 
 
 def _random_frame(trajectory: Posed, count: int) -> Tensor:

@@ -22,8 +22,8 @@ def recomputed(run: Run, arguments: Sequence[Tensor], parameters: Sequence[Tenso
     if parameters is None:
         kept: tuple[Tensor, ...] = checkpoint(run, *arguments, use_reentrant=False)
         return kept
-    outputs: tuple[Tensor, ...] = _Recomputed.apply(run, len(arguments), *arguments, *parameters)
-    return outputs
+    apply: Run = _Recomputed.apply
+    return apply(run, len(arguments), *arguments, *parameters)
 
 
 class _Recomputed(torch.autograd.Function):

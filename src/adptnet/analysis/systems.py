@@ -93,7 +93,7 @@ def posed(
     """Checks what an analysis was given and brings it into one form.
 
     Args:
-        system: A layer, a cell, a cell of `torch.nn`, or a function of one state: f(x) without inputs, f(x, input) with.
+        system: A layer, a cell, a cell of `torch.nn`, or a function of one state: f(x), or f(x, input) with inputs.
         inputs: (batch, time, features) or (time, features), as the layer takes them; None for an autonomous system.
         state: Where the trajectories start, (n,), (batch, n) or an `ADPTState`; the cell's initial state if not given.
         steps: How many steps to take: needed without inputs, the first so many of them otherwise.

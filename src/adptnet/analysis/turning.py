@@ -3,6 +3,7 @@
 Proofs are in docs/bounds.md.
 """
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ def turnings(cell: ADPTCell) -> list[Turning]:
     """The heads of `cell`. Directions from the input have rate 0: they do not turn with the state."""
     blocks: BlockDiagonal = cell.spectrum()
     heads = cell.spec.heads
-    blocks = BlockDiagonal(*(None if part is None else part.detach().double() for part in blocks)).heads(heads)
+    blocks = _double(blocks).heads(heads)
     betas = cell.beta.report()["used"]
     betas = betas * heads if len(betas) == 1 else betas
     planes = [] if isinstance(cell.spec.direction, FromInput) else [_matrices(d, heads) for d in cell.directions]
@@ -43,7 +44,7 @@ def turnings(cell: ADPTCell) -> list[Turning]:
     for head in range(heads):
         conditions = tuple(float(part.condition_number()) for plane in planes for part in plane[head])
         rates = [_rate(*plane[head]) for plane in planes]
-        own = BlockDiagonal(*(None if part is None else part[head] for part in blocks))
+        own = BlockDiagonal(blocks.real[head], None if blocks.imag is None else blocks.imag[head])
         found.append(Turning(own.modulus(), enclosing_radius(own), betas[head], sum(rates), conditions))
     return found
 
@@ -87,15 +88,19 @@ def joint_condition(key: Tensor, value: Tensor) -> float:
         lines.append(max(0.0, float(torch.linalg.svdvals(stacked)[-1]) - rounding) ** 2)
     lines.append(smallest[1] ** 2)
     worst = 2.0
-    for (first, second), (low, high) in zip(
-        zip(angles[:-1], angles[1:], strict=True), zip(lines[:-1], lines[1:], strict=True), strict=True
-    ):
+    pairs = zip(itertools.pairwise(angles), itertools.pairwise(lines), strict=True)
+    for (first, second), (low, high) in pairs:
         turn = math.sin(second - first)
         a = (low * math.sin(second) - high * math.sin(first)) / turn
         b = (high * math.cos(first) - low * math.cos(second)) / turn
         a, b = max(a, smallest[0] ** 2), max(b, smallest[1] ** 2)
         worst = max(worst, a**-0.5 + b**-0.5)
     return min(worst, separate)
+
+
+def _double(blocks: BlockDiagonal) -> BlockDiagonal:
+    imag = None if blocks.imag is None else blocks.imag.detach().double()
+    return BlockDiagonal(blocks.real.detach().double(), imag)
 
 
 def _rate(key: Projection, value: Projection) -> float:
