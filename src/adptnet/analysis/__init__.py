@@ -15,6 +15,8 @@ from .entropy import materialised, offdiagonal_entropy
 from .flossing import gradient_flossing_loss
 from .jacobians import jacobians, propagators
 from .lyapunov import LyapunovSpectrum, lyapunov_exponents, mean_log_singular_values
+from .parallelisability import Parallelisability, SolverReport, parallelisability
+from .prediction import predicted_iterations
 from .timescales import KeyValueStatistics, eigenvalue_spread, key_value_statistics, memory_horizon
 
 __all__ = [
@@ -24,6 +26,8 @@ __all__ = [
     "KeyValueStatistics",
     "LocalErrors",
     "LyapunovSpectrum",
+    "Parallelisability",
+    "SolverReport",
     "accumulated_error",
     "certificate",
     "cost",
@@ -40,6 +44,8 @@ __all__ = [
     "memory_horizon",
     "offdiagonal_entropy",
     "overshoot",
+    "parallelisability",
+    "predicted_iterations",
     "propagators",
     "quadratic_basin",
     "singular_value_shifts",

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from ..cells import ADPTCell, ADPTState
-from ..conjugates import Taylor
+from ..conjugates import Taylor, nearest_blocks
 from ..errors import IncompatibleError, InputError
-from ..spectra import BlockDiagonal
 from .bounds import certificate
 from .jacobians import stretches
 from .systems import cell_of, describe, posed
@@ -57,12 +56,13 @@ def local_errors(
     if cell.start is not None:
         start = cell.start.dense().to(eigen.dtype)
         eigen = start @ eigen @ start.mT
+    pairs = cell.spec.spectrum.is_complex
     parts: list[LocalErrors] = []
     for stretch in stretches(trajectory):
         states, full = stretch.entering, stretch.jacobians
         conjugate = cell.conjugate(states, stretch.drive).dense().expand_as(full)
         constant = eigen.expand_as(full)
-        quasi, forward = (_diagonal(matrices, cell.spec.spectrum.is_complex) for matrices in (full, conjugate))
+        quasi, forward = (nearest_blocks(matrices, pairs).dense() for matrices in (full, conjugate))
         parts.append(
             LocalErrors(
                 similarity=_norm(constant - conjugate),
@@ -182,17 +182,6 @@ def _adpt(system: Any, what: str) -> ADPTCell:
     if not isinstance(cell, ADPTCell):
         raise IncompatibleError(f"{what} is about M = QΛ̄Q'; {describe(cell)} has no M. Pass an ADPT layer or cell.")
     return cell
-
-
-def _diagonal(matrices: Tensor, pairs: bool) -> Tensor:
-    """What a diagonal solver keeps: the diagonal; of complex pairs, the nearest a + ib of each 2×2 block on it."""
-    if not pairs:
-        return torch.diag_embed(matrices.diagonal(dim1=-2, dim2=-1))
-    main = matrices.diagonal(dim1=-2, dim2=-1)
-    above, below = (matrices.diagonal(offset, dim1=-2, dim2=-1)[..., ::2] for offset in (1, -1))
-    real = (main[..., ::2] + main[..., 1::2]) / 2
-    imag = (below - above) / 2
-    return BlockDiagonal(real.repeat_interleave(2, -1), imag.repeat_interleave(2, -1)).dense()
 
 
 def _norm(matrices: Tensor) -> Tensor:

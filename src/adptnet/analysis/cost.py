@@ -99,7 +99,7 @@ def cost(system: Any) -> Cost:
         prepare=math.ceil((whole - single) / (several - 1)),
         step=_counted(lambda: step(state, drive[:, 0])),
         conjugate_diagonal=diagonal,
-        jacobian_diagonal=per_state(cell.jacobian_diagonal),
+        jacobian_diagonal=per_state(cell.jacobian_blocks),
         jacobian=per_state(cell.jacobian),
     )
 

@@ -6,7 +6,7 @@ Each function returns a `matplotlib.figure.Figure`; `save` writes it as SVG and 
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -150,7 +150,7 @@ def iterations(counts: Mapping[str, Tensor], *, steps: int | None = None) -> "Fi
         _plain(axis)
         axis.spines["left"].set_visible(False)
     axes[-1].set(xlabel="iterations", xlim=(0, edges[-1] + 0.5))
-    axes[-1].xaxis.get_major_locator().set_params(integer=True)
+    axes[-1].locator_params(axis="x", integer=True)
     axes[0].set_title("Iterations of each sequence" + (f" of {steps} steps" if steps else ""), fontsize=10)
     return figure
 
@@ -212,7 +212,7 @@ def _spectrum(axis: "Axes", exponents: Tensor, log_eigenvalues: Tensor | None, h
         axis.axhline(0, color="black", linewidth=0.6, linestyle=":")
     axis.set_ylim(*limits)
     axis.locator_params(axis="y", nbins=5)
-    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.locator_params(axis="x", integer=True)
     _plain(axis)
 
 
@@ -227,7 +227,7 @@ def _plain(axis: "Axes") -> None:
     axis.tick_params(labelsize=8)
 
 
-def _figure(width: float, height: float) -> Any:
+def _figure(width: float, height: float) -> "Figure":
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -14,7 +14,7 @@ __all__ = ["Stretch", "chunk_length", "jacobians", "propagators", "stretches"]
 
 Step = Callable[[Tensor, Tensor], Tensor]
 
-_BUDGET = 2**19  # numbers of Jacobians in memory at a time; automatic differentiation needs a few times as much
+_BUDGET = 2**20  # numbers of Jacobians in memory at a time; automatic differentiation needs a few times as much
 
 
 class Stretch(NamedTuple):
