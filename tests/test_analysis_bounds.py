@@ -64,6 +64,7 @@ def random_states(cell, count):
     return states
 
 
+@torch.no_grad()
 def check_many(count, states_each):
     worst, pairs = 0.0, 0
     for seed in range(count):
@@ -112,7 +113,7 @@ def attaining_layer(beta, retraction, size=6):
 def test_the_bound_is_attained_also_by_the_largest_exponent(beta, retraction):
     layer = attaining_layer(beta, retraction)
     held, start = certificate(layer), eye(6)[-1]
-    assert_close(float(deviation(layer.cell, start)), held.deviation, rtol=1e-12, atol=0)
+    assert_close(deviation(layer.cell, start).item(), held.deviation, rtol=1e-12, atol=0)
     found = lyapunov_exponents(layer, state=start, steps=450, transient=300)  # then λ̄_n^t leaves floating point
     assert_close(float(found.largest), held.exponents[1], atol=1e-12, rtol=0)
     moduli = layer.cell.eigenvalues().real
@@ -165,12 +166,12 @@ def attack_state(cell, seed, steps):
     x = random_states(cell, 4)[seed % 4].clone().requires_grad_()
     best = ascend(lambda: deviation(cell, x / x.norm()).log(), x, steps=steps, rate=0.02)
     with torch.no_grad():
-        final = float(deviation(cell, x / x.norm()))
+        final = deviation(cell, x / x.norm()).item()
     return max(math.exp(best) if best else 0.0, final) / certificate(cell).deviation
 
 
 def test_an_adversary_comes_close_to_the_bound_but_not_past_it():
-    found = [attack_weights(seed, 150, near) for seed in range(2) for near in (0, 1)]
+    found = [attack_weights(seed, 150, near) for seed in range(1) for near in (0, 1)]
     assert 0.9 < max(found) <= ROUNDING
     assert all(attack_state(random_cell(seed), seed, 20) <= ROUNDING for seed in range(4))
 
@@ -189,10 +190,10 @@ def test_an_adversary_with_time_does_not_pass_the_bound():
 
 def test_the_enclosing_radius_is_that_of_a_fine_grid():
     assert enclosing_radius(BlockDiagonal(torch.tensor([0.9, -0.3, 0.1]))) == pytest.approx(0.6)
-    for _ in range(20):
+    for _ in range(8):
         real, imag = (torch.randn(2, 3).repeat_interleave(2, -1)).unbind()
         blocks = BlockDiagonal(real, imag)
-        centres = torch.linspace(-4, 4, 400_001).unsqueeze(-1)
+        centres = torch.linspace(-4, 4, 80_001).unsqueeze(-1)
         grid = (blocks.eigenvalues() - centres).abs().amax(-1).min()
         assert enclosing_radius(blocks) == pytest.approx(float(grid), abs=1e-4)
         assert enclosing_radius(blocks) <= float(grid) + 1e-12
@@ -334,7 +335,7 @@ def test_taylor_and_product_have_bounds_of_their_own():
             cell = spec.build().requires_grad_(False)
             held = certificate(cell)
             assert held.holds
-            assert float(deviation(cell, torch.randn(500, 5)).max()) <= held.deviation * ROUNDING
+            assert deviation(cell, torch.randn(500, 5)).max().item() <= held.deviation * ROUNDING
             assert attack_state(cell, seed, 15) <= ROUNDING
             values = torch.linalg.svdvals(cell.jacobian(torch.randn(500, 5), torch.zeros(500, 5)))
             assert (values <= held.upper * ROUNDING).all()

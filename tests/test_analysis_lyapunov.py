@@ -159,10 +159,10 @@ def test_a_singular_jacobian_has_exponents_of_minus_infinity_not_of_rounding():
 
 
 def test_the_leading_exponents_are_those_of_the_whole_spectrum():
-    layer, x = ADPTNet(12, beta=1.0, spectrum=spectra.Linspace(dt_min=0.05, dt_max=3.0)), torch.randn(3, 600, 12)
+    layer, x = ADPTNet(12, beta=1.0, spectrum=spectra.Linspace(dt_min=0.05, dt_max=3.0)), torch.randn(2, 400, 12)
     with torch.no_grad():
         whole, leading = lyapunov_exponents(layer, x), lyapunov_exponents(layer, x, count=3)
-    assert leading.exponents.shape == (3, 3)
+    assert leading.exponents.shape == (2, 3)
     assert_close(leading.exponents, whole.exponents[:, :3], atol=5e-3, rtol=0)
 
 

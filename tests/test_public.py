@@ -58,7 +58,7 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (PROJECT / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/recurrence.md", "docs/choosing.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/recurrence.md", "docs/choosing.md", "docs/dynamics.md"])
 def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path):
     code = "\n".join(blocks(page))
     assert code

@@ -219,6 +219,8 @@ def _spectrum(axis: "Axes", exponents: Tensor, log_eigenvalues: Tensor | None, h
 def _short(value: float) -> str:
     if math.isinf(value):
         return "∞" if value > 0 else "−∞"
+    if abs(value) < 1e-12:
+        return "0"
     return f"{value:.2g}".replace("-", "−")
 
 

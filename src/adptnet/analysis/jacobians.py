@@ -120,7 +120,8 @@ def advance(cell: Cell, step: Step, state: Tensor, drive: Tensor, start: int) ->
         visited.append(step(visited[-1], each))
     states = torch.stack(visited, 1)
     _check(states[:, 1:], start, "the state is not finite after", "It escapes: check the step, or start elsewhere.")
-    matrices = cell.jacobian(states[:, :-1], drive)
+    with torch.set_grad_enabled(visited[-1].requires_grad):  # no graph where nothing asked for one
+        matrices = cell.jacobian(states[:, :-1], drive)
     _check(matrices, start, "the Jacobian is not finite at", "The step has no derivative at the state it meets there.")
     return Stretch(start, states[:, :-1], drive, matrices), visited[-1]
 

@@ -1,5 +1,6 @@
 """How many iterations a parallel solver should need, by the linear theory around the trajectory it looks for."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from ..solvers.damping import Undamped
 from .systems import Posed, posed
 
 __all__ = ["equations", "predicted_iterations"]
+
+_DENSE_LIMIT = 2**22  # numbers of Jacobians that are kept
 
 
 def equations(trajectory: Posed) -> System:
@@ -52,12 +55,13 @@ def predicted_iterations(
     entering = problem.entering(truth)
     transition = solver.linearise(trajectory.cell, problem, entering)
     allowed = solver.tolerance(truth.dtype).allowed(entering, truth)
+    derivative = _derivative(trajectory, problem, entering)
     error = solver.guess(trajectory.cell, problem) - truth
     nothing = torch.zeros_like(problem.initial)
     needed = torch.zeros(len(truth), dtype=torch.int64, device=truth.device)
     for _ in range(trajectory.steps):
         before = torch.cat((nothing.unsqueeze(1), error[:, :-1]), 1)
-        moved = _moved(problem, entering, before)
+        moved = derivative(before)
         open_ones = ((moved - error).abs().amax(-1) > allowed).any(-1)
         if not bool(open_ones.any()):
             break
@@ -66,7 +70,14 @@ def predicted_iterations(
     return needed
 
 
-def _moved(problem: System, entering: Tensor, error: Tensor) -> Tensor:
-    """J_t e for every step."""
-    moved: Tensor = torch.func.jvp(lambda state: problem.step(state, *problem.givens), (entering,), (error,))[1]
-    return moved
+def _derivative(trajectory: Posed, problem: System, entering: Tensor) -> Callable[[Tensor], Tensor]:
+    """J_t e for every step: by the Jacobians, or where they would be too many by forward differentiation."""
+    if entering.numel() * entering.shape[-1] <= _DENSE_LIMIT:
+        matrices = trajectory.cell.jacobian(entering, problem.givens[0])
+        return lambda error: (matrices @ error.unsqueeze(-1)).squeeze(-1)
+
+    def forward(error: Tensor) -> Tensor:
+        moved: Tensor = torch.func.jvp(lambda state: problem.step(state, *problem.givens), (entering,), (error,))[1]
+        return moved
+
+    return forward
