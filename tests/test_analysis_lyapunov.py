@@ -82,6 +82,17 @@ def test_the_henon_map():
     assert (found.exponents.std(0) / found.standard_error.mean(0)).tolist() == pytest.approx([1, 1], abs=0.5)
 
 
+def test_single_precision_finds_the_same_exponents():
+    found = lyapunov_exponents(henon, state=torch.tensor([0.1, 0.1], dtype=torch.float32), steps=1000)
+    assert found.exponents.dtype == torch.float32
+    assert_close(found.exponents.sum().double(), torch.tensor(math.log(0.3)), atol=1e-5, rtol=0)
+    layer = ADPTNet(6, beta=0.5, dtype=torch.float32)
+    x = torch.randn(200, 6)
+    with torch.no_grad():
+        single, double = lyapunov_exponents(layer, x.float()).exponents, lyapunov_exponents(layer.double(), x).exponents
+    assert_close(single.double(), double, atol=1e-5, rtol=0)
+
+
 def test_the_lorenz_system_by_its_flow():
     start = torch.tensor([1.0, 1.0, 20.0]) + torch.randn(96, 3)
     found = lyapunov_exponents(lorenz_flow, state=start, steps=4000)

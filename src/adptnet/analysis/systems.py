@@ -59,7 +59,8 @@ class MapCell(Cell):
         rows = state.reshape(-1, state.shape[-1])
         derivative = torch.func.vmap(torch.func.jacfwd(self.function))
         matrices: Tensor = derivative(rows, drive.reshape(-1, drive.shape[-1])) if self.driven else derivative(rows)
-        return matrices.reshape(*state.shape, state.shape[-1])
+        # torch's forward derivative of x[0] ** 2 is float64 also where x is float32
+        return matrices.to(state.dtype).reshape(*state.shape, state.shape[-1])
 
 
 def describe(system: object) -> str:
