@@ -86,7 +86,7 @@ def shifts(values: Mapping[str, Tensor], bounds: Mapping[str, float] | None = No
     for axis, (name, shift) in zip(axes, values.items(), strict=True):
         flat = shift.detach().double().flatten().cpu()
         heights, _, _ = axis.hist(flat.numpy(), bins=60, color=_COLOURS[0], log=True)
-        axis.axvline(0, color="black", linewidth=0.8, linestyle=":")
+        axis.axvline(0, ymax=0.75, color="black", linewidth=0.8, linestyle=":")
         note = f"mean {_short(float(flat.mean()))}\nstd {_short(float(flat.std()))}"
         bound = (bounds or {}).get(name, math.inf)
         note += f"\n|Δ| ≤ {bound:.2g} certified" if bound < math.inf else ""
@@ -137,16 +137,8 @@ def iterations(counts: Mapping[str, Tensor], *, steps: int | None = None) -> "Fi
     for i, (axis, (name, count)) in enumerate(zip(axes, counts.items(), strict=True)):
         axis.hist(count.detach().flatten().cpu().numpy(), bins=edges, color=_COLOURS[i % len(_COLOURS)])
         axis.set_yticks([])
-        axis.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=9)
-        axis.text(
-            0.995,
-            0.9,
-            f"mean {float(count.double().mean()):.1f}",
-            transform=axis.transAxes,
-            ha="right",
-            va="top",
-            fontsize=8,
-        )
+        label = f"{name}\nmean {float(count.double().mean()):.1f}"
+        axis.set_ylabel(label, rotation=0, ha="right", va="center", fontsize=9)
         _plain(axis)
         axis.spines["left"].set_visible(False)
     axes[-1].set(xlabel="iterations", xlim=(0, edges[-1] + 0.5))

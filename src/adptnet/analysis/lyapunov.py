@@ -114,7 +114,7 @@ def lyapunov_exponents(
     count = _check_count(count, size)
     transient = check_transient(transient, trajectory.steps)
     blocks = _cut_into_blocks(transient, trajectory.steps)
-    frame = _random_frame(trajectory, count)
+    frame = random_frame(size, count).to(trajectory.state).expand(len(trajectory.state), size, count)
     carry = _Carrier(trajectory, _tracks_gradients(trajectory))
     entering, longest = trajectory.state, 1
     sums = []
@@ -267,12 +267,11 @@ def _cut_into_blocks(start: int, stop: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
-def _random_frame(trajectory: Posed, count: int) -> Tensor:
-    """Orthonormal directions, the same at every call and for every trajectory."""
-    batch, size = trajectory.state.shape
+def random_frame(size: int, count: int) -> Tensor:
+    """Orthonormal directions (size, count), the same at every call and for every trajectory."""
     drawn = torch.randn(size, count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     orthonormal: Tensor = torch.linalg.qr(drawn).Q
-    return orthonormal.to(trajectory.state).expand(batch, size, count)
+    return orthonormal
 
 
 def _tracks_gradients(trajectory: Posed) -> bool:
