@@ -118,15 +118,21 @@ def advance(cell: Cell, step: Step, state: Tensor, drive: Tensor, start: int) ->
     visited = [state]
     for each in drive.unbind(1):
         visited.append(step(visited[-1], each))
-    states = torch.stack(visited, 1)
+    return stretch_of(cell, torch.stack(visited, 1), drive, start), visited[-1]
+
+
+def stretch_of(cell: Cell, states: Tensor, drive: Tensor, start: int) -> Stretch:
+    """The stretch through known `states`, (batch, time + 1, n) with the one that enters the first step."""
     _check(states[:, 1:], start, "the state is not finite after", "It escapes: check the step, or start elsewhere.")
-    with torch.set_grad_enabled(visited[-1].requires_grad):  # no graph where nothing asked for one
+    with torch.set_grad_enabled(states.requires_grad):  # no graph where nothing asked for one
         matrices = cell.jacobian(states[:, :-1], drive)
     _check(matrices, start, "the Jacobian is not finite at", "The step has no derivative at the state it meets there.")
-    return Stretch(start, states[:, :-1], drive, matrices), visited[-1]
+    return Stretch(start, states[:, :-1], drive, matrices)
 
 
 def _check(values: Tensor, start: int, what: str, advice: str) -> None:
+    if bool(values.detach().sum().isfinite()):  # one pass; an overflow of the sum is looked into below
+        return
     finite = values.detach().isfinite().flatten(2).all(-1)
     if not bool(finite.all()):
         step = int((~finite).any(0).nonzero()[0, 0])

@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cells import ADPTState, Cell
+from ..cells import ADPTState
 from ..errors import InputError
-from .jacobians import advance, chunk_length, chunks, stretches
+from ..fixed_point import System
+from ..solvers import Result, Solver
+from ..solvers.parallel import Parallel
+from .jacobians import advance, chunk_length, chunks, stretch_of, stretches
 from .recompute import recomputed
 from .systems import Posed, parameters_of, posed
 
@@ -90,6 +93,7 @@ def lyapunov_exponents(
     steps: int | None = None,
     count: int | None = None,
     transient: int | None = None,
+    solver: Solver | None = None,
 ) -> LyapunovSpectrum:
     """Lyapunov exponents along a trajectory (eq:lyapunov_exp), by QR.
 
@@ -108,6 +112,8 @@ def lyapunov_exponents(
         count: How many exponents, the largest ones; all by default.
         transient: Steps at the beginning that align the frame and do not count: 10 and a tenth of the steps by default,
             at most half of them.
+        solver: Finds the states all at once, `solvers.ConvDEER()` and its like; step by step if not given. Without
+            gradients only.
     """
     trajectory = posed(system, inputs, state, steps)
     size = trajectory.state.shape[-1]
@@ -115,7 +121,8 @@ def lyapunov_exponents(
     transient = check_transient(transient, trajectory.steps)
     blocks = _cut_into_blocks(transient, trajectory.steps)
     frame = random_frame(size, count).to(trajectory.state).expand(len(trajectory.state), size, count)
-    carry = _Carrier(trajectory, _tracks_gradients(trajectory))
+    tracks = _tracks_gradients(trajectory)
+    carry = _Carrier(trajectory, tracks, None if solver is None else _solved(trajectory, solver, tracks))
     entering, longest = trajectory.state, 1
     sums = []
     length = chunk_length(*trajectory.state.shape)
@@ -191,9 +198,10 @@ def check_transient(transient: int | None, steps: int) -> int:
 class _Carrier:
     """Carries state and frame over stretches of the trajectory, and remembers how often to orthonormalise."""
 
-    def __init__(self, trajectory: Posed, tracks: bool):
+    def __init__(self, trajectory: Posed, tracks: bool, states: Tensor | None):
         self.trajectory = trajectory
         self.tracks = tracks
+        self.states = states  # (batch, time + 1, n), if they are known
         self.parameters = parameters_of(trajectory.cell)
         self.interval = 1
 
@@ -202,7 +210,12 @@ class _Carrier:
         begin = self.interval
 
         def run(state: Tensor, frame: Tensor, drive: Tensor) -> tuple[Tensor, ...]:
-            state, frame, growth, self.interval = _carried(self.trajectory.cell, drive, state, frame, start, begin)
+            cell = self.trajectory.cell
+            if self.states is None:
+                stretch, state = advance(cell, cell.stepper(), state, drive, start)
+            else:
+                stretch, state = stretch_of(cell, self.states[:, start : stop + 1], drive, start), self.states[:, stop]
+            frame, growth, self.interval = _carried(stretch.jacobians, frame, begin)
             return state, frame, growth
 
         arguments = (state, frame, self.trajectory.drive[:, start:stop])
@@ -212,12 +225,9 @@ class _Carrier:
             return run(*arguments)
 
 
-def _carried(
-    cell: Cell, drive: Tensor, state: Tensor, frame: Tensor, start: int, interval: int
-) -> tuple[Tensor, Tensor, Tensor, int]:
-    """State and frame after the steps of `drive`, how much each direction grew, and the interval to go on with."""
-    stretch, state = advance(cell, cell.stepper(), state, drive, start)
-    matrices = stretch.jacobians.unbind(1)
+def _carried(jacobians: Tensor, frame: Tensor, interval: int) -> tuple[Tensor, Tensor, int]:
+    """The frame after these Jacobians, how much each direction grew, and the interval to go on with."""
+    matrices = jacobians.unbind(1)
     growth = frame.new_zeros(frame.shape[0], frame.shape[-1])
     at = 0
     while at < len(matrices):
@@ -233,7 +243,7 @@ def _carried(
             continue
         frame, growth, at = orthonormal, growth + stretched.log(), at + span
         interval = min(fit, 2 * interval, _LONGEST_INTERVAL)
-    return state, frame, growth, interval
+    return frame, growth, interval
 
 
 def _lengths(upper: Tensor) -> Tensor:
@@ -279,6 +289,21 @@ def _tracks_gradients(trajectory: Posed) -> bool:
     if not torch.is_grad_enabled() or not trajectory.steps:
         return False
     return bool(trajectory.cell.stepper()(trajectory.state, trajectory.drive[:, 0]).requires_grad)
+
+
+def _solved(trajectory: Posed, solver: Solver, tracks: bool) -> Tensor:
+    """The states of a parallel solver, the one that enters the first step in front."""
+    if not isinstance(solver, Parallel):
+        raise InputError(f"solver={solver!r} does not find all states at once. Pass solvers.ConvDEER(), or drop it.")
+    if tracks:
+        raise InputError("with a solver there are no gradients. Call it under torch.no_grad(), or drop solver=.")
+    with torch.no_grad():
+        system = System(trajectory.cell.stepper(), (trajectory.drive,), trajectory.state, trajectory.state)
+        search = solver.search(trajectory.cell, system, None)
+    worst = Result(int(search.results.max()))
+    if worst > Result.FINISHED:
+        raise InputError(f"{solver} ended as {worst.name}: these are not the states. Drop on_failure=, or solver=.")
+    return torch.cat((trajectory.state.unsqueeze(1), search.states), 1)
 
 
 def _check_count(count: int | None, size: int) -> int:
