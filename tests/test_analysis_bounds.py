@@ -171,9 +171,9 @@ def attack_state(cell, seed, steps):
 
 
 def test_an_adversary_comes_close_to_the_bound_but_not_past_it():
-    found = [attack_weights(seed, 150, near) for seed in range(1) for near in (0, 1)]
+    found = [attack_weights(seed, 80, near) for seed in range(1) for near in (0, 1)]
     assert 0.9 < max(found) <= ROUNDING
-    assert all(attack_state(random_cell(seed), seed, 20) <= ROUNDING for seed in range(4))
+    assert all(attack_state(random_cell(seed), seed, 12) <= ROUNDING for seed in range(3))
 
 
 @pytest.mark.slow
@@ -226,10 +226,11 @@ def test_the_joint_condition_is_above_every_state_and_below_the_sum_of_condition
 
 @pytest.mark.parametrize("axes", legal, ids=name_of)
 @torch.no_grad()
-def test_what_is_certified_holds_along_a_trajectory_of_every_layer(axes):
+def test_what_is_certified_holds_for_every_layer_and_is_refused_where_the_spec_says_so(axes):
     layer = build(axes)
     x = torch.randn(2, 24, layer.width)
     always, here = certificate(layer), certificate(layer, x, transient=4)
+    check_refusal(layer, always)
     found = lyapunov_exponents(layer, x, transient=4).exponents
     low, high = found.flip(-1).cumsum(-1).amin(0), found.cumsum(-1).amax(0)
     for held in (here, always):
@@ -251,11 +252,8 @@ def test_what_is_certified_holds_along_a_trajectory_of_every_layer(axes):
         assert (inside <= radii * ROUNDING).all()
 
 
-@pytest.mark.parametrize("axes", legal, ids=name_of)
-def test_a_certificate_is_refused_where_the_spec_says_that_none_holds(axes):
+def check_refusal(layer, held):
     """It holds for more than the lemmas do: a slow memory and the second-order Taylor form have proofs of their own."""
-    layer = build(axes)
-    held = certificate(layer)
     beyond = {"memory", "|λ̄| >= 1", f"conjugate={conjugates.Taylor(2)}"}
     outside = set(layer.spec.cell.outside_lemmas) - beyond
     singular = any(math.isinf(turning.rate) for turning in turnings(adpt_cell(layer)))
