@@ -25,7 +25,9 @@ def is_png(path):
 
 def test_every_example_says_first_what_it_shows_and_how_to_run_it():
     paths = sorted(EXAMPLES.glob("*.py"))
-    assert [path.stem for path in paths] == ["beta_effect", "layer", "low_param_images", "state_tracking"]
+    assert [path.stem for path in paths] == [
+        *("beta_effect", "gradient_flossing", "layer", "low_param_images", "state_tracking", "timescales")
+    ]
     for path in paths:
         assert f"\n    python examples/{path.name}" in example(path.stem).__doc__
 
@@ -49,6 +51,27 @@ def test_the_layer_gives_the_same_numbers_every_way_and_its_loss_falls(tmp_path,
     assert len(differences) == 2
     assert max(differences) < 1e-14
     assert "outputs are identical" in printed
+
+
+def test_flossing_brings_an_rnn_near_the_targets_that_the_layer_is_given(tmp_path, capsys):
+    flossing = example("gradient_flossing")
+    flossed, given = flossing.main(tmp_path / "new", size=6, updates=20)
+    targets = torch.tensor(flossing.TARGETS)
+    assert is_png(tmp_path / "new" / "gradient_flossing.png")
+    assert (given - targets).abs().max() < 0.01
+    assert flossed[0] > -0.6  # it starts at -0.92
+    assert "certified" in capsys.readouterr().out
+
+
+def test_the_statements_on_untrained_timescales_are_checked(tmp_path, capsys):
+    checked = example("timescales").main(tmp_path / "new", longest=80, large=20, drawn=["retraction"])
+    assert len(checked) == 14
+    verdicts = {statement: holds for statement, holds, _ in checked}
+    assert verdicts["β = 0.125: every exponent lies within [ln λ̄_min, ln λ̄_max]"]
+    assert verdicts["the bounds hold wherever there is one"]
+    assert not verdicts["an orthogonal RNN has a largest exponent of at least 0"]
+    assert is_png(tmp_path / "new" / "timescales_retraction.png")
+    assert "DOES NOT" in capsys.readouterr().out
 
 
 def test_the_effect_of_beta_grows_up_to_a_half_turn(tmp_path):

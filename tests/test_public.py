@@ -17,7 +17,8 @@ PROJECT = Path(__file__).parent.parent
 PUBLIC = [
     *("ADPTNet", "ADPTState", "Bidirectional", "CoupledADPTNet", "LinearADPTNet", "Recurrent", "SequenceModel"),
     *("Spec", "Stack", "TaylorADPTNet", "TrainableBeta"),
-    *("__version__", "adjoints", "backends", "cells", "conjugates", "directions", "drive", "errors", "load", "nn"),
+    *("__version__", "adjoints", "analysis", "backends", "cells", "conjugates", "directions", "drive", "errors"),
+    *("load", "nn"),
     *("projections", "retractions", "save", "solvers", "spectra", "tasks", "training", "verify"),
 ]
 
@@ -58,7 +59,7 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (PROJECT / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/recurrence.md", "docs/choosing.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/recurrence.md", "docs/choosing.md", "docs/dynamics.md"])
 def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path):
     code = "\n".join(blocks(page))
     assert code

@@ -6,6 +6,7 @@ y, state = layer(torch.randn(4, 1024, 64))
 
 from . import (
     adjoints,
+    analysis,
     cells,
     conjugates,
     directions,
@@ -51,6 +52,7 @@ __all__ = [
     "TrainableBeta",
     "__version__",
     "adjoints",
+    "analysis",
     "backends",
     "cells",
     "conjugates",

@@ -1,0 +1,111 @@
+"""What a step costs, counted while it runs: multiplications, each with the addition that goes with it."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..cells import ADPTCell
+from .systems import cell_of
+
+__all__ = ["Cost", "cost"]
+
+_ELEMENTWISE = {
+    "mul",
+    "mul_",
+    "div",
+    "div_",
+    "addcmul",
+    "addcdiv",
+    "square",
+    "pow",
+    "rsqrt",
+    "reciprocal",
+    "linalg_vector_norm",
+}
+_PRODUCTS = {
+    "mm": 0,
+    "bmm": 0,
+    "mv": 0,
+    "dot": 0,
+    "addmm": 1,
+    "addmv": 1,
+    "baddbmm": 1,
+}  # where the first factor stands
+
+
+class Cost(NamedTuple):
+    """Multiply-accumulates for one step of one sequence."""
+
+    prepare: int  # what does not depend on the state
+    step: int
+    conjugate_diagonal: int | None  # diag M: what Forward-DEER needs; None where there is no M
+    jacobian_diagonal: int  # diag J: what Quasi-DEER needs
+    jacobian: int  # J: what DEER needs
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value:,}" for name, value in self._asdict().items() if value is not None)
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.macs: int = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in _PRODUCTS:
+            first = args[_PRODUCTS[name]]
+            self.macs += result.numel() * first.shape[-1]
+        elif name in _ELEMENTWISE:
+            tensors = [a for a in args if isinstance(a, Tensor)]
+            self.macs += (
+                max((t.numel() for t in tensors), default=0) if name == "linalg_vector_norm" else result.numel()
+            )
+        return result
+
+
+@torch.no_grad()
+def cost(system: Any) -> Cost:
+    """Multiply-accumulates of one step, of preparing it, and of its linearisations, for one sequence.
+
+    Counted by running them: products of matrices, and every elementwise product, quotient, power and root. What stays
+    the same along a sequence (the eigenvalues, an orthogonal weight) is evaluated before the count. The diagonal of M
+    adds what table:conv_forward_flops counts for Forward-DEER; Conv-DEER adds nothing.
+    """
+    cell = cell_of(system)
+    state = torch.randn(1, cell.state_size, dtype=cell.dtype, device=cell.device)
+    features = 1 if cell.input_size is None else cell.input_size
+    inputs = torch.randn(1, 1, features, dtype=state.dtype, device=state.device)
+    position = torch.zeros(1, 1, dtype=torch.int64, device=state.device)
+    drive = cell.prepare(inputs, position)
+    step = cell.stepper()
+    several = 8  # a linearisation evaluates its constants in the call: what steps add to it is the difference
+    states, drives = state.expand(several, -1), drive[:, 0].expand(several, -1)
+
+    def per_state(function: Any) -> int:
+        more, one = _counted(lambda: function(states, drives)), _counted(lambda: function(states[:1], drives[:1]))
+        return math.ceil((more - one) / (several - 1))
+
+    diagonal = None
+    if isinstance(cell, ADPTCell):
+        diagonal = _counted(cell.conjugate(state, drive[:, 0]).diagonal)
+    prepared = inputs.expand(1, several, features), position.expand(1, several)
+    whole, single = _counted(lambda: cell.prepare(*prepared)), _counted(lambda: cell.prepare(inputs, position))
+    return Cost(
+        prepare=math.ceil((whole - single) / (several - 1)),
+        step=_counted(lambda: step(state, drive[:, 0])),
+        conjugate_diagonal=diagonal,
+        jacobian_diagonal=per_state(cell.jacobian_blocks),
+        jacobian=per_state(cell.jacobian),
+    )
+
+
+def _counted(call: Any) -> int:
+    counter = _Counter()
+    with counter:
+        call()
+    return counter.macs

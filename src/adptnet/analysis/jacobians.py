@@ -1,0 +1,140 @@
+"""Jacobians along a trajectory, and their products."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..cells import ADPTState, Cell
+from ..errors import InputError, NonFiniteError
+from .systems import Posed, posed
+
+__all__ = ["Stretch", "chunk_length", "jacobians", "propagators", "stretches"]
+
+Step = Callable[[Tensor, Tensor], Tensor]
+
+_BUDGET = 2**20  # numbers of Jacobians in memory at a time; automatic differentiation needs a few times as much
+
+
+class Stretch(NamedTuple):
+    """Some successive steps of a trajectory."""
+
+    start: int
+    entering: Tensor  # (batch, time, n): the state that enters each step
+    drive: Tensor  # (batch, time, features)
+    jacobians: Tensor  # (batch, time, n, n)
+
+
+def jacobians(
+    system: Any,
+    inputs: Tensor | None = None,
+    *,
+    state: Tensor | ADPTState | None = None,
+    steps: int | None = None,
+) -> Tensor:
+    """J_t = dx_t / dx_{t-1} at every step of a trajectory (eq:J), (batch, time, n, n).
+
+    In closed form where the cell has one, by automatic differentiation otherwise; computed in chunks, so that only the
+    result itself is large. Exponents and singular values have functions of their own that never hold all of it.
+
+    Args:
+        system: A layer, a cell, or a function: f(state) without inputs, f(state, input) with.
+        inputs: (batch, time, features), or (time, features) for one sequence; None for an autonomous system.
+        state: Where trajectories start; the cell's initial state if not given.
+        steps: How many steps, for a system without inputs.
+    """
+    trajectory = posed(system, inputs, state, steps)
+    parts = [stretch.jacobians for stretch in stretches(trajectory)]
+    size = trajectory.state.shape[-1]
+    whole = torch.cat(parts, 1) if parts else trajectory.state.new_empty(len(trajectory.state), 0, size, size)
+    return whole if trajectory.batched else whole.squeeze(0)
+
+
+def propagators(
+    system: Any,
+    inputs: Tensor | None = None,
+    *,
+    span: int,
+    state: Tensor | ADPTState | None = None,
+    steps: int | None = None,
+) -> Tensor:
+    """Products of `span` successive Jacobians, J_{t+span-1} … J_t, for every t where they fit (eq:long_term_jacobian).
+
+    Returns:
+        (batch, time - span + 1, n, n).
+    """
+    matrices = jacobians(system, inputs, state=state, steps=steps)
+    if not isinstance(span, int) or not 1 <= span <= matrices.shape[-3]:
+        raise InputError(f"span={span!r}: must be from 1 to the {matrices.shape[-3]} steps of the trajectory.")
+    return windowed_products(matrices, span)
+
+
+def windowed_products(matrices: Tensor, span: int) -> Tensor:
+    """Products of every `span` neighbours of (..., time, n, n), later ones to the left, by doubling."""
+    power, width, product, taken = matrices, 1, None, 0
+    while True:
+        if span & width:  # this power of two takes part; it comes after what is taken already
+            count = matrices.shape[-3] - taken - width + 1
+            later = power[..., taken : taken + count, :, :]
+            product = later if product is None else later @ product[..., :count, :, :]
+            taken += width
+        width *= 2
+        if width > span:
+            assert product is not None
+            return product
+        half = width // 2
+        power = power[..., half:, :, :] @ power[..., : power.shape[-3] - half, :, :]
+
+
+def chunk_length(batch: int, size: int) -> int:
+    """How many steps' Jacobians are held at a time: what matters is memory for large states, overhead for small."""
+    return min(256, max(16, _BUDGET // max(1, batch * size**2)))
+
+
+def stretches(trajectory: Posed, limits: list[tuple[int, int]] | None = None) -> Iterator[Stretch]:
+    """The trajectory in chunks, with the Jacobians of each. Raises at the first step that is not finite.
+
+    Args:
+        trajectory: What to follow.
+        limits: Where chunks begin and end, in order and without gaps; chosen by memory if not given.
+    """
+    step = trajectory.cell.stepper()
+    state = trajectory.state
+    if limits is None:
+        limits = chunks(0, trajectory.steps, chunk_length(len(state), state.shape[-1]))
+    for start, stop in limits:
+        stretch, state = advance(trajectory.cell, step, state, trajectory.drive[:, start:stop], start)
+        yield stretch
+
+
+def chunks(start: int, stop: int, length: int) -> list[tuple[int, int]]:
+    """[start, stop) cut into pieces of at most `length`."""
+    return [(at, min(at + length, stop)) for at in range(start, stop, length)]
+
+
+def advance(cell: Cell, step: Step, state: Tensor, drive: Tensor, start: int) -> tuple[Stretch, Tensor]:
+    """The steps of `drive` from `state`, the first one being `start`: their stretch, and the state after the last."""
+    visited = [state]
+    for each in drive.unbind(1):
+        visited.append(step(visited[-1], each))
+    return stretch_of(cell, torch.stack(visited, 1), drive, start), visited[-1]
+
+
+def stretch_of(cell: Cell, states: Tensor, drive: Tensor, start: int) -> Stretch:
+    """The stretch through known `states`, (batch, time + 1, n) with the one that enters the first step."""
+    _check(states[:, 1:], start, "the state is not finite after", "It escapes: check the step, or start elsewhere.")
+    with torch.set_grad_enabled(states.requires_grad):  # no graph where nothing asked for one
+        matrices = cell.jacobian(states[:, :-1], drive)
+    _check(matrices, start, "the Jacobian is not finite at", "The step has no derivative at the state it meets there.")
+    return Stretch(start, states[:, :-1], drive, matrices)
+
+
+def _check(values: Tensor, start: int, what: str, advice: str) -> None:
+    if bool(values.detach().sum().isfinite()):  # one pass; an overflow of the sum is looked into below
+        return
+    finite = values.detach().isfinite().flatten(2).all(-1)
+    if not bool(finite.all()):
+        step = int((~finite).any(0).nonzero()[0, 0])
+        sequence = int((~finite[:, step]).nonzero()[0, 0])
+        raise NonFiniteError(f"{what} step {start + step} of sequence {sequence} (both counted from 0). {advice}")

@@ -1,0 +1,183 @@
+"""Predicted and measured iterations, the report on parallelisability, the figures, and the command."""
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from adptnet import ADPTNet, Bidirectional, SequenceModel, analyse, cli, conjugates, projections, save, solvers, spectra
+from adptnet.analysis import (
+    certificate,
+    lyapunov_exponents,
+    materialised,
+    parallelisability,
+    predicted_iterations,
+    singular_value_shifts,
+)
+from adptnet.analysis import figures as draw
+from adptnet.errors import IncompatibleError, InputError
+
+WIDE = spectra.Linspace(dt_min=0.05, dt_max=3.0)
+
+
+def frozen(beta=0.5, size=6, **axes):
+    return ADPTNet(size, beta=beta, **{"spectrum": WIDE, **axes}).requires_grad_(False)
+
+
+# Iterations
+
+
+@pytest.mark.parametrize("kind", [solvers.ConvDEER, solvers.ForwardDEER, solvers.QuasiDEER, solvers.KoopmanDEER])
+@pytest.mark.parametrize("beta", [0.05, 0.3])
+def test_the_predicted_iterations_are_the_measured_ones(kind, beta):
+    layer, x = frozen(beta), torch.randn(3, 100, 6)
+    predicted = predicted_iterations(layer, x, kind())
+    measured = layer.solve(x, solver=kind()).iterations
+    assert (predicted - measured).abs().max() <= 1
+    assert measured.min() >= 4
+
+
+def test_a_gru_is_predicted_too_and_a_linear_cell_takes_one():
+    cell, x = nn.GRUCell(3, 5).requires_grad_(False), torch.randn(2, 60, 3)
+    report = parallelisability(cell, x)
+    quasi = {each.name: each for each in report.solvers}["QuasiDEER"]
+    assert (quasi.predicted - quasi.iterations).abs().max() <= 1
+    assert predicted_iterations(frozen(0.0), torch.randn(30, 6), solvers.ConvDEER()).tolist() == [
+        0
+    ]  # the guess is right
+    with pytest.raises(IncompatibleError, match="undamped"):
+        predicted_iterations(cell, x, solvers.Sequential())
+
+
+# The report
+
+
+def test_a_contracting_layer_is_recommended_to_run_in_parallel():
+    layer = frozen(0.02, projection=projections.Orthogonal(), spectrum=spectra.Linspace(dt_min=0.5, dt_max=2.0))
+    report = parallelisability(layer, torch.randn(2, 128, 6))
+    assert report.certified.contracts
+    assert float(report.spectrum.largest.max()) < 0
+    assert {each.name for each in report.solvers} == {
+        *("DEER", "QuasiDEER", "ForwardDEER", "ConvDEER", "KoopmanDEER", "Picard")
+    }
+    assert report.best.converged
+    assert report.best.gain() > 2
+    assert "in parallel" in report.recommendation
+    assert "for every input" in report.recommendation
+    assert report.best.gain(processors=1) < 1
+    assert "step by step" in parallelisability(layer, torch.randn(64, 6), processors=1.0).recommendation
+    assert "ConvDEER" in str(report)
+
+
+def test_a_chaotic_layer_is_recommended_to_run_step_by_step():
+    layer = frozen(4.0, spectrum=spectra.Negative(WIDE, 0.5))
+    report = parallelisability(layer, torch.randn(2, 128, 6), solvers={"quasi": solvers.QuasiDEER(max_iterations=100)})
+    assert float(report.spectrum.largest.max()) > 0.1
+    assert report.recommendation.startswith("Run it step by step")
+    assert "chaotic" in str(report)
+
+
+def test_what_does_not_fit_is_refused_with_its_reason():
+    report = parallelisability(nn.LSTMCell(3, 4), torch.randn(40, 3))
+    assert "has no M" in report.refused["ForwardDEER"]
+    assert not report.certified.holds
+    assert "no limit that is known" in str(report)
+    doubled = parallelisability(lambda x: 0.5 * x.sin(), state=torch.randn(2, 3), steps=50)
+    assert doubled.certified is None
+    assert doubled.best.converged
+    assert "with no limit" in str(doubled)
+    one = parallelisability(frozen(), torch.randn(40, 6), solvers={"loop": solvers.Sequential()})
+    assert "at once" in one.refused["loop"]
+    assert one.best is None
+    with pytest.raises(InputError, match="at least 4"):
+        parallelisability(frozen(), torch.randn(2, 6))
+
+
+# Figures
+
+
+def is_written(paths):
+    vector, pixels = paths
+    assert pixels.read_bytes()[:4] == b"\x89PNG"
+    assert "<svg" in vector.read_text()[:1000]
+
+
+def test_every_figure_is_drawn_with_what_it_may_meet(tmp_path):
+    layers = {
+        "plain": frozen(),
+        "sparse": frozen(spectrum=spectra.Sparse(WIDE, 0.5)),
+        "linear": frozen(0, conjugate=conjugates.Diagonal()),
+    }
+    x = torch.randn(2, 40, 6)
+    exponents = {name: lyapunov_exponents(layer, x).exponents for name, layer in layers.items()}
+    exponents["lost"] = torch.tensor([0.1, -0.5, -math.inf])
+    eigenvalues = {name: layer.cell.spectrum.log_modulus() for name, layer in layers.items()}
+    held = {name: certificate(layer) for name, layer in layers.items()}
+    is_written(draw.save(draw.spectra(exponents, eigenvalues, held), tmp_path / "new" / "spectra"))
+    is_written(draw.save(draw.spectra({"one": torch.zeros(3)}), tmp_path / "one.png"))
+    shifts = {name: singular_value_shifts(layer, x) for name, layer in layers.items()}
+    bounds = {name: certified.deviation for name, certified in held.items()}
+    is_written(draw.save(draw.shifts(shifts, bounds), tmp_path / "shifts"))
+    matrices = {name: materialised(layer, x)[0] for name, layer in layers.items()}
+    is_written(draw.save(draw.matrices(matrices), tmp_path / "m"))
+    is_written(draw.save(draw.iterations({"a": torch.tensor([3, 4]), "b": torch.tensor([900])}), tmp_path / "i"))
+    with pytest.raises(InputError, match="no spectrum"):
+        draw.spectra({})
+
+
+def test_the_same_figure_is_the_same_file(tmp_path):
+    figure = draw.spectra({"one": torch.tensor([0.0, -1.0])})
+    first, _ = draw.save(figure, tmp_path / "a")
+    second, _ = draw.save(figure, tmp_path / "b")
+    assert len(first.read_text()) == len(second.read_text())
+
+
+def test_figures_bring_matplotlib_only_when_drawn():
+    code = "import sys, adptnet.analysis.figures; print('matplotlib' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "False"
+
+
+# The command
+
+
+def test_the_command_analyses_every_layer_of_a_checkpoint(tmp_path, capsys):
+    model = SequenceModel(frozen(1.0, 8, spectrum=spectra.Negative(WIDE)).spec, depth=2, vocabulary=6)
+    save(model.float(), tmp_path / "model.safetensors")
+    options = ["analyse", str(tmp_path / "model.safetensors"), "--output", str(tmp_path / "out")]
+    assert cli.main([*options, "--group", "S3", "--length", "24", "--sequences", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "blocks.0.layer" in printed
+    assert "blocks.1.layer" in printed
+    assert "entropy of M" in printed
+    numbers = json.loads((tmp_path / "out" / "analyse.json").read_text())
+    assert set(numbers["layers"]) == {"blocks.0.layer", "blocks.1.layer"}
+    assert len(numbers["layers"]["blocks.0.layer"]["exponents"][0]) == 8
+    for name in ("spectra", "shifts", "conjugates"):
+        is_written((tmp_path / "out" / f"{name}.svg", tmp_path / "out" / f"{name}.png"))
+    assert cli.main([*options, "--group", "S5"]) == 1
+    assert "S5 has 120 elements; the model takes 6 tokens" in capsys.readouterr().err
+
+
+def test_the_command_takes_inputs_from_a_file_and_any_saved_layer(tmp_path, capsys):
+    save(frozen(0.1, 4), tmp_path / "layer.safetensors")
+    numpy.save(tmp_path / "x.npy", numpy.random.default_rng(0).normal(size=(2, 16, 4)))
+    options = ["analyse", str(tmp_path / "layer.safetensors"), "--output", str(tmp_path / "out"), "--length", "30"]
+    assert cli.main([*options, "--inputs", str(tmp_path / "x.npy")]) == 0
+    (tmp_path / "broken.npy").write_text("no")
+    assert cli.main([*options, "--inputs", str(tmp_path / "broken.npy")]) == 1
+    assert "numpy.save" in capsys.readouterr().err
+
+
+def test_what_enters_each_layer_is_captured_as_the_model_runs():
+    both = Bidirectional(frozen(0.1, 4).spec)
+    x = torch.randn(2, 10, 4)
+    met = analyse.captured(both, x)
+    assert len(met) == 2
+    assert sorted(torch.equal(seen, x) for _, seen in met.values()) in ([False, True], [True, True])
+    assert both.training
