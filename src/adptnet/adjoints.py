@@ -124,8 +124,10 @@ class Implicit(Adjoint):
             linearise: The transition of a stretch of the system at what enters its steps; step by step if None.
             block: Steps that are solved at a time; all if not given.
         """
-        if not torch.is_grad_enabled() or not states.numel():
+        if not torch.is_grad_enabled():
             return states
+        if not states.numel():
+            return system.run()
         if not system.between(states, 0, 1).run().requires_grad:
             return states
         length = stretch(states)

@@ -33,6 +33,7 @@ class System:
     reset: Tensor | None = None  # (batch, time)
     lengths: Tensor | None = None  # (batch,)
     radius: Tensor | None = None  # (batch, time), a ball that holds each state
+    fused: Callable[..., Tensor | None] | None = None  # all states in one operation, where there is one
 
     @property
     def steps(self) -> int:
@@ -47,10 +48,12 @@ class System:
 
     def entering(self, states: Tensor) -> Tensor:
         """The state that enters each step; past the end of a sequence its last step is done again."""
+        if not self.steps:
+            return states
         before = torch.cat((self.initial.unsqueeze(1), states[:, :-1]), 1)
         if self.reset is not None:
             before = torch.where(self.reset.unsqueeze(-1), self.fresh.unsqueeze(1), before)
-        if self.lengths is not None and self.steps:
+        if self.lengths is not None:
             last = torch.arange(self.steps, device=states.device).minimum(self.lengths.unsqueeze(-1) - 1).clamp(min=0)
             before = before.gather(1, last.unsqueeze(-1).expand_as(before))
         return before
@@ -91,6 +94,7 @@ class System:
             later(self.reset),
             None if self.lengths is None else picked(self.lengths) - start,
             later(self.radius),
+            self.fused,
         )
 
     def loop(self) -> Loop:
@@ -117,6 +121,10 @@ class System:
 
     def run(self) -> Tensor:
         """All states, step by step: (batch, time, n)."""
+        if self.fused is not None and not torch.is_grad_enabled():
+            states = self.fused(self.givens[0], self.initial, reset=self.reset, lengths=self.lengths)
+            if states is not None:
+                return states
         return self.loop()(self.initial, self.initial, 0, self.steps)[0]
 
 

@@ -16,8 +16,8 @@ from .sequential import Sequential
 
 __all__ = ["Auto", "Choice"]
 
-# On a CPU a step of the loop costs about as much as one iteration over this many numbers of state, whatever its size:
-# `benchmarks/auto.py` measures it.
+# On a CPU without the compiled operation, a step of the loop costs about as much as one iteration over this many
+# numbers of state, whatever its size: `benchmarks/auto.py` measures it.
 NUMBERS_A_STEP = 8192
 ITERATIONS = 6  # of Conv-DEER at the paper's initialisation, and the check
 SHORT = 64  # steps below which there is nothing to gain
@@ -34,8 +34,9 @@ class Choice(NamedTuple):
 class Auto(Solver):
     """Chooses a solver for each call. The states are the same whichever it is; `solution.solver` tells.
 
-    On a CPU the steps are run one after another, unless sequences are long, few and narrow, where most of a step would
-    be overhead. On other devices they are solved together. `choose` gives the choice and its reason in words.
+    Where a compiled operation runs all steps of the cell, that is taken. Without one, on a CPU, steps are run one after
+    another unless sequences are long, few and narrow, where most of a step would be overhead. On other devices they are
+    solved together. `choose` gives the choice and its reason in words.
     """
 
     def choose(self, cell: Cell, batch: int, steps: int, device: torch.device | str) -> Choice:
@@ -44,6 +45,8 @@ class Auto(Solver):
         what = f"{batch} x {steps} steps of {size} numbers on {torch.device(device).type}"
         if steps < SHORT:
             return Choice(Sequential(), f"{what}: fewer than {SHORT} steps, nothing to gain.")
+        if _fused(cell, device):
+            return Choice(Sequential(), f"{what}: one compiled operation runs all steps.")
         if torch.device(device).type != "cpu":
             return _together(cell, what, "all steps together fill the device (by rule; not measured here)")
         if cell.eigenvalues() is None:
@@ -74,6 +77,16 @@ class Auto(Solver):
 
     def __repr__(self) -> str:
         return "Auto()"
+
+
+@torch.no_grad()
+def _fused(cell: Cell, device: torch.device | str) -> bool:
+    """Whether the cell runs all its steps in one operation here."""
+    if cell.input_size is None or cell.dtype is None:
+        return False
+    position = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    drive = cell.prepare(torch.zeros(1, 1, cell.input_size, dtype=cell.dtype, device=device), position)
+    return cell.scan(drive, cell.initial_state(1, device=device)) is not None
 
 
 def _together(cell: Cell, what: str, why: str) -> Choice:

@@ -40,8 +40,12 @@ class Linearisation(abc.ABC):
     def transition(self, cell: Cell, system: System, entering: Tensor) -> Transition:
         """A at the states that enter each step. Raises if the cell has not what this needs."""
 
+    def options(self) -> list[str]:
+        """What was chosen beside the kind, as typed."""
+        return []
+
     def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
+        return f"{type(self).__name__}({', '.join(self.options())})"
 
 
 def _in_stretches(numbers: int, entering: Tensor, drive: Tensor, of: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -108,8 +112,8 @@ class JacobianDiagonal(Linearisation):
             total = total + sign * along
         return total / self.probes
 
-    def __repr__(self) -> str:
-        return "JacobianDiagonal()" if self.probes is None else f"JacobianDiagonal(probes={self.probes})"
+    def options(self) -> list[str]:
+        return [] if self.probes is None else [f"probes={self.probes}"]
 
 
 class ConjugateDiagonal(Linearisation):
@@ -154,8 +158,8 @@ class Linear(Linearisation):
             return transition
         return _run_by(transition, self.by)
 
-    def __repr__(self) -> str:
-        return "Linear()" if self.by is linear_scan else f"Linear(by={getattr(self.by, '__name__', self.by)})"
+    def options(self) -> list[str]:
+        return [] if self.by is linear_scan else [f"by={getattr(self.by, '__name__', self.by)}"]
 
 
 def _run_by(transition: Transition, by: Callable[..., Tensor]) -> Transition:
@@ -194,8 +198,8 @@ class _Mean(Linearisation):
     def mean(self, cell: Cell, entering: Tensor, drive: Tensor, weight: Tensor) -> Transition:
         """The transition of one stretch; the weights (batch, time, 1) add up to one."""
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()" if self.means == 1 else f"{type(self).__name__}(means={self.means})"
+    def options(self) -> list[str]:
+        return [] if self.means == 1 else [f"means={self.means}"]
 
 
 class MeanConjugate(_Mean):

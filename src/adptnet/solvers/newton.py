@@ -163,16 +163,11 @@ class Newton(Parallel):
         return dataclasses.replace(system, radius=radius)
 
     def __repr__(self) -> str:
-        linearisation = "" if type(self.linearisation).__repr__ is Linearisation.__repr__ else repr(self.linearisation)
-        given = [
-            *[linearisation for _ in (1,) if linearisation and not linearisation.endswith("()")],
-            *[repr(self.damping) for _ in (1,) if not isinstance(self.damping, Undamped)],
-            *[
-                f"{name}={value}"
-                for name, value in vars(self).items()
-                if name in ("atol", "rtol", "max_iterations", "fixed_iterations") and value is not None
-            ],
-        ]
+        given = self.linearisation.options()
+        given += ["mean=MeanRotation"] if isinstance(self.linearisation, MeanRotation) else []
+        given += [] if isinstance(self.damping, Undamped) else [repr(self.damping)]
+        shown = ("atol", "rtol", "max_iterations", "fixed_iterations")
+        given += [f"{name}={value}" for name, value in vars(self).items() if name in shown and value is not None]
         return f"{self.linearisation.solver}({', '.join(given)})"
 
 

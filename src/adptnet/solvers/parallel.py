@@ -132,7 +132,7 @@ class Parallel(Solver):
         if bool((search.results == Result.FINISHED).any()):  # not found by iterations alone
             return adjoint.run(system.loop(), problem.state, problem.steps)
         if not search.states.numel():
-            return search.states
+            return system.run()
         with torch.no_grad():
             more = self._derivative_iterations(cell, _detached(cell, problem), problem.masked(search.states))
         return self.iterate(cell, system, guess, int(search.found.iterations.max()) + more, adjoint)

@@ -34,7 +34,7 @@ class Problem(NamedTuple):
 
     def system(self, cell: Cell) -> System:
         """The equations of these steps of `cell`."""
-        return System(cell.stepper(), (self.drive,), self.state, self.fresh, self.reset, self.lengths)
+        return System(cell.stepper(), (self.drive,), self.state, self.fresh, self.reset, self.lengths, fused=cell.scan)
 
     def final(self, states: Tensor) -> Tensor:
         """The state at the true end of each sequence, in memory of its own."""
