@@ -65,9 +65,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     lengths = [steps for steps in (512, 1024, 4096, 8192, 16384) if steps <= arguments.longest]
-    plan = [(1e-4, beta, lengths) for beta in (0.0125, 0.125, 1.0)]
-    plan += [(dt_min, beta, lengths[:2]) for dt_min in (1e-2, 1e-3) for beta in (0.0125, 0.125, 1.0)]
-    plan += [(dt_min, beta, lengths[:2]) for dt_min in (1e-2, 1e-3, 1e-4) for beta in (4.0, 20.0, 100.0)]
+    plan = [(dt_min, beta, lengths[:2]) for dt_min in (1e-2, 1e-3) for beta in (0.0125, 0.125, 1.0, 4.0, 20.0, 100.0)]
+    plan += [(1e-4, beta, lengths[:2]) for beta in (4.0, 20.0, 100.0)]
+    plan += [(1e-4, beta, lengths) for beta in (0.0125, 0.125, 1.0)]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     with arguments.out.with_suffix(".jsonl").open("w") as lines:
@@ -88,7 +88,7 @@ def main() -> None:
                 lines.write(json.dumps(row) + "\n")
                 lines.flush()
                 print(table_row(row), flush=True)
-    arguments.out.with_suffix(".md").write_text(page(rows, arguments))
+            arguments.out.with_suffix(".md").write_text(page(rows, arguments))
 
 
 def summary(row: dict) -> tuple[dict[str, float | None], int]:
