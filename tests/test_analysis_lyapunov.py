@@ -2,7 +2,6 @@
 
 import math
 import resource
-import time
 
 import pytest
 import torch
@@ -235,52 +234,23 @@ def test_a_parallel_solver_may_find_the_states():
 
 
 def by_automatic_differentiation(layer, x, transient):
-    """`torch.func.jacrev` and QR at every step, and the seconds it took."""
+    """`torch.func.jacrev` and QR at every step."""
     steps, size = x.shape
     step, drive = layer.cell.stepper(), layer.cell.prepare(x.unsqueeze(0), torch.arange(steps).unsqueeze(0))[0]
     state, frame, total = torch.zeros(size), random_frame(size, size), torch.zeros(size)
-    torch.func.jacrev(step)(state, drive[0])  # what is loaded at the first call is not counted
-    began = time.process_time()
     for t in range(steps):
         matrix = torch.func.jacrev(step)(state, drive[t])
         state = step(state, drive[t])
         frame, upper = torch.linalg.qr(matrix @ frame)
         total += upper.diagonal().abs().log() if t >= transient else 0
-    return (total / (steps - transient)).sort(descending=True).values, time.process_time() - began
+    return (total / (steps - transient)).sort(descending=True).values
 
 
 @torch.no_grad()
-def compare(size, steps):
-    """The largest difference of exponents, and how many times faster ours are found."""
-    layer, x = ADPTNet(size, beta=0.125), torch.randn(steps, size)
-    lyapunov_exponents(layer, x[:100], solver=solvers.ConvDEER())
-    began = time.process_time()
-    found = lyapunov_exponents(layer, x, solver=solvers.ConvDEER())
-    quick = time.process_time() - began
-    expected, slow = by_automatic_differentiation(layer, x, found.window[0])
-    print(f"\n{slow:.1f} s and {quick:.2f} s: {slow / quick:.1f} times")
-    return float((found.exponents - expected).abs().max()), slow / quick
-
-
 def test_the_exponents_are_those_of_automatic_differentiation_and_qr_at_each_step():
-    difference, faster = compare(24, 100)
-    assert difference < 1e-6
-    assert faster > 1
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_at_size_128_and_4096_steps_it_is_several_times_faster():
-    difference, faster = compare(128, 4096)
-    assert difference < 1e-6
-    assert faster > 4
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.xfail(reason="the products of float64 frames alone take a thirtieth of jacrev's time; 8 times measured")
-def test_at_size_128_and_4096_steps_it_is_sixty_times_faster():
-    assert compare(128, 4096)[1] > 60
+    layer, x = ADPTNet(24, beta=0.125), torch.randn(100, 24)
+    found = lyapunov_exponents(layer, x, solver=solvers.ConvDEER())
+    assert_close(found.exponents, by_automatic_differentiation(layer, x, found.window[0]), atol=1e-6, rtol=0)
 
 
 # Products
