@@ -211,8 +211,10 @@ Advance = Callable[[Transition, System, Tensor, Tensor, Tensor, Tensor], Tensor]
 Adapt = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def newton_update(transition: Transition, system: System, entering: Tensor, values: Tensor) -> Tensor:
+def newton_update(transition: Transition, system: System, states: Tensor, entering: Tensor, values: Tensor) -> Tensor:
     """scan(A, f(s) - A s) (eq:deer_step). Without a graph, `values` are overwritten."""
+    if transition.rounded:  # s + scan(A, f(s) - s): the same, and right wherever f(s) = s, however A is rounded
+        return states + transition.scan(values - states, torch.zeros_like(system.initial), system.reset)
     if torch.is_grad_enabled():
         return transition.scan(values - transition.mv(entering), system.initial, system.reset)
     length = stretch(values)

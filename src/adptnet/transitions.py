@@ -6,6 +6,7 @@ Each knows how to act, how to run the whole recurrence at once (`scan`), the sam
 
 import abc
 from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ Scan = Callable[..., Tensor]  # linear_scan, or another of the same signature
 
 class Transition(abc.ABC):
     """A_t for every step of a batch, or one that holds for all steps."""
+
+    rounded: ClassVar[bool] = False  # whether `mv` and `scan` agree only to rounding, which a long memory adds up
 
     @abc.abstractmethod
     def mv(self, x: Tensor) -> Tensor:
@@ -175,6 +178,8 @@ class Dense(Transition):
 class InBasis(Transition):
     """U A U' for an orthogonal U, one for each sequence or for all, (batch or 1, n, n)."""
 
+    rounded = True
+
     def __init__(self, basis: Tensor, inner: Transition):
         self.basis = basis
         self.inner = inner
@@ -282,6 +287,8 @@ class Coupled(Transition):
 
 class Piecewise(Transition):
     """One transition after another, each for as many steps as `lengths` says."""
+
+    rounded = True
 
     def __init__(self, pieces: Sequence[Transition], lengths: Sequence[int]):
         self.pieces = pieces

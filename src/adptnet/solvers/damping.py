@@ -50,7 +50,7 @@ class Undamped(Damping):
         values: Tensor,
         strength: Tensor,
     ) -> Tensor:
-        return newton_update(transition, system, entering, values)
+        return newton_update(transition, system, states, entering, values)
 
     def __repr__(self) -> str:
         return "Undamped()"
@@ -77,7 +77,7 @@ class Scale(Damping):
         values: Tensor,
         strength: Tensor,
     ) -> Tensor:
-        return newton_update(transition.scaled(self.scale), system, entering, values)
+        return newton_update(transition.scaled(self.scale), system, states, entering, values)
 
     def __repr__(self) -> str:
         return f"Scale({self.scale:g})"
@@ -107,8 +107,12 @@ class TrustRegion(Damping):
         values: Tensor,
         strength: Tensor,
     ) -> Tensor:
-        offset = values - transition.mv(entering)
-        return transition.filter(offset, states, strength.unsqueeze(-1), system.initial, system.reset)
+        # of the change, which is pulled towards none: the same as of the states pulled towards the guess
+        none = torch.zeros_like(system.initial)
+        change = transition.filter(
+            values - states, torch.zeros_like(states), strength.unsqueeze(-1), none, system.reset
+        )
+        return states + change
 
     def __repr__(self) -> str:
         return f"TrustRegion({self.strength:g})"
@@ -146,7 +150,7 @@ class Adaptive(Damping):
         values: Tensor,
         strength: Tensor,
     ) -> Tensor:
-        return newton_update(transition.scaled(1 - strength[:, None, None]), system, entering, values)
+        return newton_update(transition.scaled(1 - strength[:, None, None]), system, states, entering, values)
 
     def __repr__(self) -> str:
         return f"Adaptive(least={self.least:g}, factor={self.factor:g})"

@@ -153,7 +153,7 @@ class Parallel(Solver):
             linear,
             torch.zeros_like(states),
             lambda part, rows, start, point: transition.part(rows, start),
-            lambda at, part, _, point, values, __: newton_update(at, part, point, values),
+            lambda at, part, tangents, point, values, _: newton_update(at, part, tangents, point, values),
             Tolerance(0.0, torch.finfo(states.dtype).eps ** 0.75),
             max_iterations=system.steps,
             patience=None,
