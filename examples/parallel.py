@@ -110,9 +110,11 @@ def compare(
             None if exact is None else max(map(relative, gradient(able[name], cell, x), exact)),
         )
         low, high = row.iterations
+        counted = str(high) if low == high else f"{low} to {high}"
+        gradient_error = "-" if row.gradient_error is None else f"{row.gradient_error:.0e}"
         print(
-            f"{name:<24}{high if low == high else f'{low} to {high}':>10}  {row.result.name:<14}{row.converged_steps:>11}"
-            f"{row.residual:9.0e}{row.error:8.0e}{'-' if exact is None else f'{row.gradient_error:.0e}':>10}{row.time:7.2f}"
+            f"{name:<24}{counted:>10}  {row.result.name:<14}{row.converged_steps:>11}{row.residual:9.0e}"
+            f"{row.error:8.0e}{gradient_error:>10}{row.time:7.2f}"
         )
     for name, refusal in refusals.items():
         print(f"{name:<24}refused: {str(refusal).split('. ')[0]}.")
