@@ -66,7 +66,7 @@ def main(length: int = 200, steps: int = 40) -> tuple[float, list[float]]:
     print("The same with a linear_transition:")
     worst = max(worst, check(LeakyCell(network), solvers.ConvDEER(), x))
 
-    return worst, train(function.float(), nn.Linear(SIZE, 1), x.float(), steps)
+    return worst, train(function.float(), nn.Linear(SIZE, 1).float(), x.float(), steps)
 
 
 def check(cell: cells.Cell, solver: solvers.Solver, x: Tensor) -> float:

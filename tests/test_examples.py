@@ -91,7 +91,7 @@ def test_the_effect_of_beta_grows_up_to_a_half_turn(tmp_path):
 
 def test_every_solver_agrees_with_sequential_or_says_that_it_does_not(capsys):
     parallel = example("parallel")
-    tables = parallel.main(length=48, hard_length=512, rounds=1)
+    tables = parallel.main(length=24, hard_length=300, rounds=1)
     assert list(tables["ADPTNet"]) == list(parallel.SOLVERS)
     assert set(parallel.SOLVERS) - set(tables["GRU"]) == {"ForwardDEER", "ConvDEER", "ConvDEER by FFT"}
     for row in (*tables["ADPTNet"].values(), *tables["GRU"].values()):
@@ -100,7 +100,7 @@ def test_every_solver_agrees_with_sequential_or_says_that_it_does_not(capsys):
         assert row.gradient_error < 1e-8
     for row in tables["hard"].values():
         assert row.error < 1e-8 or row.result > Result.FINISHED
-    assert tables["hard"]["  Finish(), the default"].error < 1e-12
+    assert tables["hard"]["  Finish(), the default"].error < 1e-9
     assert tables["hard"]["  blocks of 256 steps"].result == Result.CONVERGED
     printed = capsys.readouterr().out
     assert all(f"\n{name} " in printed for name in (*parallel.SOLVERS, *parallel.HARD))
