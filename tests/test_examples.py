@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from adptnet.projections import LowParam
+from adptnet.solvers import Result
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -26,7 +27,8 @@ def is_png(path):
 def test_every_example_says_first_what_it_shows_and_how_to_run_it():
     paths = sorted(EXAMPLES.glob("*.py"))
     assert [path.stem for path in paths] == [
-        *("beta_effect", "gradient_flossing", "layer", "low_param_images", "state_tracking", "timescales")
+        *("beta_effect", "gradient_flossing", "layer", "low_param_images", "own_cell", "parallel", "state_tracking"),
+        "timescales",
     ]
     for path in paths:
         assert f"\n    python examples/{path.name}" in example(path.stem).__doc__
@@ -85,6 +87,33 @@ def test_the_effect_of_beta_grows_up_to_a_half_turn(tmp_path):
     assert (cayley.diff() > 0).all()
     assert exponential[0].abs() < 1e-15
     assert cayley[-1] < exponential.max() <= 8 / 24
+
+
+def test_every_solver_agrees_with_sequential_or_says_that_it_does_not(capsys):
+    parallel = example("parallel")
+    tables = parallel.main(length=24, hard_length=300, rounds=1)
+    assert list(tables["ADPTNet"]) == list(parallel.SOLVERS)
+    assert set(parallel.SOLVERS) - set(tables["GRU"]) == {"ForwardDEER", "ConvDEER", "ConvDEER by FFT"}
+    for row in (*tables["ADPTNet"].values(), *tables["GRU"].values()):
+        assert row.result in (Result.CONVERGED, Result.FINISHED)
+        assert row.error < 1e-9
+        assert row.gradient_error < 1e-8
+    for row in tables["hard"].values():
+        assert row.error < 1e-8 or row.result > Result.FINISHED
+    assert tables["hard"]["  Finish(), the default"].error < 1e-9
+    assert tables["hard"]["  blocks of 256 steps"].result == Result.CONVERGED
+    printed = capsys.readouterr().out
+    assert all(f"\n{name} " in printed for name in (*parallel.SOLVERS, *parallel.HARD))
+    assert "refused: ConvDEER needs a cell with constant eigenvalues" in printed
+
+
+def test_a_network_of_ones_own_has_the_gradients_of_back_propagation_and_learns(capsys):
+    worst, losses = example("own_cell").main(length=60, steps=25)
+    assert worst < 1e-8
+    assert len(losses) == 25
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+    printed = capsys.readouterr().out
+    assert all(f"  {name}(): CONVERGED after" in printed for name in ("QuasiDEER", "KoopmanDEER", "ConvDEER"))
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,10 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (PROJECT / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/recurrence.md", "docs/choosing.md", "docs/dynamics.md"])
+PAGES = ["README.md", *(f"docs/{name}.md" for name in ("recurrence", "choosing", "dynamics", "solvers"))]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path):
     code = "\n".join(blocks(page))
     assert code
