@@ -215,14 +215,17 @@ def newton_update(transition: Transition, system: System, states: Tensor, enteri
     """scan(A, f(s) - A s) (eq:deer_step). Without a graph, `values` are overwritten."""
     if transition.rounded:  # s + scan(A, f(s) - s): the same, and right wherever f(s) = s, however A is rounded
         return states + transition.scan(values - states, torch.zeros_like(system.initial), system.reset)
+    none = None if system.reset is None else system.reset.unsqueeze(-1)  # A is 0 where another state enters
     if torch.is_grad_enabled():
-        return transition.scan(values - transition.mv(entering), system.initial, system.reset)
+        moved = transition.mv(entering)
+        offset = values - (moved if none is None else moved.masked_fill(none, 0.0))
+        return transition.scan(offset, system.initial, system.reset)
     length = stretch(values)
-    for start in range(0, values.shape[1], length) if values.shape[1] > length else ():
-        at = slice(start, start + length)
-        values[:, at] -= transition.part(None, start, min(start + length, values.shape[1])).mv(entering[:, at])
-    if values.shape[1] <= length:
-        values -= transition.mv(entering)
+    for start in range(0, values.shape[1], length):
+        at = slice(start, min(start + length, values.shape[1]))
+        part = transition if values.shape[1] <= length else transition.part(None, at.start, at.stop)
+        moved = part.mv(entering[:, at])
+        values[:, at] -= moved if none is None else moved.masked_fill(none[:, at], 0.0)
     return transition.scan(values, system.initial, system.reset)
 
 
@@ -264,7 +267,6 @@ def solve(
     slack = tolerance.slack(steps)
     entering, values, residual, right = measured(part, current, tolerance)
     frozen = torch.zeros(batch, dtype=guess.dtype, device=device)  # the largest residual among dropped steps
-    drift = torch.zeros_like(system.initial)  # how far off the last dropped step may be
     totals.record(rows, start, residual.amax(-1) if steps else frozen, right, frozen)
     first = previous = totals.last_residual.clone()
     rises = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -278,7 +280,7 @@ def solve(
         limits = tolerance.part(rows)
         entering, values, residual, right = measured(part, current, limits)
         transition = linearise(part, rows, start, entering)
-        move = _move(transition, part, current, values, right, drift)
+        move = _move(transition, part, current, values, right)
         reach = limits.allowed(entering[:, : move.shape[1]], values[:, : move.shape[1]])
         size, valid = _largest(move), part.valid
         if valid is not None:
@@ -307,11 +309,10 @@ def solve(
             if not len(keep):
                 finished = True
                 break
-            current, residual, frozen, strength, previous, first, rises, entering, values, settling, move, drift = (
+            current, residual, frozen, strength, previous, first, rises, entering, values, settling = (
                 every.index_select(0, keep)
                 for every in (
-                    *(current, residual, frozen, strength, previous, first, rises, entering, values),
-                    *(settling, move, drift),
+                    *(current, residual, frozen, strength, previous, first, rises, entering, values, settling),
                 )
             )
             part = part.part(keep, 0, part.initial.index_select(0, keep))
@@ -320,7 +321,6 @@ def solve(
         settled = int(settling.long().cumprod(-1).sum(-1).min()) if iteration >= least else 0
         settled = min(settled, current.shape[1] - 1)
         if settled:
-            drift = move[:, settled - 1]
             transition = transition.part(None, settled)
             kept = torch.empty_like(guess) if kept is None else kept
             kept[slice(None) if rows is None else rows, start : start + settled] = current[:, :settled]
@@ -347,15 +347,14 @@ def measured(system: System, states: Tensor, tolerance: Tolerance) -> tuple[Tens
     return entering, values, residual, right
 
 
-def _move(
-    transition: Transition, system: System, states: Tensor, values: Tensor, right: Tensor, drift: Tensor
-) -> Tensor:
+def _move(transition: Transition, system: System, states: Tensor, values: Tensor, right: Tensor) -> Tensor:
     """How far the next iteration would move the steps up to the last that is right so far: (batch, these steps, n)."""
     steps = int(right.long().cumprod(-1).sum(-1).max())
     reset = None if system.reset is None else system.reset[:, :steps]
     if not steps:
         return states[:, :0]
-    return transition.part(None, 0, steps).scan(values[:, :steps] - states[:, :steps], drift, reset)
+    none = torch.zeros_like(system.initial)
+    return transition.part(None, 0, steps).scan(values[:, :steps] - states[:, :steps], none, reset)
 
 
 class _Totals:

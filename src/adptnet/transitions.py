@@ -89,7 +89,7 @@ class Diagonal(Transition):
 
     def scan(self, offset: Tensor, initial: Tensor, reset: Tensor | None = None, *, reverse: bool = False) -> Tensor:
         factors, plain = self._factors()
-        free = not torch.is_grad_enabled()
+        free = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
         return plain(
             self.by(factors, self._seen(offset), self._seen(initial), reset=reset, reverse=reverse, overwrite=free)
         )
