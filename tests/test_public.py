@@ -2,6 +2,7 @@
 
 import importlib
 import operator
+import os
 import pkgutil
 import re
 import subprocess
@@ -68,7 +69,8 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path):
     assert code
     torchs_own = "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
     command = [sys.executable, "-W", "error", "-W", torchs_own, "-c", code]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=100, stdout=subprocess.DEVNULL)
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads that wait for each other on a busy machine take minutes
+    subprocess.run(command, cwd=tmp_path, env=alone, check=True, timeout=100, stdout=subprocess.DEVNULL)
 
 
 @pytest.mark.parametrize(
