@@ -7,7 +7,7 @@ from right it is. All ranks so know the same and take the same branch.
 
 import dataclasses
 import math
-import random
+import secrets
 from typing import Any
 
 import torch
@@ -78,25 +78,26 @@ class TimeParallel(Solver):
     ) -> Solution:
         ranks = Ranks(self.group)
         with torch.autocast(inputs.device.type, enabled=False), full_precision():
-            with ranks.together():
+            with ranks.together() as known:
                 _refuse(lengths, adjoint)
-                note = self._note(cell, inputs, state, guess, reset, adjoint)
-            notes = ranks.notes(note)
-            _compare(notes)
-            with ranks.together():
-                problem = pose(cell, inputs, _starting(cell, inputs, state, notes, ranks.here), None, reset)
+                known.own = self._note(cell, inputs, state, guess, reset, adjoint)
+            _compare(known.every)
+            line = Line(ranks, [each["steps"] for each in known.every])
+            with ranks.together() as wanted:
+                starting = _starting(cell, inputs, state, known.every, ranks.here)
+                problem = pose(cell, inputs, starting, None, reset)
                 guess = _chunk_of_guess(guess, problem)
-            line = Line(ranks, [each["steps"] for each in notes])
-            system = problem.system(cell)
+                system = problem.system(cell)
+                wanted.own = system.part(None, 0, system.initial, 1).run().requires_grad
             with torch.no_grad():
                 constant = _detached(system)
-                found = self._search(cell, constant, guess, line)
-                results, found = self._completed(constant, found, line)
-                final = ranks.told(found.states[:, -1], ranks.count - 1)
-            states = found.states
-            if torch.is_grad_enabled():
+                results, found = self._completed(constant, self._search(cell, constant, guess, line), line)
+                ends = ranks.gathered(found.states[:, -1])
+            states, final = found.states, ends[-1]
+            if any(wanted.every) and states.numel():
                 search = Search(cell, line, self.linearise, adjoint if isinstance(adjoint, Implicit) else Implicit())
-                states, final = attach(search, system, states, final, notes[0]["token"])
+                token = known.every[0]["token"]
+                states, final = attach(search, line.entered(system, ends), states, final, token)
         return Solution(
             states=states if problem.batched else states.squeeze(0),
             final=final if problem.batched else final.squeeze(0),
@@ -146,7 +147,7 @@ class TimeParallel(Solver):
             "steps": steps,
             "fresh for": fresh_for,
             "position": state.position.reshape(-1).tolist() if isinstance(state, ADPTState) else [0] * batch,
-            "token": random.getrandbits(62),
+            "token": secrets.randbits(62),
         }
 
     def linearise(self, cell: Cell, system: System, entering: Tensor, line: Line) -> Transition:

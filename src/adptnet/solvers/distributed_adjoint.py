@@ -42,10 +42,6 @@ def attach(search: Search, system: System, states: Tensor, final: Tensor, token:
         final: The last state of the last rank.
         token: Of this solve, the same on all ranks.
     """
-    system = search.line.entered(system, states)
-    wanted = bool(states.numel()) and system.between(states, 0, 1).run().requires_grad
-    if not any(search.line.ranks.notes(wanted)):
-        return states, final
     length = stretch(states)
     values = []
     for start, drive in zip(range(0, system.steps, length), system.givens[0].split(length, 1), strict=True):
@@ -106,7 +102,8 @@ class _Backward:
 
     def solve(self, states: Tensor, gradient: Tensor, final_gradient: Tensor) -> Tensor:
         """g from dL/dx."""
-        if set(self.ranks.notes(self.token)) != {self.token}:
+        token = torch.tensor(self.token, device=states.device)
+        if any(int(other) != self.token for other in self.ranks.gathered(token)):
             raise DistributedError(
                 "the ranks go backward through different solves. Call backward on every rank once for each loss, of "
                 "the same graph; on one without a loss: (0 * solution.states).sum().backward()."

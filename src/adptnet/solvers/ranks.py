@@ -14,7 +14,7 @@ from ..errors import DistributedError
 from ..fixed_point import System, Tolerance, measured
 from ..transitions import Transition, Zero
 
-__all__ = ["Line", "Measured", "Ranks", "Stretch"]
+__all__ = ["Line", "Measured", "Notes", "Ranks", "Stretch"]
 
 
 class Stretch(NamedTuple):
@@ -27,6 +27,14 @@ class Stretch(NamedTuple):
     def __call__(self, state: Tensor) -> Tensor:
         through = self.product.mv(state.unsqueeze(1)).squeeze(1)
         return torch.where(self.cut, 0.0, through) + self.end
+
+
+@dataclasses.dataclass
+class Notes:
+    """A small object of each rank."""
+
+    own: Any = None
+    every: list[Any] = dataclasses.field(default_factory=list)
 
 
 class Ranks:
@@ -59,27 +67,24 @@ class Ranks:
                 "timeout=datetime.timedelta(hours=1) to init_process_group."
             ) from error
 
-    def notes(self, note: Any) -> list[Any]:
-        """A small object of every rank."""
+    @contextlib.contextmanager
+    def together(self) -> Iterator["Notes"]:
+        """What is done inside is done by all ranks, or an error is raised on all. They then know each other's notes."""
+        notes, raised = Notes(), None
+        try:
+            yield notes
+        except Exception as error:
+            raised = error
+        message = None if raised is None else f"{type(raised).__name__}: {raised}"
         every: list[Any] = [None] * self.count
         with self._naming("compare notes with the others"):
-            dist.all_gather_object(every, note, group=self.group)
-        return every
-
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """What is done inside is done by all ranks, or an error is raised on all."""
-        own: Exception | None = None
-        try:
-            yield
-        except Exception as error:
-            own = error
-        failed = self.notes(None if own is None else f"{type(own).__name__}: {own}")
-        if own is not None:
-            raise own
-        for rank, message in enumerate(failed):
+            dist.all_gather_object(every, (message, notes.own), group=self.group)
+        if raised is not None:
+            raise raised
+        for rank, (message, _) in enumerate(every):
             if message is not None:
                 raise DistributedError(f"rank {rank} stopped, and so does rank {self.here}. There: {message}")
+        notes.every = [note for _, note in every]
 
     def gathered(self, values: Tensor) -> list[Tensor]:
         """The values of every rank, which are of one shape."""
@@ -192,13 +197,12 @@ class Line(NamedTuple):
             unbroken = unbroken & (count == length)
         return reached
 
-    def entered(self, system: System, states: Tensor) -> System:
+    def entered(self, system: System, ends: list[Tensor]) -> System:
         """The system of this rank with what enters it: the last state of the rank before."""
-        ends = self.ranks.gathered(states[:, -1])
         return system if self.ranks.here == 0 else dataclasses.replace(system, initial=ends[self.ranks.here - 1])
 
     def measured(self, system: System, states: Tensor, tolerance: Tolerance) -> Measured:
-        system = self.entered(system, states)
+        system = self.entered(system, self.ranks.gathered(states[:, -1]))
         entering, values, residual, right = measured(system, states, tolerance)
         own = torch.stack((residual.amax(-1).double(), right.long().cumprod(-1).sum(-1).double()))
         every = self.ranks.gathered(own)
