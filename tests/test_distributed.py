@@ -336,8 +336,9 @@ def test_ranks_give_the_states_and_gradients_of_one_process(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_every_solver_on_every_cell_over_ranks(tmp_path):
-    for said in said_by(started(compare_all, 4, tmp_path), tmp_path, range(4), seconds=110):
+    for said in said_by(started(compare_all, 4, tmp_path), tmp_path, range(4), seconds=500):
         assert_all_agree(said)
 
 

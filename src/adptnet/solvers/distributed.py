@@ -137,7 +137,7 @@ class TimeParallel(Solver):
                 "a batch of": batch,
                 "a state of size": cell.state_size,
                 "the dtype": str(check_dtype(inputs, cell)),
-                "the cell": type(cell).__name__,
+                "the cell": f"{type(cell).__name__} of {len(weights)} parameters",
                 "the solver": f"{newton!r}, patience={newton.patience}, on_failure={newton.on_failure!r}",
                 "the adjoint": repr(adjoint),
                 "gradients": torch.is_grad_enabled(),
