@@ -8,7 +8,7 @@ from right it is. All ranks so know the same and take the same branch.
 import dataclasses
 import math
 import secrets
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,20 +17,36 @@ from torch import Tensor, nn
 from ..adjoints import Adjoint, Implicit
 from ..cells.base import ADPTState, Cell, positions
 from ..errors import DistributedError, IncompatibleError, InputError, NotConverged
-from ..fixed_point import Found, History, System
+from ..fixed_point import Found, History, System, measured
 from ..spectra import BlockDiagonal
 from ..transitions import Dense, Diagonal, InBasis, Transition
 from .base import Result, Solution, Solver, finite_steps
-from .damping import Adaptive, Damping, Scale, Undamped
+from .damping import Adaptive, Scale, Undamped
 from .distributed_adjoint import Search, attach
 from .linearisations import MeanConjugate, MeanRotation, _mean_matrix
 from .newton import Newton
 from .parallel import full_precision, transformed
 from .policies import Finish, Raise
 from .problem import Problem, check_dtype, pose
-from .ranks import Line, Measured, Ranks
+from .ranks import Line, Ranks
 
 __all__ = ["TimeParallel", "sum_gradients"]
+
+
+class _Look(NamedTuple):
+    """Where an iteration stands. The last two are of the whole time and the same on every rank."""
+
+    system: System  # with the state that enters this rank
+    transition: Transition
+    missing: Tensor  # (batch, time, n), f of what enters each step, less its state
+    move: Tensor  # (batch, time, n), what the undamped iteration would add
+    worst: Tensor  # (batch,), the largest residual
+    reached: Tensor  # (batch,), steps before the first that is not right
+
+    def part(self, rows: Tensor) -> "_Look":
+        """Of the sequences `rows`."""
+        system = self.system.part(rows, 0, self.system.initial.index_select(0, rows))
+        return _Look(system, self.transition.part(rows, 0), *(every.index_select(0, rows) for every in self[2:]))
 
 
 class TimeParallel(Solver):
@@ -94,7 +110,9 @@ class TimeParallel(Solver):
                 results, found = self._completed(constant, self._search(cell, constant, guess, line), line)
                 ends = ranks.gathered(found.states[:, -1])
             states, final = found.states, ends[-1]
-            if any(wanted.every) and states.numel():
+            if not states.numel():
+                states = system.run()  # no numbers, but a graph
+            elif any(wanted.every):
                 search = Search(cell, line, self.linearise, adjoint if isinstance(adjoint, Implicit) else Implicit())
                 token = known.every[0]["token"]
                 states, final = attach(search, line.entered(system, ends), states, final, token)
@@ -176,24 +194,24 @@ class TimeParallel(Solver):
         """
         newton, fixed = self.newton, self.newton.fixed_iterations
         states = self._guess(cell, system, line) if guess is None else guess.clone()
-        tolerance = newton.tolerance(states.dtype)
+        if not len(states):
+            none = torch.zeros(0, dtype=torch.int64, device=states.device)
+            history = History(states.new_zeros(1, 0), none.new_zeros(1, 0))
+            return Found(states, none.bool(), none.bool(), none.bool(), none, states.new_zeros(0), none, history)
         least, patience = fixed or 1, math.inf if fixed or newton.patience is None else newton.patience
-        now = line.measured(system, states, tolerance)
-        batch = len(states)
+        now = self._look(cell, system, states, line)
         converged, rising = (torch.zeros_like(now.reached, dtype=torch.bool) for _ in range(2))
         finite = torch.ones_like(converged)
         iterations, residual, reached = torch.zeros_like(now.reached), now.worst.clone(), now.reached.clone()
         residuals, prefixes = [now.worst], [now.reached]
-        rows, current = torch.arange(batch, device=states.device), states
+        rows, current = torch.arange(len(states), device=states.device), states
         first, rises, strength = now.worst, torch.zeros_like(now.reached), newton.damping.begin(states)
         for iteration in range(1, (fixed or newton.max_iterations or max(line.total, 100)) + 1):
             if not len(rows):
                 break
             previous = now.worst
-            transition = _damped(newton.damping, self.linearise(cell, now.system, now.entering, line), strength)
-            none = torch.zeros_like(now.system.initial)
-            current = current + line.ranks.scan(transition, now.missing, none, now.system.reset)
-            now = line.measured(now.system, current, tolerance)
+            current = current + self._change(now, strength, line)
+            now = self._look(cell, now.system, current, line)
             strength = newton.damping.adapt(strength, now.worst, previous)
             rises = torch.where(now.worst > previous, rises + 1, 0)
             given_up = (rises >= patience) & (now.worst > first)
@@ -208,10 +226,30 @@ class TimeParallel(Solver):
                 rows, current, first, rises, strength = (
                     every.index_select(0, keep) for every in (rows, current, first, rises, strength)
                 )
-                part = now.system.part(keep, 0, now.system.initial.index_select(0, keep))
-                now = Measured(part, *(every.index_select(0, keep) for every in now[1:]))
+                now = now.part(keep)
         history = History(torch.stack(residuals), torch.stack(prefixes))
         return Found(states, converged, finite, rising, iterations, residual, reached, history)
+
+    def _look(self, cell: Cell, system: System, states: Tensor, line: Line) -> _Look:
+        """Where the states are. Right is what is within tolerance, and what the next iteration would hardly move."""
+        ranks, tolerance = line.ranks, self.newton.tolerance(states.dtype)
+        system = line.entered(system, ranks.gathered(states[:, -1]))
+        entering, values, residual, right = measured(system, states, tolerance)
+        transition = self.linearise(cell, system, entering, line)
+        missing = values - states
+        move = ranks.scan(transition, missing.clone(), torch.zeros_like(system.initial), system.reset)
+        reach = tolerance.slack(line.total) * tolerance.allowed(entering, values)
+        right &= torch.linalg.vector_norm(move, torch.inf, -1) <= reach
+        return _Look(system, transition, missing, move, *line.summed_up(residual, right))
+
+    def _change(self, now: _Look, strength: Tensor, line: Line) -> Tensor:
+        """What the iteration adds to the states."""
+        damping = self.newton.damping
+        if isinstance(damping, Undamped):
+            return now.move
+        factor = damping.scale if isinstance(damping, Scale) else 1 - strength[:, None, None]
+        none = torch.zeros_like(now.system.initial)
+        return line.ranks.scan(now.transition.scaled(factor), now.missing, none, now.system.reset)
 
     def _completed(self, system: System, found: Found, line: Line) -> tuple[Tensor, Found]:
         """What was found, after the policy of the solver: the same branch on every rank."""
@@ -236,7 +274,9 @@ class TimeParallel(Solver):
         broken = failed & (finite < line.total)
         results = torch.where(broken, int(Result.NON_FINITE), results)
         if isinstance(policy, Finish):
-            worst = line.measured(system, found.states, self.newton.tolerance(found.states.dtype)).worst
+            system = line.entered(system, line.ranks.gathered(found.states[:, -1]))
+            residual, right = measured(system, found.states, self.newton.tolerance(found.states.dtype))[2:]
+            worst, _ = line.summed_up(residual, right)
             found = found._replace(
                 residual=torch.where(broken, torch.nan, torch.where(failed, worst, found.residual)),
                 converged_steps=torch.where(failed, finite, found.converged_steps),
@@ -245,12 +285,6 @@ class TimeParallel(Solver):
 
     def __repr__(self) -> str:
         return f"TimeParallel({self.newton})"
-
-
-def _damped(damping: Damping, transition: Transition, strength: Tensor) -> Transition:
-    if isinstance(damping, Scale):
-        return transition.scaled(damping.scale)
-    return transition.scaled(1 - strength[:, None, None]) if isinstance(damping, Adaptive) else transition
 
 
 def _finish(system: System, found: Found, line: Line) -> None:

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import DistributedError
-from ..fixed_point import System, Tolerance, measured
+from ..fixed_point import System
 from ..transitions import Transition, Zero
 
-__all__ = ["Line", "Measured", "Notes", "Ranks", "Stretch"]
+__all__ = ["Line", "Notes", "Ranks", "Stretch"]
 
 
 class Stretch(NamedTuple):
@@ -160,16 +160,6 @@ class Ranks:
         return back.scan(offset, none, ahead, reverse=True)
 
 
-class Measured(NamedTuple):
-    """How far states are from right. The last two are of the whole time and the same on every rank."""
-
-    system: System  # with the state that enters this rank
-    entering: Tensor
-    missing: Tensor  # (batch, time, n), f of what enters each step, less its state
-    worst: Tensor  # (batch,), the largest residual
-    reached: Tensor  # (batch,), steps before the first that is not right
-
-
 class Line(NamedTuple):
     """The time of all ranks in a row."""
 
@@ -201,14 +191,12 @@ class Line(NamedTuple):
         """The system of this rank with what enters it: the last state of the rank before."""
         return system if self.ranks.here == 0 else dataclasses.replace(system, initial=ends[self.ranks.here - 1])
 
-    def measured(self, system: System, states: Tensor, tolerance: Tolerance) -> Measured:
-        system = self.entered(system, self.ranks.gathered(states[:, -1]))
-        entering, values, residual, right = measured(system, states, tolerance)
+    def summed_up(self, residual: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """Of residuals (batch, time) the largest; of right steps, how many the whole begins with."""
         own = torch.stack((residual.amax(-1).double(), right.long().cumprod(-1).sum(-1).double()))
         every = self.ranks.gathered(own)
         worst = torch.stack([worst for worst, _ in every]).amax(0)
-        reached = self._joined([leading.long() for _, leading in every])
-        return Measured(system, entering, values - states, worst.to(states.dtype), reached)
+        return worst.to(residual.dtype), self._joined([leading.long() for _, leading in every])
 
 
 def _tensors(transition: Transition) -> list[Tensor]:
