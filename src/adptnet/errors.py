@@ -9,6 +9,7 @@ __all__ = [
     "BackendWarning",
     "BuildError",
     "CheckpointError",
+    "DistributedError",
     "IncompatibleError",
     "InputError",
     "NonFiniteError",
@@ -56,3 +57,7 @@ class BuildError(AdptnetError, RuntimeError):
 
 class BackendWarning(UserWarning):
     """Something runs, but not as fast as it could on this machine."""
+
+
+class DistributedError(AdptnetError, RuntimeError):
+    """The ranks of a process group do not work together: one is gone, has failed, or was given something else."""

@@ -61,6 +61,10 @@ class Transition(abc.ABC):
         raise IncompatibleError(f"{type(self).__name__} transitions cannot be put one after another.")
 
     @abc.abstractmethod
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "Transition":
+        """The same with every tensor it is made of changed: to take it apart, send it and put it together again."""
+
+    @abc.abstractmethod
     def product(self, steps: int) -> "Transition":
         """What `steps` steps make of the state that enters them: A_{T-1} … A_0, as a transition of one step."""
 
@@ -111,13 +115,13 @@ class Diagonal(Transition):
         return x if self.blocks.imag is None else torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
 
     def scaled(self, factor: float | Tensor) -> Transition:
-        return Diagonal(self.blocks.mapped(lambda part: factor * part), self.by)
+        return self.mapped(lambda part: factor * part)
 
     def backward(self) -> Transition:
         return Diagonal(self.blocks.transposed().mapped(lambda part: _next(part, 1)), self.by)
 
     def part(self, rows: Tensor | None, start: int, stop: int | None = None) -> Transition:
-        return Diagonal(self.blocks.mapped(lambda part: _part(part, rows, start, stop, 1)), self.by)
+        return self.mapped(lambda part: _part(part, rows, start, stop, 1))
 
     def product(self, steps: int) -> Transition:
         factors = self.blocks.eigenvalues()
@@ -134,6 +138,9 @@ class Diagonal(Transition):
         real = torch.cat([part.blocks.real for part in every], 1)
         imags = [part.blocks.imag for part in every if part.blocks.imag is not None]
         return Diagonal(BlockDiagonal(real, torch.cat(imags, 1) if imags else None), self.by)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Transition:
+        return Diagonal(self.blocks.mapped(change), self.by)
 
 
 def _rows(values: Tensor) -> Tensor:
@@ -165,6 +172,9 @@ class Dense(Transition):
 
     def part(self, rows: Tensor | None, start: int, stop: int | None = None) -> Transition:
         return Dense(_part(self.matrices, rows, start, stop, 1))
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Transition:
+        return Dense(change(self.matrices))
 
     def product(self, steps: int) -> Transition:
         if self.matrices.shape[1] == 1:
@@ -216,6 +226,9 @@ class InBasis(Transition):
     def part(self, rows: Tensor | None, start: int, stop: int | None = None) -> Transition:
         basis = self.basis if rows is None or self.basis.shape[0] == 1 else self.basis.index_select(0, rows)
         return InBasis(basis, self.inner.part(rows, start, stop))
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Transition:
+        return InBasis(change(self.basis), self.inner.mapped(change))
 
     def product(self, steps: int) -> Transition:
         return InBasis(self.basis, self.inner.product(steps))
@@ -275,6 +288,9 @@ class Coupled(Transition):
 
     def part(self, rows: Tensor | None, start: int, stop: int | None = None) -> Transition:
         return Coupled(_part(self.matrices, rows, start, stop, 1))
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Transition:
+        return Coupled(change(self.matrices))
 
     def product(self, steps: int) -> Transition:
         dense = Dense(self.matrices).product(steps)
@@ -337,6 +353,9 @@ class Piecewise(Transition):
         left = [(piece, length) for piece, length in left if length > 0]
         return Piecewise([piece for piece, _ in left], [length for _, length in left])
 
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Transition:
+        return Piecewise([piece.mapped(change) for piece in self.pieces], self.lengths)
+
     def product(self, steps: int) -> Transition:
         raise IncompatibleError(
             "a transition of several pieces has no one product. Use one mean: KoopmanDEER(means=1)."
@@ -365,6 +384,9 @@ class Zero(Transition):
         return self
 
     def part(self, rows: Tensor | None, start: int, stop: int | None = None) -> Transition:
+        return self
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Transition:
         return self
 
     def product(self, steps: int) -> Transition:

@@ -1,6 +1,6 @@
 """Solvers: how all steps of a sequence are found. The same call for each, and the same `Solution`."""
 
-from . import linearisations
+from . import distributed, linearisations
 from .auto import Auto
 from .base import Result, Solution, Solver
 from .blockwise import BlockWise
@@ -33,5 +33,6 @@ __all__ = [
     "Solution",
     "Solver",
     "TrustRegion",
+    "distributed",
     "linearisations",
 ]
