@@ -151,7 +151,7 @@ class Implicit(Adjoint):
 
 
 def _evaluated(system: System, states: Tensor) -> Tensor:
-    return system.step(system.entering(states), *system.givens)
+    return system.step(system.entering(states), *system.givens).clone()  # a step may hand back what it was given
 
 
 def _detached(cell: Cell, system: System) -> System:

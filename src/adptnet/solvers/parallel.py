@@ -120,7 +120,7 @@ class Parallel(Solver):
         if not torch.is_grad_enabled():
             return search.states
         if isinstance(adjoint, Implicit):
-            clean = problem.masked(search.states)
+            clean = problem.held(search.states)
             return adjoint.attach(
                 cell,
                 system,
@@ -299,9 +299,9 @@ def joined(parts: list[Search]) -> Search:
     complete = torch.ones_like(found[0].converged)
     reached = torch.zeros_like(found[0].converged_steps)
     start = 0
-    for each in found:
+    for part, each in zip(parts, found, strict=True):
         reached = torch.where(complete, start + each.converged_steps, reached)
-        complete = complete & each.converged
+        complete = complete & (part.results <= int(Result.FINISHED))
         start += each.states.shape[1]
     longest = max(len(each.history.residual) for each in found)
     residuals = torch.stack([_padded(each.history.residual, longest) for each in found]).amax(0)

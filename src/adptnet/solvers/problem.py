@@ -32,6 +32,13 @@ class Problem(NamedTuple):
         """The states, zero past the end of each sequence."""
         return states if self.valid is None else torch.where(self.valid.unsqueeze(-1), states, 0.0)
 
+    def held(self, states: Tensor) -> Tensor:
+        """The states, past the end of each sequence its last one."""
+        if self.lengths is None:
+            return states
+        last = torch.arange(self.steps, device=states.device).minimum(self.lengths.unsqueeze(-1) - 1)
+        return states.gather(1, last.unsqueeze(-1).expand_as(states))
+
     def system(self, cell: Cell) -> System:
         """The equations of these steps of `cell`."""
         return System(cell.stepper(), (self.drive,), self.state, self.fresh, self.reset, self.lengths, fused=cell.scan)
