@@ -1,5 +1,8 @@
 """Every solver finds the states of `Sequential`, with their gradients, or says that it does not."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -293,11 +296,20 @@ def test_resets_to_an_initial_state_that_is_not_zero():
     assert_close(solution.states, solvers.Sequential()(Started(), x, reset=reset).states)
 
 
+COMPILED = """
+import torch
+from adptnet import ADPTNet, solvers
+
+torch.set_default_dtype(torch.float64)
+layer, x = ADPTNet(4, beta=0.5), torch.randn(2, 20, 4)
+solver = solvers.ForwardDEER(fixed_iterations=20, on_failure=solvers.Return())
+compiled = torch.compile(lambda y: solver(layer.cell, y).states, fullgraph=True, backend="eager")
+assert float((compiled(x) - solvers.Sequential()(layer.cell, x).states).abs().max()) < 1e-9
+"""
+
+
 def test_compiled_with_fixed_iterations():
-    layer, x = ADPTNet(4, beta=0.5), torch.randn(2, 20, 4)
-    solver = solvers.ForwardDEER(fixed_iterations=20, on_failure=solvers.Return())
-    compiled = torch.compile(lambda y: solver(layer.cell, y).states, fullgraph=True, backend="eager")
-    assert_close(compiled(x), solvers.Sequential()(layer.cell, x).states, atol=1e-9, rtol=1e-9)
+    subprocess.run([sys.executable, "-c", COMPILED], check=True)  # without the checks of shapes, which do not compile
 
 
 @pytest.mark.parametrize("solver", [solvers.ConvDEER(), solvers.ForwardDEER()], ids=repr)

@@ -269,6 +269,8 @@ class _Backward:
             with torch.enable_grad():
                 point = here.entering(states[:, at]).detach().requires_grad_()
                 values = here.step(point, *here.givens)
+                if not values.requires_grad:
+                    continue  # a step that does not look at the state
                 (pulled,) = torch.autograd.grad(values, point, g[:, at], materialize_grads=True)
             if part.reset is not None:
                 pulled = pulled.masked_fill(part.reset[:, at].unsqueeze(-1), 0.0)

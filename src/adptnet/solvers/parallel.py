@@ -298,11 +298,9 @@ def joined(parts: list[Search]) -> Search:
     found = [part.found for part in parts]
     complete = torch.ones_like(found[0].converged)
     reached = torch.zeros_like(found[0].converged_steps)
-    start = 0
     for part, each in zip(parts, found, strict=True):
-        reached = torch.where(complete, start + each.converged_steps, reached)
+        reached = torch.where(complete, reached + each.converged_steps, reached)
         complete = complete & (part.results <= int(Result.FINISHED))
-        start += each.states.shape[1]
     longest = max(len(each.history.residual) for each in found)
     residuals = torch.stack([_padded(each.history.residual, longest) for each in found]).amax(0)
     prefixes = torch.stack([_padded(each.history.converged_steps, longest) for each in found]).sum(0)
