@@ -1,7 +1,7 @@
 """Iterations of the DEER family at the paper's initialisation (table:baseline_deer_untrained_config).
 
     python benchmarks/iterations.py                    # all of it, about half an hour on one core
-    python benchmarks/iterations.py --samples 3 --longest 1024 --out /tmp/quick
+    python benchmarks/iterations.py --samples 3 --longest 1024 --out runs/iterations
 
 One run of the longest sequence gives the count for every shorter one, since no state depends on a later one and a step
 is judged by itself; Koopman-DEER, whose mean is over all time, is run at each length. Counts are of updates until every
