@@ -311,9 +311,7 @@ def solve(
                 break
             current, residual, frozen, strength, previous, first, rises, entering, values, settling = (
                 every.index_select(0, keep)
-                for every in (
-                    *(current, residual, frozen, strength, previous, first, rises, entering, values, settling),
-                )
+                for every in (current, residual, frozen, strength, previous, first, rises, entering, values, settling)
             )
             part = part.part(keep, 0, part.initial.index_select(0, keep))
             transition = transition.part(keep, 0)

@@ -15,8 +15,6 @@ __all__ = ["Adaptive", "Damping", "Proximal", "Scale", "TrustRegion", "Undamped"
 class Damping(abc.ABC):
     """What becomes of a transition and a guess. `strength` is one number for each sequence, (batch,)."""
 
-    needs_radius = False
-
     def begin(self, like: Tensor) -> Tensor:
         """The strength of the first iteration."""
         return torch.zeros(like.shape[0], dtype=like.dtype, device=like.device)
@@ -164,8 +162,6 @@ class Proximal(Damping):
     Args:
         damping: What else to do; nothing if not given.
     """
-
-    needs_radius = True
 
     def __init__(self, damping: Damping | None = None):
         self.damping = Undamped() if damping is None else damping
