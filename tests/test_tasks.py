@@ -4,10 +4,12 @@ import itertools
 
 import pytest
 import torch
+from torch.nn.functional import one_hot
 
 from adptnet import Spec
 from adptnet.errors import InputError, SpecError
-from adptnet.tasks import WordProblem, product_table
+from adptnet.spec import spec
+from adptnet.tasks import Batch, FiniteTask, WordProblem, product_table
 
 
 @pytest.mark.parametrize(
@@ -70,7 +72,7 @@ def test_the_reported_accuracy_is_over_the_last_ten_positions():
     targets = torch.zeros(1, 16, dtype=torch.int64)
     predictions = targets.clone()
     predictions[0, 6:11] = 1  # five of the last ten wrong
-    scores = task.scores(predictions, targets)
+    scores = task.scores(one_hot(predictions, task.vocabulary), targets)
     assert scores["accuracy"] == 0.5
     assert scores["all_positions"] == 11 / 16
     assert scores["last_token"] == 1
@@ -84,7 +86,7 @@ def test_two_free_positions_are_a_quarter_at_length_eight():
     targets = torch.zeros(3, 8, dtype=torch.int64)
     predictions = torch.ones_like(targets)
     predictions[:, :2] = 0
-    assert task.scores(predictions, targets)["accuracy"] == 0.25
+    assert task.scores(one_hot(predictions, task.vocabulary), targets)["accuracy"] == 0.25
 
 
 def test_a_task_is_a_spec_and_refuses_bad_sizes():
@@ -96,3 +98,39 @@ def test_a_task_is_a_spec_and_refuses_bad_sizes():
         WordProblem("Q8")
     with pytest.raises(InputError, match="both must be at least 1"):
         task.batch(0, torch.Generator())
+
+
+def test_a_training_batch_depends_on_seed_and_step_alone():
+    task = WordProblem("S3")
+    assert torch.equal(task.training_batch(7, 16, 3).inputs, task.training_batch(7, 16, 3).inputs)
+    for step, seed in ((8, 3), (7, 4), (3, 7)):
+        assert not torch.equal(task.training_batch(step, 16, seed).inputs, task.training_batch(7, 16, 3).inputs)
+
+
+@spec
+class Numbered(FiniteTask):
+    """Sequence i is the number i."""
+
+    total: int = 10
+    chance = 0.0
+    output_size = 1
+
+    def size(self, split):
+        return self.total
+
+    def examples(self, split, indices, *, length=None):
+        return Batch(indices.unsqueeze(1), indices.unsqueeze(1))
+
+    def scores(self, outputs, targets):
+        return {"accuracy": 0.0}
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 10])
+def test_every_epoch_of_a_finite_task_visits_every_sequence_once_in_a_new_order(size):
+    task = Numbered()
+    seen = torch.cat([task.training_batch(step, size, 0).inputs[:, 0] for step in range(60 // size)])
+    epochs = seen[: len(seen) // 10 * 10].reshape(-1, 10)
+    assert torch.equal(epochs.sort().values, torch.arange(10).expand(len(epochs), 10))
+    assert len({tuple(epoch.tolist()) for epoch in epochs}) == len(epochs)
+    with pytest.raises(InputError, match="batch of 11 is larger than the 10 training sequences"):
+        task.training_batch(0, 11, 0)

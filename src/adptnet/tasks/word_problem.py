@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..spec import check_size, spec
-from .base import Batch, Task
+from .base import Batch, Scores, Task
 from .groups import product_table
 
 __all__ = ["WordProblem"]
@@ -45,8 +45,8 @@ class WordProblem(Task):
             targets[:, t] = table[targets[:, t - 1], inputs[:, t]]
         return Batch(inputs, targets)
 
-    def scores(self, predictions: Tensor, targets: Tensor) -> dict[str, float | list[float]]:
-        correct = (predictions == targets).double()
+    def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
+        correct = (outputs.argmax(-1) == targets).double()
         return {
             "accuracy": float(correct[:, -10:].mean()),
             "last_token": float(correct[:, -1].mean()),

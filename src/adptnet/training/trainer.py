@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..errors import AdptnetError, InputError
+from ..errors import AdptnetError
 from ..nn.model import evaluating
-from ..tasks import Task
+from ..tasks import Scores, Task
+from ..tasks.base import Split
 from .config import TrainConfig
 from .optim import param_groups
 
@@ -33,12 +34,11 @@ def train(
     """Trains `model` in place. The same seed gives the same numbers, whatever ran before.
 
     Args:
-        model: Called as `logits, state = model(tokens)`.
+        model: Called as `outputs, state = model(inputs, lengths=lengths)`.
         task: Where the batches come from.
         config: The settings.
         on_step: Called with the number of steps done and the loss, after each.
     """
-    generator = torch.Generator().manual_seed(config.seed)
     groups = param_groups(model, config.learning_rate, config.weight_decay)
     optimiser = torch.optim.AdamW(groups, betas=config.betas, eps=config.epsilon)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, config.rate)
@@ -48,9 +48,9 @@ def train(
     with torch.random.fork_rng(devices=[]):  # dropout draws from the global generator
         torch.manual_seed(config.seed)
         for step in range(config.steps):
-            batch = task.batch(config.batch_size, generator)
-            logits, _ = model(batch.inputs)
-            loss = task.loss(logits, batch.targets)
+            batch = task.training_batch(step, config.batch_size, config.seed)
+            outputs, _ = model(batch.inputs, lengths=batch.lengths)
+            loss = task.loss(outputs, batch.targets)
             losses.append(loss.item())
             if not torch.isfinite(loss):
                 raise TrainingDiverged(
@@ -70,19 +70,34 @@ def train(
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, task: Task, lengths: Sequence[int], *, size: int = 4096, batch_size: int = 512, seed: int = 1
-) -> dict[int, dict[str, float | list[float]]]:
-    """Scores of `model` on `size` fresh sequences of each length. The same seed draws the same sequences."""
-    if size < 1 or batch_size < 1:
-        raise InputError(f"evaluate(size={size}, batch_size={batch_size}): both must be at least 1.")
+    model: nn.Module,
+    task: Task,
+    lengths: Sequence[int],
+    *,
+    split: Split = "test",
+    size: int = 4096,
+    batch_size: int = 512,
+    seed: int = 1,
+) -> dict[int, Scores]:
+    """Scores of `model` on `size` sequences of each length. The same seed draws the same sequences."""
     scores = {}
     with evaluating(model):
         for length in lengths:
-            generator = torch.Generator().manual_seed(seed)
-            predictions, targets = [], []
-            for start in range(0, size, batch_size):
-                batch = task.batch(min(batch_size, size - start), generator, length=length)
-                predictions.append(model(batch.inputs)[0].argmax(-1))
-                targets.append(batch.targets)
-            scores[length] = task.scores(torch.cat(predictions), torch.cat(targets))
+            parts: list[Scores] = []
+            counts: list[int] = []
+            for batch in task.evaluation(split, size, batch_size, seed=seed, length=length):
+                parts.append(task.scores(model(batch.inputs, lengths=batch.lengths)[0], batch.targets))
+                counts.append(len(batch.inputs))
+            scores[length] = _mean(parts, counts)
     return scores
+
+
+def _mean(parts: list[Scores], counts: list[int]) -> Scores:
+    """The mean of the batches' scores, each batch counted by its sequences."""
+    means: Scores = {}
+    for name in parts[0]:
+        values = torch.tensor([part[name] for part in parts], dtype=torch.float64)
+        means[name] = torch.einsum(
+            "b...,b->...", values, torch.tensor(counts, dtype=torch.float64) / sum(counts)
+        ).tolist()
+    return means
