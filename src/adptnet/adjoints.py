@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .cells.base import Cell
 from .errors import IncompatibleError, InputError
-from .fixed_point import Loop, System, Tolerance, stretch
+from .fixed_point import Loop, System, Tolerance, default_rtol, stretch
 from .transitions import Transition
 
 __all__ = ["Adjoint", "Checkpointed", "Implicit", "Unrolled"]
@@ -203,7 +203,7 @@ class _Backward:
     def solve(self, gradient: Tensor, states: Tensor) -> Tensor:
         """g from dL/dx, block after block from the last to the first."""
         steps = self.system.steps
-        relative = torch.finfo(states.dtype).eps ** 0.75 if self.adjoint.rtol is None else self.adjoint.rtol
+        relative = default_rtol(states.dtype) if self.adjoint.rtol is None else self.adjoint.rtol
         least = torch.linalg.vector_norm(gradient, torch.inf, (1, 2)).unsqueeze(-1)
         known = gradient.clone() if self.block < steps else gradient  # dL/dx, and what the block after hands back
         found = torch.empty_like(gradient)

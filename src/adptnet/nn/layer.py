@@ -11,7 +11,6 @@ from torch.nn.utils.rnn import PackedSequence
 from ..adjoints import Adjoint
 from ..beta import BetaValue
 from ..cells import ADPTSpec, ADPTState, Cell, CellSpec
-from ..cells.base import positions
 from ..cells.spec import axes as adpt_axes
 from ..errors import InputError, NonFiniteError, NotConvergedWarning, SpecError
 from ..projections import Dense, Projection, ProjectionSpec
@@ -173,6 +172,7 @@ class RecurrentLayer(nn.Module, abc.ABC):
         reset: Tensor | None = None,
         dt: Tensor | None = None,
         beta: Tensor | None = None,
+        adjoint: Adjoint | None = None,
     ) -> Solution:
         """The states themselves, batch first, with how they were found. Refuses input that is not finite."""
         self._check_shape(x)
@@ -186,7 +186,7 @@ class RecurrentLayer(nn.Module, abc.ABC):
             guess=guess,
             lengths=lengths,
             reset=reset,
-            adjoint=self.adjoint,
+            adjoint=adjoint or self.adjoint,
         )
 
     def initial_state(self, batch: int, *, device: Device = None, dtype: DType = None) -> ADPTState:
@@ -209,16 +209,14 @@ class RecurrentLayer(nn.Module, abc.ABC):
         solver: Solver | None,
         adjoint: Adjoint | None,
     ) -> tuple[Tensor, ADPTState]:
-        state = _as_state(state)
-        lengths = None if lengths is None else torch.as_tensor(lengths)
         solution = _solver(solver, self.solver)(
-            cell, x, state, lengths=lengths, reset=reset, adjoint=adjoint or self.adjoint
+            cell, x, _as_state(state), lengths=lengths, reset=reset, adjoint=adjoint or self.adjoint
         )
         _warn_unless_solved(solution)
         with torch.autocast(x.device.type, enabled=False):
             shown = self.cell.output(solution.states)
             outputs = shown if self.readout is None else self.readout(shown)
-        return outputs.to(x.dtype), ADPTState(solution.final, _final_position(x, state, lengths, reset))
+        return outputs.to(x.dtype), ADPTState(solution.final, solution.position)
 
     def _check_shape(self, x: Tensor) -> None:
         refuse_packed(x)
@@ -297,17 +295,6 @@ def _alone(what: str, **others: Tensor | None) -> None:
     for name, value in others.items():
         if value is not None:
             raise InputError(f"{what} already says where sequences begin and end; {name} does too. Drop {name}=.")
-
-
-def _final_position(x: Tensor, state: ADPTState | None, lengths: Tensor | None, reset: Tensor | None) -> Tensor:
-    """Where the next step of each sequence will be."""
-    steps = x.shape[-2]
-    start = torch.zeros(x.shape[:-2], dtype=torch.int64, device=x.device) if state is None else state.position
-    if reset is None or not steps:
-        return start + (steps if lengths is None else lengths.to(x.device).reshape(start.shape))
-    every = positions(start.reshape(-1), steps, torch.as_tensor(reset).reshape(-1, steps))
-    ends = torch.full_like(every[:, :1], steps) if lengths is None else lengths.to(x.device).reshape(-1, 1)
-    return (every.gather(1, ends - 1) + 1).reshape(start.shape)
 
 
 class ADPTNet(RecurrentLayer):

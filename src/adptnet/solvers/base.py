@@ -30,6 +30,7 @@ class Solution:
 
     states: Tensor  # (batch, time, state_size)
     final: Tensor  # (batch, state_size): the state at the true end of each sequence
+    position: Tensor  # (batch,) int64: where the step after it would be, counted from the last reset
     results: Tensor  # (batch,) int64: a `Result` each
     iterations: Tensor
     residual: Tensor  # max |f(s_{t-1}) - s_t|

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..fixed_point import System, newton_update
+from ..fixed_point import Iterate, System, newton_update
 from ..transitions import Transition
 
 __all__ = ["Adaptive", "Damping", "Proximal", "Scale", "TrustRegion", "Undamped"]
@@ -24,31 +24,15 @@ class Damping(abc.ABC):
         return strength
 
     @abc.abstractmethod
-    def update(
-        self,
-        transition: Transition,
-        system: System,
-        states: Tensor,
-        entering: Tensor,
-        values: Tensor,
-        strength: Tensor,
-    ) -> Tensor:
-        """The next states."""
+    def update(self, transition: Transition, system: System, at: Iterate, strength: Tensor) -> Tensor:
+        """The next states. Without a graph, `at.values` may be overwritten."""
 
 
 class Undamped(Damping):
     """The plain iteration."""
 
-    def update(
-        self,
-        transition: Transition,
-        system: System,
-        states: Tensor,
-        entering: Tensor,
-        values: Tensor,
-        strength: Tensor,
-    ) -> Tensor:
-        return newton_update(transition, system, states, entering, values)
+    def update(self, transition: Transition, system: System, at: Iterate, strength: Tensor) -> Tensor:
+        return newton_update(transition, system, at)
 
     def __repr__(self) -> str:
         return "Undamped()"
@@ -66,16 +50,8 @@ class Scale(Damping):
             raise InputError(f"Scale({scale!r}): must be from 0 to 1. 0.99 damps mildly.")
         self.scale = float(scale)
 
-    def update(
-        self,
-        transition: Transition,
-        system: System,
-        states: Tensor,
-        entering: Tensor,
-        values: Tensor,
-        strength: Tensor,
-    ) -> Tensor:
-        return newton_update(transition.scaled(self.scale), system, states, entering, values)
+    def update(self, transition: Transition, system: System, at: Iterate, strength: Tensor) -> Tensor:
+        return newton_update(transition.scaled(self.scale), system, at)
 
     def __repr__(self) -> str:
         return f"Scale({self.scale:g})"
@@ -96,21 +72,11 @@ class TrustRegion(Damping):
     def begin(self, like: Tensor) -> Tensor:
         return torch.full((like.shape[0],), self.strength, dtype=like.dtype, device=like.device)
 
-    def update(
-        self,
-        transition: Transition,
-        system: System,
-        states: Tensor,
-        entering: Tensor,
-        values: Tensor,
-        strength: Tensor,
-    ) -> Tensor:
+    def update(self, transition: Transition, system: System, at: Iterate, strength: Tensor) -> Tensor:
         # of the change, which is pulled towards none: the same as of the states pulled towards the guess
-        none = torch.zeros_like(system.initial)
-        change = transition.filter(
-            values - states, torch.zeros_like(states), strength.unsqueeze(-1), none, system.reset
-        )
-        return states + change
+        none, guess = torch.zeros_like(system.initial), torch.zeros_like(at.states)
+        change = transition.filter(at.values - at.states, guess, strength.unsqueeze(-1), none, system.reset)
+        return at.states + change
 
     def __repr__(self) -> str:
         return f"TrustRegion({self.strength:g})"
@@ -139,16 +105,8 @@ class Adaptive(Damping):
         less = strength / self.factor
         return torch.where(residual > previous, more, torch.where(less < self.least, 0.0, less))
 
-    def update(
-        self,
-        transition: Transition,
-        system: System,
-        states: Tensor,
-        entering: Tensor,
-        values: Tensor,
-        strength: Tensor,
-    ) -> Tensor:
-        return newton_update(transition.scaled(1 - strength[:, None, None]), system, states, entering, values)
+    def update(self, transition: Transition, system: System, at: Iterate, strength: Tensor) -> Tensor:
+        return newton_update(transition.scaled(1 - strength[:, None, None]), system, at)
 
     def __repr__(self) -> str:
         return f"Adaptive(least={self.least:g}, factor={self.factor:g})"
@@ -172,16 +130,8 @@ class Proximal(Damping):
     def adapt(self, strength: Tensor, residual: Tensor, previous: Tensor) -> Tensor:
         return self.damping.adapt(strength, residual, previous)
 
-    def update(
-        self,
-        transition: Transition,
-        system: System,
-        states: Tensor,
-        entering: Tensor,
-        values: Tensor,
-        strength: Tensor,
-    ) -> Tensor:
-        states = self.damping.update(transition, system, states, entering, values, strength)
+    def update(self, transition: Transition, system: System, at: Iterate, strength: Tensor) -> Tensor:
+        states = self.damping.update(transition, system, at, strength)
         assert system.radius is not None
         size = torch.linalg.vector_norm(states, dim=-1)
         outside = size > system.radius * (1 + 64 * torch.finfo(states.dtype).eps)

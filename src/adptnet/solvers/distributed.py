@@ -100,7 +100,7 @@ class TimeParallel(Solver):
             _compare(known.every)
             line = Line(ranks, [each["steps"] for each in known.every])
             with ranks.together() as wanted:
-                starting = _starting(cell, inputs, state, known.every, ranks.here)
+                starting = _starting(cell, inputs, state, known.every[: ranks.here])
                 problem = pose(cell, inputs, starting, None, reset)
                 guess = _chunk_of_guess(guess, problem)
                 system = problem.system(cell)
@@ -110,6 +110,7 @@ class TimeParallel(Solver):
                 results, found = self._completed(constant, self._search(cell, constant, guess, line), line)
                 ends = ranks.gathered(found.states[:, -1])
             states, final = found.states, ends[-1]
+            position = _position(known.every).to(inputs.device)
             if not states.numel():
                 states = system.run()  # no numbers, but a graph
             elif any(wanted.every):
@@ -119,6 +120,7 @@ class TimeParallel(Solver):
         return Solution(
             states=states if problem.batched else states.squeeze(0),
             final=final if problem.batched else final.squeeze(0),
+            position=position if problem.batched else position.squeeze(0),
             results=results,
             iterations=found.iterations,
             residual=found.residual,
@@ -340,20 +342,25 @@ def _compare(notes: list[dict[str, Any]]) -> None:
 
 
 def _starting(
-    cell: Cell, inputs: Tensor, state: Tensor | ADPTState | None, notes: list[dict[str, Any]], here: int
+    cell: Cell, inputs: Tensor, state: Tensor | ADPTState | None, before: list[dict[str, Any]]
 ) -> Tensor | ADPTState | None:
-    """What enters this rank as far as it is known: the position, and on rank 0 the state."""
-    if here == 0:
+    """What enters this rank as far as it is known: the position, and on rank 0, which none is before, the state."""
+    if not before:
         return state
-    batch = notes[0]["agree"]["a batch of"]
-    if len(notes[0]["position"]) != batch:
+    batch = before[0]["agree"]["a batch of"]
+    if len(before[0]["position"]) != batch:
         return None  # rank 0 says what is wrong with it
+    unknown = cell.initial_state(batch, device=inputs.device, dtype=check_dtype(inputs, cell))
+    return ADPTState(unknown, _position(before).to(inputs.device))
+
+
+def _position(notes: list[dict[str, Any]]) -> Tensor:
+    """Where the step after the chunks of these ranks is."""
     position = torch.tensor(notes[0]["position"], dtype=torch.int64)
-    for note in notes[:here]:
+    for note in notes:
         fresh_for = torch.tensor(note["fresh for"], dtype=torch.int64)
         position = torch.where(fresh_for >= 0, fresh_for, position + note["steps"])
-    unknown = cell.initial_state(batch, device=inputs.device, dtype=check_dtype(inputs, cell))
-    return ADPTState(unknown, position.to(inputs.device))
+    return position
 
 
 def _chunk_of_guess(guess: Tensor | None, problem: Problem) -> Tensor | None:

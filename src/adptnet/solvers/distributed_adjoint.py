@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ..adjoints import PATIENCE, Implicit
 from ..cells.base import Cell
 from ..errors import DistributedError, IncompatibleError
-from ..fixed_point import System, Tolerance, stretch
+from ..fixed_point import System, Tolerance, default_rtol, stretch
 from ..transitions import Transition
 from .parallel import full_precision
 from .ranks import Line
@@ -123,7 +123,7 @@ class _Backward:
         total, most, rtol = self.line.total, search.adjoint.max_iterations, search.adjoint.rtol
         if most == 0:
             return known.clone(), total
-        rtol = torch.finfo(known.dtype).eps ** 0.75 if rtol is None else rtol
+        rtol = default_rtol(known.dtype) if rtol is None else rtol
         transition = search.linearise(search.cell, self.system, self.system.entering(states), self.line)
         least = torch.stack(ranks.gathered(_largest(known).amax(-1, keepdim=True))).amax(0)
         g = ranks.scan_back(transition, known.clone(), reset)

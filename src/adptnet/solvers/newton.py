@@ -10,7 +10,7 @@ from torch import Tensor
 from ..adjoints import LoopAdjoint
 from ..cells.base import Cell
 from ..errors import IncompatibleError, InputError
-from ..fixed_point import System, Tolerance, solve
+from ..fixed_point import Iterate, System, Tolerance, default_rtol, solve
 from ..ops.linear_scan import linear_scan
 from ..transitions import Transition
 from .damping import Damping, Proximal, Undamped
@@ -38,6 +38,8 @@ __all__ = [
     "Picard",
     "QuasiDEER",
 ]
+
+PATIENCE = 3
 
 
 class Newton(Parallel):
@@ -67,7 +69,7 @@ class Newton(Parallel):
         atol: float | None = None,
         rtol: float | None = None,
         max_iterations: int | None = None,
-        patience: int | None = 3,
+        patience: int | None = PATIENCE,
         fixed_iterations: int | None = None,
         on_failure: Policy = Finish(),
     ):
@@ -129,7 +131,8 @@ class Newton(Parallel):
                 entering = system.entering(states)
                 with torch.no_grad():  # at the solution A does not matter, so neither does its derivative
                     transition = self.linearisation.transition(cell, system, entering)
-                return self.damping.update(transition, system, states, entering, system.evaluate(entering), strength)
+                at = Iterate(states, entering, system.evaluate(entering))
+                return self.damping.update(transition, system, at, strength)
 
             after = adjoint.call(one, states)
             with torch.no_grad():
@@ -147,8 +150,8 @@ class Newton(Parallel):
         return transition.scan(system.evaluate(system.initial.new_zeros(shape)), system.initial, system.reset)
 
     def tolerance(self, dtype: torch.dtype) -> Tolerance:
-        eps = torch.finfo(dtype).eps
-        return Tolerance(eps if self.atol is None else self.atol, eps**0.75 if self.rtol is None else self.rtol)
+        atol = torch.finfo(dtype).eps if self.atol is None else self.atol
+        return Tolerance(atol, default_rtol(dtype) if self.rtol is None else self.rtol)
 
     def _with_radius(self, cell: Cell, system: System) -> System:
         if not isinstance(self.damping, Proximal):
@@ -168,6 +171,8 @@ class Newton(Parallel):
         given += [] if isinstance(self.damping, Undamped) else [repr(self.damping)]
         shown = ("atol", "rtol", "max_iterations", "fixed_iterations")
         given += [f"{name}={value}" for name, value in vars(self).items() if name in shown and value is not None]
+        given += [] if self.patience == PATIENCE else [f"patience={self.patience}"]
+        given += [] if isinstance(self.on_failure, Finish) else [f"on_failure={self.on_failure!r}"]
         return f"{self.linearisation.solver}({', '.join(given)})"
 
 

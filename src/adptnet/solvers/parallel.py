@@ -10,7 +10,7 @@ from torch import Tensor
 from ..adjoints import Adjoint, Implicit, LoopAdjoint, Unrolled
 from ..cells.base import ADPTState, Cell
 from ..errors import InputError, NotConverged
-from ..fixed_point import Found, History, System, Tolerance, measured, newton_update, solve
+from ..fixed_point import Found, History, System, Tolerance, default_rtol, measured, newton_update, solve
 from ..transitions import Transition
 from .base import Result, Solution, Solver, finite_steps
 from .policies import Finish, Policy, Raise, Return
@@ -80,7 +80,16 @@ class Parallel(Solver):
             with torch.no_grad():
                 search = self.search(cell, _detached(cell, problem), guess)
             states = self._attached(cell, problem, system, search, guess, adjoint or Implicit())
-        return solution(self, problem, states, search)
+        found = search.found
+        return problem.solution(
+            self,
+            states,
+            results=search.results,
+            iterations=found.iterations,
+            residual=found.residual,
+            converged_steps=found.converged_steps,
+            history=found.history,
+        )
 
     def _compiled(self, cell: Cell, problem: Problem, guess: Tensor | None) -> Solution:
         """A fixed number of iterations, differentiated as they are."""
@@ -97,15 +106,13 @@ class Parallel(Solver):
             steps = torch.full_like(prefix, problem.steps) if problem.lengths is None else problem.lengths
             results = torch.where(right.all(-1), int(Result.CONVERGED), int(Result.NOT_CONVERGED))
             results = torch.where(residual.isfinite().all(-1), results, int(Result.NON_FINITE))
-        final, states = problem.final(states), problem.masked(states)
-        return Solution(
-            states=states if problem.batched else states.squeeze(0),
-            final=final if problem.batched else final.squeeze(0),
+        return problem.solution(
+            self,
+            states,
             results=results,
             iterations=torch.full_like(prefix, self.fixed),
             residual=residual.amax(-1),
             converged_steps=torch.minimum(prefix, steps),
-            solver=self,
         )
 
     def _attached(
@@ -153,8 +160,8 @@ class Parallel(Solver):
             linear,
             torch.zeros_like(states),
             lambda part, rows, start, point: transition.part(rows, start),
-            lambda at, part, tangents, point, values, _: newton_update(at, part, tangents, point, values),
-            Tolerance(0.0, torch.finfo(states.dtype).eps ** 0.75),
+            lambda at, part, tangents, _: newton_update(at, part, tangents),
+            Tolerance(0.0, default_rtol(states.dtype)),
             max_iterations=system.steps,
             patience=None,
             strength=torch.zeros_like(system.initial[:, 0]),
@@ -179,15 +186,13 @@ def _stepwise(solver: Solver, problem: Problem, system: System) -> Solution:
     batch = problem.state.shape[0]
     zeros = torch.zeros(batch, dtype=torch.int64, device=states.device)
     steps = zeros + problem.steps if problem.lengths is None else problem.lengths
-    final, states = problem.final(states), problem.masked(states)
-    return Solution(
-        states=states if problem.batched else states.squeeze(0),
-        final=final if problem.batched else final.squeeze(0),
+    return problem.solution(
+        solver,
+        states,
         results=zeros + int(Result.FINISHED),
         iterations=zeros,
         residual=torch.zeros(batch, dtype=states.dtype, device=states.device),
         converged_steps=steps,
-        solver=solver,
     )
 
 
@@ -273,22 +278,8 @@ def _message(solver: Solver, found: Found, results: Tensor) -> str:
         f"{solver} stopped after {int(found.iterations.max())} iterations ({', '.join(kinds)}): residual "
         f"{float(found.residual[failed].max()):.1e} in {len(failed)} of {len(found.converged)} sequences ({shown}); "
         f"steps before {int(found.converged_steps[failed].min())} of {steps} have converged. Wrap it in "
-        "solvers.BlockWise(..., num_blocks=8), raise max_iterations, or pass on_failure=solvers.Finish()."
-    )
-
-
-def solution(solver: Solver, problem: Problem, states: Tensor, search: Search) -> Solution:
-    """The answer to a caller."""
-    final, states, found = problem.final(states), problem.masked(states), search.found
-    return Solution(
-        states=states if problem.batched else states.squeeze(0),
-        final=final if problem.batched else final.squeeze(0),
-        results=search.results,
-        iterations=found.iterations,
-        residual=found.residual,
-        converged_steps=found.converged_steps,
-        solver=solver,
-        history=found.history,
+        "solvers.BlockWise(..., num_blocks=8), damp it with solvers.Adaptive(), raise max_iterations (or patience, if "
+        "it was given up), or pass on_failure=solvers.Finish()."
     )
 
 
@@ -303,7 +294,12 @@ def joined(parts: list[Search]) -> Search:
         complete = complete & (part.results <= int(Result.FINISHED))
     longest = max(len(each.history.residual) for each in found)
     residuals = torch.stack([_padded(each.history.residual, longest) for each in found]).amax(0)
-    prefixes = torch.stack([_padded(each.history.converged_steps, longest) for each in found]).sum(0)
+    prefixes = torch.zeros_like(found[0].history.converged_steps[:1]).repeat(longest, 1)
+    unbroken = torch.ones_like(prefixes, dtype=torch.bool)  # whether all blocks before are right after so many each
+    for each in found:
+        prefix = _padded(each.history.converged_steps, longest)
+        prefixes += torch.where(unbroken, prefix, 0)
+        unbroken &= prefix == torch.where(each.converged, each.converged_steps, -1)
     whole = Found(
         states,
         torch.stack([each.converged for each in found]).all(0),

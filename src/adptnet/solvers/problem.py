@@ -7,8 +7,9 @@ from torch import Tensor
 
 from ..cells.base import ADPTState, Cell, positions
 from ..errors import InputError
-from ..fixed_point import System
+from ..fixed_point import History, System
 from ..spectra.base import compute_dtype
+from .base import Solution, Solver
 
 __all__ = ["Problem", "check_dtype", "check_lengths", "pose", "valid"]
 
@@ -22,6 +23,7 @@ class Problem(NamedTuple):
     reset: Tensor | None  # (batch, time)
     lengths: Tensor | None  # (batch,)
     valid: Tensor | None  # (batch, time): whether a step is before the end
+    position: Tensor  # (batch,), of the step after the end of each sequence
     batched: bool
 
     @property
@@ -51,6 +53,31 @@ class Problem(NamedTuple):
             return states[:, -1].clone()
         last = (self.lengths - 1)[:, None, None].expand(-1, 1, states.shape[-1])
         return states.gather(1, last).squeeze(1)
+
+    def solution(
+        self,
+        solver: Solver,
+        states: Tensor,
+        *,
+        results: Tensor,
+        iterations: Tensor,
+        residual: Tensor,
+        converged_steps: Tensor,
+        history: History | None = None,
+    ) -> Solution:
+        """The answer to a caller, in the form of the question."""
+        final, states = self.final(states), self.masked(states)
+        return Solution(
+            states=states if self.batched else states.squeeze(0),
+            final=final if self.batched else final.squeeze(0),
+            position=self.position if self.batched else self.position.squeeze(0),
+            results=results,
+            iterations=iterations,
+            residual=residual,
+            converged_steps=converged_steps,
+            solver=solver,
+            history=history,
+        )
 
 
 def pose(
@@ -88,9 +115,17 @@ def pose(
         inputs = inputs.gather(1, last.unsqueeze(-1).expand_as(inputs))
         reset = None if reset is None else reset.gather(1, last)
         cell = cell.gathered(last)
-    drive = cell.prepare(inputs.to(dtype), positions(start, steps, reset))
+    every = positions(start, steps, reset)
+    drive = cell.prepare(inputs.to(dtype), every)
     fresh = cell.initial_state(batch, device=inputs.device, dtype=dtype)
-    return Problem(drive, entering, fresh, reset, lengths, before_end, batched)
+    after = _position_after(start, every, lengths)
+    return Problem(drive, entering, fresh, reset, lengths, before_end, after, batched)
+
+
+def _position_after(start: Tensor, every: Tensor, lengths: Tensor | None) -> Tensor:
+    if not every.shape[1]:
+        return start
+    return 1 + (every[:, -1] if lengths is None else every.gather(1, lengths.unsqueeze(-1) - 1).squeeze(-1))
 
 
 def check_dtype(inputs: Tensor, cell: Cell) -> torch.dtype:

@@ -31,18 +31,15 @@ class Sequential(Solver):
         with torch.autocast(inputs.device.type, enabled=False):
             problem = pose(cell, inputs, state, lengths, reset)
             states = self._states(cell, problem, adjoint or Unrolled())
-        final = problem.final(states)
-        states = problem.masked(states)
-        finite = finite_steps(states.detach())
+        finite = finite_steps(problem.masked(states.detach()))
         broken = finite < problem.steps
-        return Solution(
-            states=states if problem.batched else states.squeeze(0),
-            final=final if problem.batched else final.squeeze(0),
+        return problem.solution(
+            self,
+            states,
             results=torch.where(broken, int(Result.NON_FINITE), int(Result.CONVERGED)),
             iterations=torch.ones_like(finite),
             residual=torch.where(broken, torch.nan, 0.0),
             converged_steps=finite if problem.lengths is None else torch.minimum(finite, problem.lengths),
-            solver=self,
         )
 
     def _states(self, cell: Cell, problem: Problem, adjoint: Adjoint) -> Tensor:
