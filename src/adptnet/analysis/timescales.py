@@ -55,7 +55,7 @@ def key_value_statistics(system: Any, inputs: Tensor, *, state: Tensor | ADPTSta
     if not cell.spec.conjugate.turns:
         raise IncompatibleError(f"{cell.spec.conjugate} does not turn: it has no key and value.")
     trajectory = posed(system, inputs, state)
-    bound, run = cell.bound(), cell.stepper()
+    bound, run = cell.bind(), cell.stepper()
     entering, dots, angles = trajectory.state, [], []
     for drive in trajectory.drive.unbind(1):
         _, planes, beta = bound.evaluated(entering, bound.parts(drive))

@@ -1,31 +1,26 @@
 """The ADPT cell: x_t = M(x_{t-1}) x_{t-1} + drive_t with M = Q Λ̄ Q' (eq:recurrence_eq)."""
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
 from ..beta import Beta
-from ..conjugates import Conjugate, Eigen, HeadedConjugate, StartedBlocks, Taylor, block_diagonal, dense_step
-from ..directions import Directions, FromInput, KeyValue
+from ..conjugates import block_diagonal, dense_step
+from ..directions import Directions, FromInput
 from ..drive import Drive
 from ..errors import IncompatibleError, InputError
 from ..ops.adpt_scan import Constants, Form
-from ..ops.linear_scan import linear_scan
 from ..projections import Orthogonal
-from ..spectra import BlockDiagonal, Spectrum
-from ..transitions import Diagonal, InBasis, Transition
+from ..spectra import BlockDiagonal
 from ..typing import Device, DType, Matrix, Positions, Vector
 from . import fused
 from .base import Cell
-from .jacobian import Direction, StepJacobian, rotation_numbers, step_jacobian, taylor_numbers
+from .bound import Bound, BoundCell
 from .spec import ADPTSpec
 
 __all__ = ["ADPTCell", "GivenCell"]
 
 
-class ADPTCell(Cell):
+class ADPTCell(BoundCell):
     """The recurrence of the paper. Its parameters are the spectrum, K and V, B, the gain, the gate and β."""
 
     def __init__(self, spec: ADPTSpec, *, device: Device = None, dtype: DType = None):
@@ -59,12 +54,6 @@ class ADPTCell(Cell):
                 parts += [part.reshape(u.shape) for part in directions.bound(u.dtype)(u)]
         parts += [part.expand(*u.shape[:-1], 1) for part in (dt, beta) if part is not None]
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
-
-    def step(self, state: Vector, drive: Tensor) -> Vector:
-        return self.bound().step(state, drive)
-
-    def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
-        return self.bound().step
 
     def scan(
         self,
@@ -103,27 +92,9 @@ class ADPTCell(Cell):
         lambda_bar: BlockDiagonal = self.spectrum()
         return lambda_bar
 
-    def conjugate(self, state: Vector, drive: Tensor) -> Conjugate:
-        bound = self.bound()
-        return bound.conjugate(state, bound.parts(drive))
-
-    def linear_transition(self, drive: Tensor) -> Transition:
-        return self.bound().linear_transition(drive)
-
-    def jacobian(self, state: Vector, drive: Tensor) -> Matrix:
-        closed = self.bound().jacobian(state, drive)
-        return super().jacobian(state, drive) if closed is None else closed.dense().expand(*state.shape, -1)
-
-    def jacobian_blocks(self, state: Vector, drive: Tensor) -> BlockDiagonal:
-        closed = self.bound().jacobian(state, drive)
-        return super().jacobian_blocks(state, drive) if closed is None else closed.blocks()
-
-    def radius(self, state: Vector, drive: Tensor, fresh: Vector, reset: Tensor | None) -> Tensor | None:
-        return self.bound().radius(state, drive, fresh, reset)
-
     def define_conjugate(self, state: Vector, drive: Tensor) -> Matrix:
         """M by its definition, with dense matrices: the slow reference of `conjugate`."""
-        bound, spec = self.bound(), self.spec
+        bound, spec = self.bind(), self.spec
         eigen, planes, beta = bound.evaluated(state, bound.parts(drive))
         dense = spec.conjugate.define(eigen, planes, beta, spec.retraction)
         dense = block_diagonal(dense) if spec.heads > 1 else dense
@@ -131,7 +102,7 @@ class ADPTCell(Cell):
 
     def define_step(self, state: Vector, drive: Tensor) -> Vector:
         """`step` by its definition, with dense matrices."""
-        bound, spec = self.bound(), self.spec
+        bound, spec = self.bind(), self.spec
         parts = bound.parts(drive)
         driven = parts.drive
         if spec.rotation_aware:
@@ -149,7 +120,7 @@ class ADPTCell(Cell):
             raise IncompatibleError(f"{self.spec.conjugate} does not turn and takes no beta=. Drop it, or use Exact().")
         return self if dt is None and beta is None else GivenCell(self, dt, beta)
 
-    def bound(self, *, dt: bool = False, beta: bool = False) -> "Bound":
+    def bind(self, *, dt: bool = False, beta: bool = False) -> Bound:
         """The cell with its parameters evaluated; `dt` and `beta` say whether they come with the drive."""
         blocks: BlockDiagonal = self.spectrum()
         dtype = blocks.real.dtype
@@ -168,113 +139,7 @@ class ADPTCell(Cell):
         return [directions for directions in self.directions if isinstance(directions, Directions)]
 
 
-class _Parts(NamedTuple):
-    """A slice of the drive, taken apart."""
-
-    drive: Tensor
-    planes: list[KeyValue] | None
-    dt: Tensor | None
-    beta: Tensor | None
-
-
-class Bound(NamedTuple):
-    """A cell with its parameters evaluated: what is the same at every step."""
-
-    spec: ADPTSpec
-    spectrum: Spectrum
-    blocks: BlockDiagonal | None  # None: depends on the length of the step
-    start: Tensor | None
-    beta: float | Tensor | None  # None: comes with the drive
-    directions: list[Callable[[Tensor], KeyValue]] | None  # None: come with the drive
-    projections: list[Directions]
-
-    def step(self, state: Tensor, drive: Tensor) -> Tensor:
-        parts = self.parts(drive)
-        conjugate = self.conjugate(state, parts)
-        driven = conjugate.turn(parts.drive) if self.spec.rotation_aware else parts.drive
-        return conjugate.mv(state) + driven
-
-    def conjugate(self, state: Tensor, parts: _Parts) -> Conjugate:
-        operator = self.spec.conjugate.operator(*self.evaluated(state, parts), self.spec.retraction)
-        return operator if self.spec.heads == 1 else HeadedConjugate(operator, self.spec.heads)
-
-    def evaluated(self, state: Tensor, parts: _Parts) -> tuple[Eigen, list[KeyValue], float | Tensor]:
-        """Eigenvalues, directions and β at this step, with the heads along a dimension of their own."""
-        eigen: Eigen = self.spectrum(parts.dt) if self.blocks is None else self.blocks
-        beta = parts.beta if self.beta is None else self.beta
-        assert beta is not None
-        if self.spec.heads > 1:
-            assert isinstance(eigen, BlockDiagonal)
-            eigen = eigen.heads(self.spec.heads)
-            beta = beta.unsqueeze(-2) if parts.beta is not None and isinstance(beta, Tensor) else beta
-        if self.start is not None:
-            assert isinstance(eigen, BlockDiagonal)
-            eigen = StartedBlocks(eigen, self.start)
-        if self.directions is not None:
-            return eigen, [directions(state) for directions in self.directions], beta
-        assert parts.planes is not None
-        return eigen, parts.planes, beta
-
-    def linear_transition(self, drive: Tensor) -> Transition:
-        """Λ̄, or Q₀ Λ̄ Q₀' with a learned start: what M is without turning."""
-        blocks: BlockDiagonal = self.spectrum(self.parts(drive).dt) if self.blocks is None else self.blocks
-        if self.start is None:
-            return Diagonal(blocks)
-        return InBasis(self.start.unsqueeze(0), Diagonal(blocks))
-
-    def jacobian(self, state: Tensor, drive: Tensor) -> StepJacobian | Conjugate | None:
-        """The Jacobian in closed form; None where there is none."""
-        parts, spec = self.parts(drive), self.spec
-        if self.directions is None or not spec.conjugate.turns:
-            return self.conjugate(state, parts)  # M does not depend on the state
-        direction, conjugate = spec.direction, spec.conjugate
-        plain = direction.heads == 1 and direction.dot is None and not direction.layer_norm
-        if not plain or self.blocks is None or self.start is not None or conjugate.planes > 1:
-            return None
-        beta = parts.beta if self.beta is None else self.beta
-        assert beta is not None
-        if isinstance(conjugate, Taylor):
-            numbers = taylor_numbers(self.blocks, beta, conjugate.order)
-        else:
-            turned = parts.drive if spec.rotation_aware else None
-            numbers = rotation_numbers(self.blocks, beta, spec.retraction, turned)
-        dtype = self.blocks.real.dtype
-        pair = (self.projections[0].key_projection, self.projections[0].value_projection)
-        directions = [Direction(projection.dense().to(dtype), projection.bound(dtype)) for projection in pair]
-        return step_jacobian(state, self.blocks, direction.source, directions, numbers)
-
-    def radius(self, state: Tensor, drive: Tensor, fresh: Tensor, reset: Tensor | None) -> Tensor | None:
-        """‖x_t‖ <= |λ̄|_max ‖x_{t-1}‖ + ‖drive_t‖, whatever β, K and V; not so for Taylor, whose M may stretch."""
-        if isinstance(self.spec.conjugate, Taylor):
-            return None
-        parts = self.parts(drive)
-        blocks: BlockDiagonal = self.spectrum(parts.dt) if self.blocks is None else self.blocks
-        largest = blocks.modulus().amax(-1, keepdim=True)
-        pushed = torch.linalg.vector_norm(parts.drive, dim=-1, keepdim=True)
-        if reset is not None:
-            anew = largest * torch.linalg.vector_norm(fresh, dim=-1)[:, None, None]
-            pushed = torch.where(reset.unsqueeze(-1), pushed + anew, pushed)
-        entering = torch.linalg.vector_norm(state, dim=-1, keepdim=True)
-        return linear_scan(largest, pushed, entering, reset=reset).squeeze(-1)
-
-    def parts(self, drive: Tensor) -> _Parts:
-        if self.directions is not None and self.blocks is not None and self.beta is not None:
-            return _Parts(drive, None, None, None)
-        size, heads = self.spec.size, self.spec.heads
-        count = 0 if self.directions is not None else 2 * self.spec.conjugate.planes
-        sizes = [size, *[size] * count, *[1] * (self.blocks is None), *[1] * (self.beta is None)]
-        driven, *rest = drive.split(sizes, -1)
-        vectors = [v if heads == 1 else v.unflatten(-1, (heads, -1)) for v in rest[:count]]
-        planes = [KeyValue(*vectors[i : i + 2]) for i in range(0, count, 2)]
-        return _Parts(
-            driven,
-            None if self.directions is not None else planes,
-            rest[count] if self.blocks is None else None,
-            rest[-1] if self.beta is None else None,
-        )
-
-
-class GivenCell(Cell):
+class GivenCell(BoundCell):
     """An `ADPTCell` with what one call gives it: the length of each step, or a β for each sequence."""
 
     def __init__(self, cell: ADPTCell, dt: Tensor | None, beta: Tensor | None):
@@ -302,12 +167,6 @@ class GivenCell(Cell):
             None if beta is None else beta.reshape(*beta.shape, 1, 1),
         )
 
-    def step(self, state: Vector, drive: Tensor) -> Vector:
-        return self._bound().step(state, drive)
-
-    def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
-        return self._bound().step
-
     def scan(
         self,
         drive: Tensor,
@@ -325,26 +184,8 @@ class GivenCell(Cell):
     def eigenvalues(self) -> BlockDiagonal | None:
         return self.cell.eigenvalues() if self.dt is None else None
 
-    def conjugate(self, state: Vector, drive: Tensor) -> Conjugate:
-        bound = self._bound()
-        return bound.conjugate(state, bound.parts(drive))
-
-    def linear_transition(self, drive: Tensor) -> Transition:
-        return self._bound().linear_transition(drive)
-
-    def jacobian(self, state: Vector, drive: Tensor) -> Matrix:
-        closed = self._bound().jacobian(state, drive)
-        return super().jacobian(state, drive) if closed is None else closed.dense().expand(*state.shape, -1)
-
-    def jacobian_blocks(self, state: Vector, drive: Tensor) -> BlockDiagonal:
-        closed = self._bound().jacobian(state, drive)
-        return super().jacobian_blocks(state, drive) if closed is None else closed.blocks()
-
-    def radius(self, state: Vector, drive: Tensor, fresh: Vector, reset: Tensor | None) -> Tensor | None:
-        return self._bound().radius(state, drive, fresh, reset)
-
-    def _bound(self) -> Bound:
-        return self.cell.bound(dt=self.dt is not None, beta=self.beta is not None)
+    def bind(self) -> Bound:
+        return self.cell.bind(dt=self.dt is not None, beta=self.beta is not None)
 
 
 def _shaped(name: str, values: Tensor, inputs: Tensor, shape: torch.Size, layout: str, largest: float) -> Tensor:

@@ -41,7 +41,7 @@ class CoupledCell(Cell):
 
     def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
         size = self.spec.size
-        bound = self.fast.bound()
+        bound = self.fast.bind()
         gain, decay = self.fast.drive.gain(self.fast.spectrum), self.slow()
         charge = -torch.expm1(self.slow.log_modulus())
         feedback = self.feedback.to(decay.real.dtype)

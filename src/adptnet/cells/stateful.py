@@ -35,7 +35,7 @@ class StatefulCell(Cell):
 
     def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
         size, retraction = self.spec.size, self.spec.retraction
-        bound = self.memoryless.bound()
+        bound = self.memoryless.bind()
         blocks, beta = bound.blocks, bound.beta
         assert blocks is not None
         assert beta is not None
@@ -56,7 +56,7 @@ class StatefulCell(Cell):
 
     def define_step(self, state: Vector, drive: Tensor) -> Vector:
         """`step` by its definition, with dense matrices."""
-        bound = self.memoryless.bound()
+        bound = self.memoryless.bind()
         assert bound.blocks is not None
         assert bound.beta is not None
         assert bound.directions is not None
