@@ -1,8 +1,25 @@
 """Every member of every axis, the layers that are legal, and the laws each obeys."""
 
-import torch
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
 
-from adptnet import ADPTNet, TrainableBeta, cells, conjugates, directions, drive, projections, retractions, spectra
+import torch
+from torch import nn
+
+from adptnet import (
+    ADPTNet,
+    TrainableBeta,
+    cells,
+    conjugates,
+    directions,
+    drive,
+    projections,
+    retractions,
+    solvers,
+    spectra,
+)
+from adptnet.ops.lti_convolution import lti_convolution
 
 all_retractions = [retractions.Exponential(), retractions.Cayley()]
 real_spectra = [
@@ -183,3 +200,147 @@ def laws_of(axes: dict) -> set[str]:
     if axes.get("beta") == 0 and not axes.get("start"):
         laws.add("diagonal")
     return laws
+
+
+# Solvers: a linearisation, a damping, and whether the time is cut into blocks.
+
+all_linearisations = {
+    "DEER": solvers.DEER,
+    "Quasi": solvers.QuasiDEER,
+    "Quasi, estimated": partial(solvers.QuasiDEER, probes=3),
+    "Forward": solvers.ForwardDEER,
+    "Conv": solvers.ConvDEER,
+    "Conv, by FFT": partial(solvers.ConvDEER, by=lti_convolution),
+    "Koopman": solvers.KoopmanDEER,
+    "Koopman, 3 means": partial(solvers.KoopmanDEER, means=3),
+    "Koopman, polar": partial(solvers.KoopmanDEER, mean=solvers.linearisations.MeanRotation),
+    "Jacobi": solvers.Jacobi,
+    "Picard": solvers.Picard,
+}
+all_dampings = {
+    "undamped": None,
+    "scale": solvers.Scale(0.9),
+    "trust region": solvers.TrustRegion(0.1),
+    "adaptive": solvers.Adaptive(),
+    "proximal": solvers.Proximal(),
+    "proximal and scale": solvers.Proximal(solvers.Scale(0.9)),
+}
+all_blocks = {"whole": None, "3 blocks": {"num_blocks": 3}, "blocks of 5": {"block_length": 5}}
+
+
+class _Mixing(nn.Module):
+    """A step of a user's own, whose channels mix."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size, size) / size**0.5)
+
+    def forward(self, state, inputs):
+        return torch.tanh(state @ self.weight) * torch.sigmoid(inputs) + 0.3 * inputs
+
+
+other_cells = {
+    "GRUCell": lambda: cells.from_torch(nn.GRUCell(6, 6)),
+    "LSTMCell": lambda: cells.from_torch(nn.LSTMCell(6, 5)),
+    "RNNCell": lambda: cells.from_torch(nn.RNNCell(6, 6)),
+    "TanhRNN": lambda: cells.TanhRNN(6, 5).build(),
+    "ReLURNN": lambda: cells.ReLURNN(6).build(),
+    "OrthogonalRNN": lambda: cells.OrthogonalRNN(6).build(),
+    "from_function": lambda: cells.from_function(_Mixing(6), 6, 6),
+}
+solver_layers = [  # what a solver may see differently: each kind of spectrum, conjugate, direction, drive and state
+    {"width": 6, "beta": 1.0},
+    {"width": 6, "spectrum": spectra.Negative(spectra.Sparse(spectra.S4DReal(), 0.5), 0.5), "rope": drive.RoPE()},
+    {"width": 6, "spectrum": spectra.S4DInv(), "beta": TrainableBeta(1.0), "gain": drive.ZOH()},
+    {"width": 6, "conjugate": conjugates.Taylor(), "beta": 0.5, "gate": drive.SoftplusGate(rank=2)},
+    {"width": 6, "conjugate": conjugates.Taylor(2), "beta": 0.5, "start": True, "spectrum": spectra.S4DInv()},
+    {"width": 6, "conjugate": conjugates.Product(3), "beta": 0.5, "rotation_aware": True},
+    {"width": 6, "state_size": 2, "conjugate": conjugates.Stateful(), "beta": 0.5},
+    {"width": 6, "direction": directions.FromState(relu=True, layer_norm=True, dot=-0.3, heads=2), "beta": (0.3, 1.0)},
+    {"width": 6, "direction": directions.FromInput(dot=0.2), "beta": 1.0, "spectrum": spectra.S4DLin()},
+    {"width": 6, "memory": cells.SlowMemory(feedback=-0.5), "beta": 1.0, "gain": drive.LRU()},
+    {"width": 6, "memory": cells.SlowMemory(), "beta": 0.5, "spectrum": spectra.S4DInv(), "gain": drive.ZOH()},
+    {"width": 6, "conjugate": conjugates.Diagonal(), "beta": 0, "rope": drive.RoPE(), "start": True},
+    {"width": 5, "state_size": 3, "beta": 30.0, "spectrum": spectra.Linspace(dt_min=1.0, dt_max=3.0)},
+]
+covering_cells: list[dict | str] = [*solver_layers, "GRUCell", "LSTMCell", "RNNCell", "TanhRNN", "from_function"]
+all_cells: list[dict | str] = [*solver_layers, *other_cells, *legal]
+
+
+def cell_name(axes: dict | str) -> str:
+    return axes if isinstance(axes, str) else name_of(axes)
+
+
+def build_cell(axes: dict | str) -> cells.Cell:
+    """The cell of a layer, or one that is none of ours."""
+    return other_cells[axes]() if isinstance(axes, str) else build(axes).cell
+
+
+class Combination(NamedTuple):
+    """A cell, and what a solver for it is made of, by name."""
+
+    axes: dict | str
+    linearisation: str
+    damping: str
+    blocks: str
+
+    @property
+    def takes_resets(self) -> bool:
+        """A convolution knows no resets: its transition is the same at every step."""
+        return self.linearisation != "Conv, by FFT"
+
+    def solver(self, **options) -> solvers.Solver:
+        solver = all_linearisations[self.linearisation](all_dampings[self.damping], **options)
+        blocks = all_blocks[self.blocks]
+        return solver if blocks is None else solvers.BlockWise(solver, **blocks)
+
+    def __str__(self) -> str:
+        return " · ".join((self.linearisation, self.damping, self.blocks, cell_name(self.axes)))
+
+
+def has_conjugate(axes: dict | str) -> bool:
+    """Whether the step is M x + drive: every ADPT cell, also with a slow memory, but not one that remembers Q."""
+    return not isinstance(axes, str) and not isinstance(axes.get("conjugate"), conjugates.Stateful)
+
+
+def is_legal(axes: dict | str, linearisation: str, damping: str) -> bool:
+    """Which linearisation and damping go with which cell; any of them may be run block-wise."""
+    layer = {} if isinstance(axes, str) else axes
+    conjugate = layer.get("conjugate", conjugates.Exact())
+    memory = bool(layer.get("memory"))
+    if linearisation in ("Forward", "Conv") and not has_conjugate(axes):
+        return False
+    if linearisation == "Conv, by FFT" and (memory or not has_conjugate(axes)):
+        return False  # a slow memory couples pairs of numbers, which is no convolution of numbers
+    if linearisation == "Koopman, polar":  # one Q, of one plane and one head, around Λ̄ itself
+        heads = getattr(layer.get("direction"), "heads", 1)
+        turns = isinstance(conjugate, (conjugates.Exact, conjugates.Product)) and conjugate.planes == 1
+        if not has_conjugate(axes) or not turns or heads > 1 or memory or layer.get("start"):
+            return False
+    if damping.startswith("proximal"):  # needs a ball: M = Q Λ̄ Q' keeps lengths, that of Taylor does not
+        return has_conjugate(axes) and not memory and not isinstance(conjugate, conjugates.Taylor)
+    return True
+
+
+def legal_combinations(axes: dict | str) -> Iterator[Combination]:
+    """Every solver that goes with a cell. This is the documentation of what is legal."""
+    for linearisation in all_linearisations:
+        for damping in all_dampings:
+            if is_legal(axes, linearisation, damping):
+                for blocks in all_blocks:
+                    yield Combination(axes, linearisation, damping, blocks)
+
+
+def covering_combinations(axes: dict | str) -> Iterator[Combination]:
+    """One for each linearisation that goes with a cell; for the first cell, every damping with each.
+
+    Over `covering_cells` every pair of linearisation and cell, of damping and linearisation, and of block-wise and
+    linearisation occurs.
+    """
+    turn = all_cells.index(axes)
+    blocks = list(all_blocks)
+    for i, linearisation in enumerate(all_linearisations):
+        dampings = [damping for damping in all_dampings if is_legal(axes, linearisation, damping)]
+        chosen = dampings if not turn else [dampings[(turn + i) % len(dampings)]] if dampings else []
+        for j, damping in enumerate(chosen):
+            yield Combination(axes, linearisation, damping, blocks[(turn + 2 * i + j) % len(blocks)])

@@ -156,7 +156,7 @@ def stretch(states: Tensor) -> int:
 
 
 def default_rtol(dtype: torch.dtype) -> float:
-    """2e-6 in float32, 9e-14 in float64: gradients then err no more than twice as much as back-propagation's own."""
+    """2e-6 in float32, 9e-14 in float64: gradients then err a few times as much as those of back-propagation."""
     return float(torch.finfo(dtype).eps ** (5 / 6))
 
 

@@ -18,12 +18,11 @@ from ..adjoints import Adjoint, Implicit
 from ..cells.base import ADPTState, Cell, positions
 from ..errors import DistributedError, IncompatibleError, InputError, NotConverged
 from ..fixed_point import Found, History, System, measured
-from ..spectra import BlockDiagonal
-from ..transitions import Dense, Diagonal, InBasis, Transition
+from ..transitions import Dense, Transition
 from .base import Result, Solution, Solver, finite_steps
 from .damping import Adaptive, Scale, Undamped
 from .distributed_adjoint import Search, attach
-from .linearisations import MeanConjugate, MeanRotation, _mean_matrix
+from .linearisations import MeanConjugate, MeanRotation, in_eigenbasis, mean_matrix
 from .newton import Newton
 from .parallel import full_precision, transformed
 from .policies import Finish, Raise
@@ -176,12 +175,9 @@ class TimeParallel(Solver):
         if not isinstance(linearisation, MeanConjugate):
             return linearisation.transition(cell, system, entering)
         weight = torch.full_like(entering[..., :1], 1 / line.total)
-        own, symmetric = _mean_matrix(cell, entering, system.givens[0], weight)
+        own, symmetric = mean_matrix(cell, entering, system.givens[0], weight)
         mean = line.ranks.summed(own)
-        if not symmetric or not bool(mean.isfinite().all()):
-            return Dense(mean.unsqueeze(1))
-        eigenvalues, basis = torch.linalg.eigh((mean + mean.mT) / 2)
-        return InBasis(basis, Diagonal(BlockDiagonal(eigenvalues.unsqueeze(1))))
+        return in_eigenbasis(mean) if symmetric else Dense(mean.unsqueeze(1))
 
     def _guess(self, cell: Cell, system: System, line: Line) -> Tensor:
         transition = cell.linear_transition(system.givens[0])

@@ -209,14 +209,19 @@ class MeanConjugate(_Mean):
     """
 
     def mean(self, cell: Cell, entering: Tensor, drive: Tensor, weight: Tensor) -> Transition:
-        dense, symmetric = _mean_matrix(cell, entering, drive, weight)
-        if not symmetric or not bool(dense.isfinite().all()):  # the loop sees and names what is not finite; eigh raises
-            return Dense(dense.unsqueeze(1))
-        eigenvalues, basis = torch.linalg.eigh((dense + dense.mT) / 2)
-        return InBasis(basis, Diagonal(BlockDiagonal(eigenvalues.unsqueeze(1))))
+        dense, symmetric = mean_matrix(cell, entering, drive, weight)
+        return in_eigenbasis(dense) if symmetric else Dense(dense.unsqueeze(1))
 
 
-def _mean_matrix(cell: Cell, entering: Tensor, drive: Tensor, weight: Tensor) -> tuple[Tensor, bool]:
+def in_eigenbasis(symmetric: Tensor) -> Transition:
+    """A matrix (batch, n, n) for all time, run in its eigenbasis."""
+    finite = symmetric.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+    eigenvalues, basis = torch.linalg.eigh(torch.where(finite, (symmetric + symmetric.mT) / 2, 0.0))  # raises at NaN
+    eigenvalues = torch.where(finite.squeeze(-1), eigenvalues, torch.nan)  # which the loop sees and names
+    return InBasis(basis, Diagonal(BlockDiagonal(eigenvalues.unsqueeze(1))))
+
+
+def mean_matrix(cell: Cell, entering: Tensor, drive: Tensor, weight: Tensor) -> tuple[Tensor, bool]:
     """The mean of M, or of J for a cell without M, (batch, n, n); and whether it is symmetric."""
     length = stretch(entering)
     total = torch.zeros((), dtype=entering.dtype, device=entering.device)
