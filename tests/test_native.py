@@ -35,7 +35,7 @@ def test_an_import_builds_nothing_the_first_use_does_and_the_second_does_not(tmp
     code = f"import os, adptnet; print(os.listdir({str(tmp_path)!r})); {show}"
     at_import, first = python(code, ADPTNET_CACHE=str(tmp_path))[0].splitlines()
     assert at_import == "[]"
-    (library,) = tmp_path.iterdir()
+    (library,) = tmp_path.glob("adpt_scan-*")
     made = library.stat().st_mtime_ns
     second, _ = python(show, ADPTNET_CACHE=str(tmp_path), PATH="", CXX="")  # without any compiler
     assert first.startswith(f"cpu: {library}")
@@ -88,9 +88,10 @@ def test_kernels_are_built_ahead_from_the_command_line(tmp_path, monkeypatch, ca
     assert cli.main(["kernels", "build"]) == 0
     built = sorted(tmp_path.iterdir())
     assert sorted(capsys.readouterr().out.split()) == [str(path) for path in built]
-    assert len(built) == 2
+    assert len(built) == 2 * len(native.OPERATIONS)
     assert cli.main(["kernels"]) == 0
-    assert "adpt_scan: " in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert all(f"{operation}: " in shown for operation in native.OPERATIONS)
     path, _ = native.build("adpt_scan", "float")
     path.write_bytes(b"not a library")  # a damaged one is built again
     assert native._load("adpt_scan", "float").library is not None
@@ -125,14 +126,9 @@ def test_large_memory_is_used_again_and_never_shared():
     assert place % 64 == 0
 
 
-SANITISED = """
-import ctypes, os, sys
-import torch
-from adptnet.ops import native
-from adptnet.ops.adpt_scan import Form, cpu
-sys.path.insert(0, {tests!r})
-native._loaded["adpt_scan", "double"] = native.Kernel(ctypes.CDLL({library!r}), "")
-torch.set_default_dtype(torch.float64)
+SANITISED = {
+    "adpt_scan": """
+from adptnet.ops.adpt_scan import cpu
 from test_adpt_scan import KINDS, problem
 for size, batch in ((1, 1), (13, 3), (12, 7)):
     for name, kind in KINDS.items():
@@ -144,21 +140,43 @@ for size, batch in ((1, 1), (13, 3), (12, 7)):
             for save in (False, True):
                 kept = cpu.forward(drive, state, constants, form, reset, lengths, save)
                 cpu.backward(torch.randn_like(kept[0]), drive, state, constants, form, reset, lengths, *kept)
-print("clean")
+""",
+    "linear_scan": """
+from adptnet.ops.linear_scan import cpu
+for size in (1, 3, 4, 13, 50):
+    for dtype in (torch.float64, torch.complex128):
+        offset, initial = (torch.randn(*shape, dtype=dtype) for shape in ((3, 37, size), (3, size)))
+        for shape in ((size,), (37, size), (3, 1, size)):
+            for reverse, reset in ((False, None), (True, torch.rand(3, 37) < 0.3)):
+                factors = torch.randn(*shape, dtype=dtype) / 9
+                states = cpu.forward(factors, offset, initial, reset, reverse)
+                cpu.backward(offset, states, factors, initial, reset, reverse, to_transition=True)
+                cpu.forward(factors, offset.clone(), None, reset, reverse, over=True)
+""",
+}
+PREPARED = """
+import ctypes, os, sys
+import torch
+from adptnet.ops import native
+sys.path.insert(0, {tests!r})
+native._loaded[{operation!r}, "double"] = native.Kernel(ctypes.CDLL({library!r}), "")
+torch.set_default_dtype(torch.float64)
 """
 
 
 @needs_compiler
-def test_address_and_undefined_behaviour_sanitisers_find_nothing(tmp_path):
+@pytest.mark.parametrize("operation", SANITISED)
+def test_address_and_undefined_behaviour_sanitisers_find_nothing(operation, tmp_path):
     compiler = native.find_compiler()
     runtime = subprocess.run([*compiler, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
     if not os.path.isabs(runtime):
         pytest.skip("the compiler has no AddressSanitizer library")
     library = tmp_path / "sanitised.so"
     checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g1", "-DNUMBER=double"]
-    source = SOURCE / "adpt_scan" / "kernel.cpp"
+    source = SOURCE / operation / "kernel.cpp"
     flags = [f for f in native.FLAGS if f != "-O2"]
     subprocess.run([*compiler, *flags, *checks, "-o", library, source], check=True, capture_output=True)
-    code = SANITISED.format(tests=str(Path(__file__).parent), library=str(library))
+    prepared = PREPARED.format(tests=str(Path(__file__).parent), operation=operation, library=str(library))
+    code = prepared + SANITISED[operation] + "print('clean')"
     options = {"ASAN_OPTIONS": "detect_leaks=0", "LD_PRELOAD": runtime, "OMP_NUM_THREADS": "1"}
     assert python(code, **options)[0] == "clean"

@@ -4,13 +4,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from ..beta import Beta
 from ..conjugates import ConjugateSpec, Diagonal, Exact, Product, Taylor
 from ..directions import Directions, FromInput, FromState
 from ..ops import native
 from ..ops.adpt_scan import Constants, Form, Retracted, Source, adpt_scan, ready
+from ..ops.transforms import transformed
 from ..projections import Projection
 from ..projections.base import Biased
 from ..projections.heads import Heads
@@ -58,19 +58,6 @@ def _uncovered(spec: ADPTSpec, drive: Tensor) -> str | None:
     if spec.start and (spec.memory is not None or (isinstance(direction, FromState) and direction.entrywise)):
         return "the kernel has no learned start with a slow memory, ReLU or spikes."
     return None
-
-
-def transformed(*tensors: Tensor | None) -> bool:
-    """Whether a tensor is inside vmap, jvp or another transform that looks into every operation."""
-    if torch.compiler.is_compiling():
-        return False
-    forward_mode = forward_ad._current_level >= 0
-    return any(
-        torch._C._functorch.is_functorch_wrapped_tensor(t)
-        or (forward_mode and forward_ad.unpack_dual(t).tangent is not None)
-        for t in tensors
-        if t is not None
-    )
 
 
 def form_of(spec: ADPTSpec, *, beta_given: bool = False) -> Form:

@@ -28,7 +28,7 @@ __all__ = ["Kernel", "backends", "build", "build_all", "load", "notice", "wanted
 # No -ffast-math: GCC would link code that flushes denormal numbers to zero in the whole process.
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS += ["-ffp-contract=fast"]
-OPERATIONS = ["adpt_scan"]
+OPERATIONS = ["adpt_scan", "linear_scan"]
 NUMBERS = ["float", "double"]
 
 _log = logging.getLogger("adptnet")
@@ -68,7 +68,8 @@ def load(operation: str, number: str = "float") -> ctypes.CDLL | None:
         with _lock:
             kernel = _loaded.get((operation, number)) or _load(operation, number)
             _loaded[operation, number] = kernel
-        if kernel.library is None:
+        if kernel.library is None and kernel.why not in _said:
+            _said.add(kernel.why)
             warnings.warn(
                 f"adptnet runs without its compiled kernels, many times slower: {kernel.why} "
                 "ADPTNET_BACKEND=reference says that this is meant.",
@@ -114,8 +115,10 @@ def _load(operation: str, number: str) -> Kernel:
 def build(operation: str, number: str) -> tuple[Path, str]:
     """The path of the library, compiled if it is not in the cache, and how it was made."""
     source = Path(__file__).parent / operation / "kernel.cpp"
+    sources = sorted(source.parent.parent.rglob("*.h"))  # what kernels share
     flags = [*FLAGS, f"-DNUMBER={number}", *instruction_set()]
-    key = hashlib.sha256(source.read_bytes() + repr(flags).encode()).hexdigest()[:16]
+    text = b"".join(path.read_bytes() for path in [*sources, source])
+    key = hashlib.sha256(text + repr(flags).encode()).hexdigest()[:16]
     folder = cache()
     compiler = find_compiler()
     if compiler is None:

@@ -1,0 +1,137 @@
+// Rows in padded memory, and products of rows with matrices in panels.
+
+#pragma once
+
+#include "../vectors.h"
+
+namespace {
+
+template <class T> constexpr int64_t panel = 2 * lanes<T>;
+
+// Whole cache lines, which are whole panels.
+template <class T> int64_t padded(int64_t size) {
+  constexpr int64_t line = 64 / sizeof(T);
+  return (size + line - 1) / line * line;
+}
+
+// The entries of a row of the caller, `size` of them, to and from padded memory.
+template <class T> INLINE void fetch(const T* from, int64_t size, T* to, int64_t pad) {
+  const int64_t whole = size / lanes<T> * lanes<T>;
+  for (int64_t i = 0; i < whole; i += lanes<T>) store<T>(to + i, load<T>(from + i));
+  for (int64_t i = whole; i < pad; ++i) to[i] = i < size ? from[i] : T(0);
+}
+template <class T> INLINE void put(const T* from, int64_t size, T* to) {
+  const int64_t whole = size / lanes<T> * lanes<T>;
+  for (int64_t i = 0; i < whole; i += lanes<T>) store<T>(to + i, load<T>(from + i));
+  for (int64_t i = whole; i < size; ++i) to[i] = from[i];
+}
+template <class T> INLINE void add(const T* from, int64_t size, T* to) {
+  const int64_t whole = size / lanes<T> * lanes<T>;
+  for (int64_t i = 0; i < whole; i += lanes<T>) store<T>(to + i, load<T>(to + i) + load<T>(from + i));
+  for (int64_t i = whole; i < size; ++i) to[i] += from[i];
+}
+
+// Memory of a task, handed out piece by piece; the same walk without memory measures it.
+template <class T> struct Arena {
+  T* base;
+  int64_t used;
+  T* take(int64_t count) {
+    T* out = base ? base + used : nullptr;
+    used += (count + 15) / 16 * 16;
+    return out;
+  }
+};
+
+// Rows of x times a matrix in panels: out[r, :] (+)= sum_i x[r, i] W[i, :]. The reduction runs over two ranges of a row of
+// x, so that the padding between p and q is skipped.
+struct Ranges {
+  int64_t first, gap, second;  // entries, then a gap, then entries
+};
+
+template <class T, int Rows, int Panels, bool Add>
+INLINE void multiply(const T* x, int64_t x_stride, Ranges over, const T* weights, int64_t depth, T* out,
+                     int64_t out_stride) {
+  Vec<T> sum[Rows][2 * Panels] = {};
+  const T* w = weights;
+  auto range = [&](const T* row, int64_t count) {
+    for (int64_t i = 0; i < count; ++i, w += panel<T>) {
+      Vec<T> column[2 * Panels];
+#pragma GCC unroll 8
+      for (int j = 0; j < 2 * Panels; ++j)
+        column[j] = load<T>(w + (j / 2) * depth * panel<T> + (j % 2) * lanes<T>);
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; ++r) {
+        T value = row[r * x_stride + i];
+#pragma GCC unroll 8
+        for (int j = 0; j < 2 * Panels; ++j) sum[r][j] += value * column[j];
+      }
+    }
+  };
+  range(x, over.first);
+  if (over.second) range(x + over.first + over.gap, over.second);
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 8
+    for (int j = 0; j < 2 * Panels; ++j) {
+      T* to = out + r * out_stride + j * lanes<T>;
+      // Added last: to sum onto what is there would round at its size, which is larger, once for each term.
+      store<T>(to, Add ? load<T>(to) + sum[r][j] : sum[r][j]);
+    }
+}
+
+template <class T, int Rows, bool Add>
+void multiply_rows(const T* x, int64_t x_stride, Ranges over, const T* weights, int64_t panels, T* out,
+                   int64_t out_stride) {
+  constexpr int together = Rows == 1 ? 4 : Rows <= 3 ? 2 : 1;  // as many panels as fill the registers
+  int64_t depth = over.first + over.second, j = 0;
+  for (; j + together <= panels; j += together)
+    multiply<T, Rows, together, Add>(x, x_stride, over, weights + j * depth * panel<T>, depth, out + j * panel<T>,
+                                     out_stride);
+  for (; j < panels; ++j)
+    multiply<T, Rows, 1, Add>(x, x_stride, over, weights + j * depth * panel<T>, depth, out + j * panel<T>, out_stride);
+}
+
+// Panel by panel, so that a panel stays in the nearest cache for all groups of rows.
+template <class T, bool Add>
+void product(int64_t rows, const T* x, int64_t x_stride, Ranges over, const T* weights, int64_t panels, T* out,
+             int64_t out_stride) {
+  int64_t depth = over.first + over.second;
+  int64_t groups = (rows + 5) / 6, block = rows > 6 ? 1 : panels;
+  for (int64_t j = 0; j < panels; j += block) {
+    const T* from = weights + j * depth * panel<T>;
+    T* to = out + j * panel<T>;
+    for (int64_t g = 0, r = 0; g < groups; ++g) {
+      int64_t count = (rows - r) / (groups - g);  // groups differ by one row at most
+      const T* in = x + r * x_stride;
+      T* result = to + r * out_stride;
+      switch (count) {
+        case 1: multiply_rows<T, 1, Add>(in, x_stride, over, from, block, result, out_stride); break;
+        case 2: multiply_rows<T, 2, Add>(in, x_stride, over, from, block, result, out_stride); break;
+        case 3: multiply_rows<T, 3, Add>(in, x_stride, over, from, block, result, out_stride); break;
+        case 4: multiply_rows<T, 4, Add>(in, x_stride, over, from, block, result, out_stride); break;
+        case 5: multiply_rows<T, 5, Add>(in, x_stride, over, from, block, result, out_stride); break;
+        case 6: multiply_rows<T, 6, Add>(in, x_stride, over, from, block, result, out_stride); break;
+      }
+      r += count;
+    }
+  }
+}
+
+// Weights of one head, (2 size, size) row by row, as panels for [K; V] x: outputs are padded, the reduction is not.
+template <class T> void pack_forward(const T* weight, int64_t size, int64_t pad, T* out) {
+  for (int64_t j = 0; j < 2 * pad; j += panel<T>)
+    for (int64_t i = 0; i < size; ++i)
+      for (int64_t l = 0; l < panel<T>; ++l, ++out) {
+        int64_t half = (j + l) / pad, row = (j + l) % pad;
+        *out = row < size ? weight[(half * size + row) * size + i] : T(0);
+      }
+}
+
+// The same as panels for [K' V'] g: the reduction runs over the 2 size rows.
+template <class T> void pack_backward(const T* weight, int64_t size, int64_t pad, T* out) {
+  for (int64_t j = 0; j < pad; j += panel<T>)
+    for (int64_t i = 0; i < 2 * size; ++i)
+      for (int64_t l = 0; l < panel<T>; ++l, ++out) *out = j + l < size ? weight[i * size + j + l] : T(0);
+}
+
+}  // namespace
