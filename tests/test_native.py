@@ -129,7 +129,6 @@ def test_large_memory_is_used_again_and_never_shared():
 SANITISED = {
     "adpt_scan": """
 from adptnet.ops.adpt_scan import cpu
-from test_adpt_scan import KINDS, problem
 for size, batch in ((1, 1), (13, 3), (12, 7)):
     for name, kind in KINDS.items():
         if size % kind.get("heads", 1):
@@ -140,6 +139,16 @@ for size, batch in ((1, 1), (13, 3), (12, 7)):
             for save in (False, True):
                 kept = cpu.forward(drive, state, constants, form, reset, lengths, save)
                 cpu.backward(torch.randn_like(kept[0]), drive, state, constants, form, reset, lengths, *kept)
+""",
+    "adpt_step": """
+from adptnet.ops.adpt_step import Jacobians, newton_pass
+for size, batch in ((1, 1), (13, 3), (16, 2)):
+    _, start, constants, form = problem(batch, 1, size)
+    states, drive = (torch.randn(batch, 37, size) for _ in range(2))
+    Jacobians(states, constants, form)(0, 21)
+    for reset in (None, torch.rand(batch, 37) < 0.3):
+        for tiles in (None, 1, 8):
+            newton_pass(states, drive, start, start, reset, constants, form, diagonal=tiles != 1, tiles=tiles)
 """,
     "linear_scan": """
 from adptnet.ops.linear_scan import cpu
@@ -161,6 +170,7 @@ from adptnet.ops import native
 sys.path.insert(0, {tests!r})
 native._loaded[{operation!r}, "double"] = native.Kernel(ctypes.CDLL({library!r}), "")
 torch.set_default_dtype(torch.float64)
+from test_adpt_scan import KINDS, problem
 """
 
 

@@ -115,19 +115,36 @@ def chunks(start: int, stop: int, length: int) -> list[tuple[int, int]]:
 
 def advance(cell: Cell, step: Step, state: Tensor, drive: Tensor, start: int) -> tuple[Stretch, Tensor]:
     """The steps of `drive` from `state`, the first one being `start`: their stretch, and the state after the last."""
-    visited = [state]
-    for each in drive.unbind(1):
-        visited.append(step(visited[-1], each))
-    return stretch_of(cell, torch.stack(visited, 1), drive, start), visited[-1]
+    states = visited(cell, step, state, drive, start)
+    matrices = jacobians_at(cell, states, drive, start)(0, drive.shape[1])
+    return Stretch(start, states[:, :-1], drive, matrices), states[:, -1]
 
 
-def stretch_of(cell: Cell, states: Tensor, drive: Tensor, start: int) -> Stretch:
-    """The stretch through known `states`, (batch, time + 1, n) with the one that enters the first step."""
-    _check(states[:, 1:], start, "the state is not finite after", "It escapes: check the step, or start elsewhere.")
+def visited(cell: Cell, step: Step, state: Tensor, drive: Tensor, start: int) -> Tensor:
+    """The states of the steps of `drive`, with the one that enters the first: (batch, time + 1, n)."""
+    states = None if torch.is_grad_enabled() else cell.scan(drive, state)
+    if states is None:
+        each = [state]
+        for row in drive.unbind(1):
+            each.append(step(each[-1], row))
+        states = torch.stack(each[1:], 1) if each[1:] else state.unsqueeze(1)[:, :0]
+    _check(states, start, "the state is not finite after", "It escapes: check the step, or start elsewhere.")
+    return torch.cat((state.unsqueeze(1), states), 1)
+
+
+def jacobians_at(cell: Cell, states: Tensor, drive: Tensor, start: int) -> Callable[[int, int], Tensor]:
+    """The Jacobians along known states, (batch, time + 1, n), of the steps from one to before another."""
     with torch.set_grad_enabled(states.requires_grad):  # no graph where nothing asked for one
-        matrices = cell.jacobian(states[:, :-1], drive)
-    _check(matrices, start, "the Jacobian is not finite at", "The step has no derivative at the state it meets there.")
-    return Stretch(start, states[:, :-1], drive, matrices)
+        of_steps = cell.jacobians(states[:, :-1], drive)
+
+    def matrices(first: int, last: int) -> Tensor:
+        with torch.set_grad_enabled(states.requires_grad):
+            found = of_steps(first, last)
+        advice = "The step has no derivative at the state it meets there."
+        _check(found, start + first, "the Jacobian is not finite at", advice)
+        return found
+
+    return matrices
 
 
 def _check(values: Tensor, start: int, what: str, advice: str) -> None:

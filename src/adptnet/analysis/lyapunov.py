@@ -7,6 +7,7 @@ values of single Jacobians. That is a different quantity with the same sum; here
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..errors import InputError
 from ..fixed_point import System
 from ..solvers import Result, Solver
 from ..solvers.parallel import Parallel
-from .jacobians import advance, chunk_length, chunks, stretch_of, stretches
+from .jacobians import chunks, jacobians_at, stretches, visited
 from .recompute import recomputed
 from .systems import Posed, parameters_of, posed
 
@@ -30,6 +31,8 @@ __all__ = [
 
 _MOST_BLOCKS = 32  # of the standard error
 _LONGEST_INTERVAL = 64  # steps between two orthonormalisations: beyond, QR is no longer what costs
+_VECTORS = 2**15  # numbers of state that are worked on at a time
+_MATRICES = 2**17  # numbers of Jacobians that are made at a time: few enough to be multiplied while in the caches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,16 +126,14 @@ def lyapunov_exponents(
     frame = random_frame(size, count).to(trajectory.state).expand(len(trajectory.state), size, count)
     tracks = _tracks_gradients(trajectory)
     carry = _Carrier(trajectory, tracks, None if solver is None else _solved(trajectory, solver, tracks))
-    entering, longest = trajectory.state, 1
-    sums = []
-    length = chunk_length(*trajectory.state.shape)
-    for start, stop in [(0, transient), *blocks]:
-        total = trajectory.state.new_zeros(len(trajectory.state), count)
-        for piece in chunks(start, stop, length):
-            entering, frame, growth = carry(entering, frame, *piece)
-            total = total + growth
-            longest = max(longest, carry.interval)
-        sums.append(total)
+    entering = trajectory.state
+    sums = [trajectory.state.new_zeros(len(trajectory.state), count) for _ in (0, *blocks)]  # the transient, and each
+    edges = [transient, *(stop for _, stop in blocks)]
+    for start, stop in chunks(0, trajectory.steps, min(1024, max(16, _VECTORS // trajectory.state.numel()))):
+        pieces = _pieces(start, stop, edges)
+        entering, frame, growth = carry(entering, frame, [(first, last) for _, first, last in pieces])
+        for (block, _, _), grown in zip(pieces, growth.unbind(1), strict=True):
+            sums[block] = sums[block] + grown
     rates = torch.stack([s / (stop - start) for s, (start, stop) in zip(sums[1:], blocks, strict=True)], 1)
     counted = trajectory.steps - transient
     exponents, order = (torch.stack(sums[1:], 1).sum(1) / counted).sort(-1, descending=True)
@@ -143,7 +144,7 @@ def lyapunov_exponents(
         standard_error=error if trajectory.batched else error.squeeze(0),
         blocks=rates if trajectory.batched else rates.squeeze(0),
         window=(transient, trajectory.steps),
-        interval=longest,
+        interval=carry.longest,
         final=entering if trajectory.batched else entering.squeeze(0),
         state_size=size,
     )
@@ -203,20 +204,25 @@ class _Carrier:
         self.tracks = tracks
         self.states = states  # (batch, time + 1, n), if they are known
         self.parameters = parameters_of(trajectory.cell)
-        self.interval = 1
+        self.interval = self.longest = 1
 
-    def __call__(self, state: Tensor, frame: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
-        """Steps [start, stop): the state and the frame after them, and how much each direction grew."""
-        begin = self.interval
+    def __call__(self, state: Tensor, frame: Tensor, pieces: list[tuple[int, int]]) -> tuple[Tensor, ...]:
+        """The state and the frame after these successive pieces, and how much each direction grew in each of them."""
+        begin, start, stop = self.interval, pieces[0][0], pieces[-1][1]
 
         def run(state: Tensor, frame: Tensor, drive: Tensor) -> tuple[Tensor, ...]:
             cell = self.trajectory.cell
             if self.states is None:
-                stretch, state = advance(cell, cell.stepper(), state, drive, start)
+                states = visited(cell, cell.stepper(), state, drive, start)
             else:
-                stretch, state = stretch_of(cell, self.states[:, start : stop + 1], drive, start), self.states[:, stop]
-            frame, growth, self.interval = _carried(stretch.jacobians, frame, begin)
-            return state, frame, growth
+                states = self.states[:, start : stop + 1]
+            matrices = _Held(jacobians_at(cell, states, drive, start), stop - start, state.shape[1] * state.numel())
+            self.interval, grown = begin, []
+            for first, last in pieces:
+                frame, growth, self.interval = _carried(matrices, first - start, last - start, frame, self.interval)
+                self.longest = max(self.longest, self.interval)
+                grown.append(growth)
+            return states[:, -1], frame, torch.stack(grown, 1)
 
         arguments = (state, frame, self.trajectory.drive[:, start:stop])
         if self.tracks:
@@ -225,16 +231,32 @@ class _Carrier:
             return run(*arguments)
 
 
-def _carried(jacobians: Tensor, frame: Tensor, interval: int) -> tuple[Tensor, Tensor, int]:
+class _Held:
+    """Jacobians one at a time, of which some neighbours are made at once."""
+
+    def __init__(self, make: Callable[[int, int], Tensor], steps: int, numbers: int):
+        self.make = make
+        self.steps = steps
+        self.together = max(1, _MATRICES // max(1, numbers))
+        self.start = 0
+        self.matrices: tuple[Tensor, ...] = ()
+
+    def __getitem__(self, step: int) -> Tensor:
+        if not self.start <= step < self.start + len(self.matrices):
+            self.start = step
+            self.matrices = self.make(step, min(step + self.together, self.steps)).unbind(1)
+        return self.matrices[step - self.start]
+
+
+def _carried(matrices: _Held, start: int, stop: int, frame: Tensor, interval: int) -> tuple[Tensor, Tensor, int]:
     """The frame after these Jacobians, how much each direction grew, and the interval to go on with."""
-    matrices = jacobians.unbind(1)
     growth = frame.new_zeros(frame.shape[0], frame.shape[-1])
-    at = 0
-    while at < len(matrices):
-        span = min(interval, len(matrices) - at)
+    at = start
+    while at < stop:
+        span = min(interval, stop - at)
         moved = frame
-        for matrix in matrices[at : at + span]:
-            moved = matrix @ moved
+        for step in range(at, at + span):
+            moved = matrices[step] @ moved
         orthonormal, upper = torch.linalg.qr(moved)
         stretched = _lengths(upper)
         fit = _fitting_interval(stretched, span)
@@ -244,6 +266,15 @@ def _carried(jacobians: Tensor, frame: Tensor, interval: int) -> tuple[Tensor, T
         frame, growth, at = orthonormal, growth + stretched.log(), at + span
         interval = min(fit, 2 * interval, _LONGEST_INTERVAL)
     return frame, growth, interval
+
+
+def _pieces(start: int, stop: int, edges: list[int]) -> list[tuple[int, int, int]]:
+    """[start, stop) cut at the edges that end the blocks: which block, from where, to where."""
+    pieces = []
+    for block, (first, last) in enumerate(itertools.pairwise([0, *edges])):
+        if max(start, first) < min(stop, last):
+            pieces.append((block, max(start, first), min(stop, last)))
+    return pieces
 
 
 def _lengths(upper: Tensor) -> Tensor:

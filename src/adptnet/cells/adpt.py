@@ -1,5 +1,7 @@
 """The ADPT cell: x_t = M(x_{t-1}) x_{t-1} + drive_t with M = Q Λ̄ Q' (eq:recurrence_eq)."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -91,6 +93,16 @@ class ADPTCell(BoundCell):
             return None
         lambda_bar: BlockDiagonal = self.spectrum()
         return lambda_bar
+
+    def jacobian(self, state: Vector, drive: Tensor) -> Matrix:
+        found = fused.jacobians(self.spec, *self.constants(beta=False), state.reshape(1, -1, state.shape[-1]), drive)
+        if found is None:
+            return super().jacobian(state, drive)
+        return found(0, found.states.shape[1]).reshape(*state.shape, -1)
+
+    def jacobians(self, states: Tensor, drive: Tensor) -> Callable[[int, int], Tensor]:
+        found = fused.jacobians(self.spec, *self.constants(beta=False), states, drive)
+        return super().jacobians(states, drive) if found is None else found
 
     def define_conjugate(self, state: Vector, drive: Tensor) -> Matrix:
         """M by its definition, with dense matrices: the slow reference of `conjugate`."""

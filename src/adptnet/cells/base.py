@@ -115,6 +115,10 @@ class Cell(nn.Module, abc.ABC):
         flat: Tensor = torch.func.vmap(torch.func.jacfwd(step))(flat_state, flat_drive)
         return flat.reshape(*state.shape, state.shape[-1])
 
+    def jacobians(self, states: Tensor, drive: Tensor) -> Callable[[int, int], Tensor]:
+        """`jacobian` at (batch, time, n), to be called for the steps from one to before another."""
+        return lambda start, stop: self.jacobian(states[:, start:stop], drive[:, start:stop])
+
     def jacobian_blocks(self, state: Vector, drive: Tensor) -> BlockDiagonal:
         """The diagonal of `jacobian`, in pairs where eigenvalues are."""
         lambda_bar = self.eigenvalues()

@@ -150,6 +150,12 @@ class BoundCell(Cell):
         closed = self.bind().jacobian(state, drive)
         return super().jacobian(state, drive) if closed is None else closed.dense().expand(*state.shape, -1)
 
+    def jacobians(self, states: Tensor, drive: Tensor) -> Callable[[int, int], Tensor]:
+        closed = self.bind().jacobian(states, drive)
+        if not isinstance(closed, StepJacobian):
+            return super().jacobians(states, drive)
+        return lambda start, stop: closed.steps(start, stop).dense()
+
     def jacobian_blocks(self, state: Vector, drive: Tensor) -> BlockDiagonal:
         closed = self.bind().jacobian(state, drive)
         return super().jacobian_blocks(state, drive) if closed is None else closed.blocks()

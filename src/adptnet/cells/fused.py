@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from ..beta import Beta
 from ..conjugates import ConjugateSpec, Diagonal, Exact, Product, Taylor
 from ..directions import Directions, FromInput, FromState
-from ..ops import native
+from ..ops import adpt_step, native
 from ..ops.adpt_scan import Constants, Form, Retracted, Source, adpt_scan, ready
-from ..ops.transforms import transformed
+from ..ops.transforms import transformed, watched
 from ..projections import Projection
 from ..projections.base import Biased
 from ..projections.heads import Heads
@@ -19,7 +19,7 @@ from ..spectra import BlockDiagonal
 from .base import Cell
 from .spec import ADPTSpec
 
-__all__ = ["constants_of", "coupled", "covers", "form_of", "in_basis", "own_steps", "scan"]
+__all__ = ["constants_of", "coupled", "covers", "form_of", "in_basis", "jacobians", "own_steps", "scan", "steps_known"]
 
 
 def own_steps(cell: Cell, kind: type[Cell]) -> bool:
@@ -156,3 +156,24 @@ def scan(
         native.notice("torch.func transforms and forward-mode derivatives look into every step.")
         return None
     return adpt_scan(drive, state, constants, form, reset=reset, lengths=lengths, lean=lean)
+
+
+def steps_known(spec: ADPTSpec, states: Tensor, drive: Tensor, constants: Constants, form: Form) -> bool:
+    """Whether the step at many known states has a kernel, which records no derivative."""
+    tensors = (states, drive, *constants)
+    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return (
+        not (recorded or spec.start or watched() or transformed(*tensors))
+        and _uncovered(spec, drive) is None
+        and adpt_step.covers(constants, form)
+        and adpt_step.ready(states.dtype)
+    )
+
+
+def jacobians(
+    spec: ADPTSpec, constants: Constants, form: Form, states: Tensor, drive: Tensor
+) -> adpt_step.Jacobians | None:
+    """The derivative of the step at states (batch, time, n), some steps at a time; None where there is no kernel."""
+    if not steps_known(spec, states, drive, constants, form):
+        return None
+    return adpt_step.Jacobians(states.detach(), constants, form)

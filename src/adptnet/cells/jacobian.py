@@ -30,24 +30,42 @@ class Direction(NamedTuple):
 
 
 class StepJacobian(NamedTuple):
-    """Λ + Σ weight_i W_i diag(slope) + Σ column_j row_j'."""
+    """Λ + (Σ diag(weight_i) W_i) diag(slope) + columns rows, at states (*b, n)."""
 
     eigen: BlockDiagonal
-    matrices: list[tuple[Tensor, Tensor]]  # weight (*b, 1), W (n, n)
-    slope: Tensor  # (*b, n), the derivative of what K and V are applied to
-    outer: list[tuple[Tensor, Tensor]]  # column, row (*b, n)
+    matrices: list[tuple[Tensor, Tensor]]  # weight (*b, n), W (n, n)
+    slope: Tensor | None  # (*b, n), the derivative of what K and V are applied to; None where that is the state
+    columns: Tensor  # (*b, n, r)
+    rows: Tensor  # (*b, r, n)
 
     def dense(self) -> Matrix:
-        dense = torch.zeros_like(self.slope).unsqueeze(-1)
-        for weight, matrix in self.matrices:
-            dense = dense + weight.unsqueeze(-1) * matrix
-        columns = torch.stack([column for column, _ in self.outer], -1)
-        rows = torch.stack([row for _, row in self.outer], -2)
-        return self.eigen.dense() + dense * self.slope.unsqueeze(-2) + columns @ rows
+        (weight, matrix), *others = self.matrices
+        dense = weight.unsqueeze(-1) * matrix
+        for weight, matrix in others:
+            dense.addcmul_(weight.unsqueeze(-1), matrix)
+        if self.slope is not None:
+            dense = dense * self.slope.unsqueeze(-2)
+        shape = dense.shape
+        flat = (part.reshape(-1, *part.shape[-2:]) for part in (dense, self.columns, self.rows))
+        dense = torch.baddbmm(*flat).reshape(shape)
+        if self.eigen.imag is not None:
+            return dense + self.eigen.dense()
+        dense.diagonal(dim1=-2, dim2=-1).add_(self.eigen.real)
+        return dense
+
+    def steps(self, start: int, stop: int) -> "StepJacobian":
+        """Those of some steps, of states (*b, time, n)."""
+        return StepJacobian(
+            self.eigen,
+            [(weight[..., start:stop, :], matrix) for weight, matrix in self.matrices],
+            None if self.slope is None else self.slope[..., start:stop, :],
+            self.columns[..., start:stop, :, :],
+            self.rows[..., start:stop, :, :],
+        )
 
     def blocks(self) -> BlockDiagonal:
         """The diagonal, in pairs where eigenvalues are."""
-        index = torch.arange(self.slope.shape[-1], device=self.slope.device)
+        index = torch.arange(self.rows.shape[-1], device=self.rows.device)
         diagonal = self.eigen.real + self._entries(index, index)
         if self.eigen.imag is None:
             return BlockDiagonal(diagonal)
@@ -57,14 +75,12 @@ class StepJacobian(NamedTuple):
         return BlockDiagonal(real.repeat_interleave(2, -1), imag.repeat_interleave(2, -1))
 
     def _entries(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Entries (rows[i], columns[i]) of all but Λ."""
-        picked = torch.zeros_like(self.slope)
-        for weight, matrix in self.matrices:
-            picked = picked + weight * matrix[rows, columns]
-        picked = picked * self.slope[..., columns]
-        for column, row in self.outer:
-            picked = picked + column * row[..., columns]
-        return picked
+        """Entries (i, columns[i]) of all but Λ, where `rows` are all i."""
+        picked = sum(weight * matrix[rows, columns] for weight, matrix in self.matrices)
+        assert isinstance(picked, Tensor)
+        if self.slope is not None:
+            picked = picked * self.slope[..., columns]
+        return picked + (self.columns * self.rows.mT[..., columns, :]).sum(-1)
 
 
 def step_jacobian(
@@ -88,8 +104,9 @@ def step_jacobian(
     recorded = torch.is_grad_enabled() and _learns(state, eigen, source, directions, of)
     with torch.enable_grad():
         x = state.view_as(state) if recorded and state.requires_grad else state.detach().requires_grad_()
-        seen = source(x)
-        (slope,) = torch.autograd.grad(seen.sum(), x, retain_graph=True, create_graph=recorded)
+        seen, slope = source(x), None
+        if seen is not x:
+            (slope,) = torch.autograd.grad(seen.sum(), x, retain_graph=True, create_graph=recorded)
         reaches = [direction.project(seen) for direction in directions]
         # views, so that each derivative below is along one argument alone
         key, value, point = (part.view_as(part) for part in (*map(unit, reaches), x))
@@ -107,7 +124,8 @@ def step_jacobian(
         eigen,
         [(weight.detach(), matrix.detach()) for weight, matrix in jacobian.matrices],
         slope,
-        [(column.detach(), row.detach()) for column, row in jacobian.outer],
+        jacobian.columns.detach(),
+        jacobian.rows.detach(),
     )
 
 
@@ -128,29 +146,34 @@ def _learns(
 
 def _assembled(
     eigen: BlockDiagonal,
-    slope: Tensor,
+    slope: Tensor | None,
     directions: Sequence[Direction],
     vectors: Sequence[Tensor],
     reaches: Sequence[Tensor],
     numbers: Sequence[Tensor],
     gradients: Sequence[Sequence[Tensor]],
 ) -> StepJacobian:
-    rows = [parts[0] for parts in gradients]  # ∇a, ∇b, ∇c, ∇d: first what depends on x itself
+    rows = torch.stack([parts[0] for parts in gradients], -2)  # ∇a, ∇b, ∇c, ∇d: first what depends on x itself
     matrices: list[tuple[Tensor, Tensor]] = []
-    outer: list[tuple[Tensor, Tensor]] = []
+    more: list[tuple[Tensor, Tensor]] = []
     moved = [eigen.mv(vector) for vector in vectors]
     for i, (direction, vector, reach) in enumerate(zip(directions, vectors, reaches, strict=True)):
         matrix, inverse = direction.matrix, _inverse_length(reach)
         on_moved, on_itself = inverse * numbers[i], inverse * numbers[i + 2]
         # d vector / dx = (matrix - vector (vector' matrix)) slope / length
-        matrices += [(on_moved, eigen.mv(matrix.mT).mT), (on_itself, matrix)]
-        outer.append((-(on_moved * moved[i] + on_itself * vector), (vector @ matrix) * slope))
+        matrices.append((on_moved * eigen.real + on_itself, matrix))
+        if eigen.imag is not None:
+            quarter = BlockDiagonal(torch.zeros_like(eigen.real), eigen.imag)
+            matrices.append((on_moved.expand_as(vector), quarter.mv(matrix.mT).mT))
         partials = torch.stack([parts[1 + i] for parts in gradients], -2)
-        across = partials - (partials @ vector.unsqueeze(-1)) * vector.unsqueeze(-2)
-        pulled = (inverse * slope).unsqueeze(-2) * (across @ matrix)
-        rows = [row + more for row, more in zip(rows, pulled.unbind(-2), strict=True)]
-    outer += list(zip((*moved, *vectors), rows, strict=True))
-    return StepJacobian(eigen, matrices, slope, outer)
+        across = inverse.unsqueeze(-1) * (partials - (partials @ vector.unsqueeze(-1)) * vector.unsqueeze(-2))
+        pulled, along = torch.cat((across, vector.unsqueeze(-2)), -2).matmul(matrix).split([len(numbers), 1], -2)
+        more.append((-(on_moved * moved[i] + on_itself * vector), along))
+        rows = rows + (pulled if slope is None else pulled * slope.unsqueeze(-2))
+    added = torch.cat([row for _, row in more], -2)
+    rows = torch.cat((added if slope is None else added * slope.unsqueeze(-2), rows), -2)
+    columns = torch.stack([*(column for column, _ in more), *moved, *vectors], -1)
+    return StepJacobian(eigen, matrices, slope, columns, rows)
 
 
 def _inverse_length(x: Tensor) -> Tensor:

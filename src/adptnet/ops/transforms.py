@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["transformed"]
+__all__ = ["transformed", "watched"]
 
 
 def transformed(*tensors: Tensor | None) -> bool:
@@ -18,3 +18,8 @@ def transformed(*tensors: Tensor | None) -> bool:
         for t in tensors
         if t is not None
     )
+
+
+def watched() -> bool:
+    """Whether a dispatch mode is to see every operation: one that counts them, or that has no numbers."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0

@@ -1,0 +1,169 @@
+"""The step at many known states: Jacobians and Newton passes against their torch programs."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from adptnet import ADPTNet, analysis, directions, projections, retractions, spectra
+from adptnet.ops import adpt_step
+from adptnet.ops.adpt_step import reference
+
+pytestmark = pytest.mark.skipif(not adpt_step.ready(torch.float64), reason="no compiler, or ADPTNET_BACKEND=reference")
+
+both_retractions = pytest.mark.parametrize("retraction", [retractions.Exponential(), retractions.Cayley()], ids=repr)
+
+
+def layer_of(size, **axes):
+    return ADPTNet(size, beta=axes.pop("beta", 1.3), **axes)
+
+
+@torch.no_grad()
+def kernel_of(layer):
+    constants, form = layer.cell.constants(beta=False)
+    assert adpt_step.covers(constants, form)
+    return constants, form
+
+
+@both_retractions
+@pytest.mark.parametrize("size", [1, 2, 3, 13, 50])
+@torch.no_grad()
+def test_jacobians_are_the_closed_form(size, retraction):
+    layer = layer_of(size, retraction=retraction, projection=projections.Dense(bias=True))
+    states = torch.randn(3, 21, size)
+    states[0, 3] = 0
+    found = adpt_step.Jacobians(states, *kernel_of(layer))
+    expected = layer.cell.bind().jacobian(states, states).dense()
+    assert_close(found(0, 21), expected, atol=1e-12, rtol=0)
+    assert_close(found(4, 9), expected[:, 4:9], atol=1e-12, rtol=0)
+    assert found(5, 5).shape == (3, 0, size, size)
+
+
+@pytest.mark.parametrize("apart", [0.0, 1e-9, 1e-3])
+@torch.no_grad()
+def test_jacobians_where_key_and_value_are_parallel(apart):
+    layer = layer_of(9)
+    key, value = layer.cell.directions[0].key_projection, layer.cell.directions[0].value_projection
+    value.weight.copy_(key.weight + apart * torch.randn(9, 9))
+    states = torch.randn(1, 5, 9)
+    found = adpt_step.Jacobians(states, *kernel_of(layer))(0, 5)
+    assert_close(found, layer.cell.bind().jacobian(states, states).dense(), atol=1e-9, rtol=0)
+
+
+@torch.no_grad()
+def test_in_single_precision_jacobians_round_as_the_closed_form_does():
+    layer = ADPTNet(33, beta=0.5, dtype=torch.float32)
+    states = torch.randn(2, 40, 33, dtype=torch.float32)
+    found = adpt_step.Jacobians(states, *kernel_of(layer))(0, 40)
+    exact = layer.double().cell.bind().jacobian(states.double(), states.double()).dense()
+    assert (found.double() - exact).abs().max() <= 64 * torch.finfo(torch.float32).eps
+
+
+def test_a_cell_takes_the_kernel_where_nobody_asks_for_a_gradient():
+    layer, states = layer_of(6), torch.randn(2, 7, 6)
+    with torch.no_grad():
+        found = layer.cell.jacobian(states, states)
+    recorded = layer.cell.jacobian(states, states)
+    assert recorded.requires_grad
+    assert_close(found, recorded.detach(), atol=1e-12, rtol=0)
+    brute = torch.func.jacrev(layer.cell.step)(states[1, 3], states[1, 3])
+    assert_close(found[1, 3], brute.detach(), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"spectrum": spectra.S4DInv()},
+        {"direction": directions.FromState(relu=True)},
+        {"direction": directions.FromState(heads=2)},
+        {"direction": directions.FromInput()},
+    ],
+    ids=repr,
+)
+@torch.no_grad()
+def test_what_it_does_not_cover_is_left_to_torch(axes):
+    layer = layer_of(6, **axes)
+    assert not adpt_step.covers(*layer.cell.constants(beta=False))
+    drive = layer.cell.prepare(torch.randn(1, 8, 6), torch.arange(8)[None])
+    assert layer.cell.jacobian(torch.randn(1, 8, layer.state_size), drive).isfinite().all()
+
+
+@torch.no_grad()
+def test_exponents_are_those_of_the_torch_program(monkeypatch):
+    layer, x = layer_of(7, beta=0.4), torch.randn(2, 300, 7)
+    found = analysis.lyapunov_exponents(layer, x)
+    monkeypatch.setenv("ADPTNET_BACKEND", "reference")
+    expected = analysis.lyapunov_exponents(layer, x)
+    assert_close(found.exponents, expected.exponents, atol=1e-10, rtol=0)
+    assert_close(found.blocks, expected.blocks, atol=1e-10, rtol=0)
+
+
+def passes(layer, batch, steps, *, diagonal, tiles, resets):
+    """One pass of the kernel and of the specification, from the same guess."""
+    size = layer.state_size
+    states, drive = (
+        torch.randn(batch, steps + 5, size)[:, 5:],
+        torch.randn(batch, 3 * steps, size)[:, steps : 2 * steps],
+    )
+    initial, fresh = torch.randn(batch, size), torch.randn(batch, size)
+    reset = torch.rand(batch, steps) < 0.15 if resets else None
+    real = layer.cell.eigenvalues().real
+    again = states.clone()
+    found = adpt_step.newton_pass(
+        states, drive, initial, fresh, reset, *kernel_of(layer), diagonal=diagonal, tiles=tiles
+    )
+    expected = reference.newton_pass(
+        again,
+        drive,
+        initial,
+        fresh,
+        reset,
+        layer.cell.step,
+        lambda x, u: layer.cell.conjugate(x, u).diagonal() if diagonal else real,
+        real,
+        tiles=tiles,
+    )
+    return (states, *found), (again, *expected)
+
+
+@both_retractions
+@pytest.mark.parametrize("diagonal", [False, True], ids=["conv", "forward"])
+@pytest.mark.parametrize("tiles", [None, 1, 8])
+@pytest.mark.parametrize("resets", [False, True], ids=["", "resets"])
+@torch.no_grad()
+def test_a_pass_is_its_reference(retraction, diagonal, tiles, resets):
+    for size, batch, steps in ((1, 1, 1), (5, 3, 37), (16, 2, 16), (33, 1, 50)):
+        layer = layer_of(size, retraction=retraction)
+        found, expected = passes(layer, batch, steps, diagonal=diagonal, tiles=tiles, resets=resets)
+        for a, b in zip(found, expected, strict=True):
+            assert_close(a, b, atol=1e-11, rtol=1e-11)
+
+
+@torch.no_grad()
+def test_a_pass_keeps_nan_and_leaves_others_alone():
+    layer = layer_of(5)
+    states, drive, start = torch.randn(2, 30, 5), torch.randn(2, 30, 5), torch.zeros(2, 5)
+    drive[0, 11, 4] = torch.nan
+    found = adpt_step.newton_pass(states, drive, start, start, None, *kernel_of(layer), diagonal=True, tiles=None)
+    for each in (found.residual, found.move):
+        assert each[0, :11].isfinite().all()
+        assert each[0, 11].isnan()
+        assert each[1].isfinite().all()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@torch.no_grad()
+def test_the_same_numbers_for_any_number_of_threads(threads):
+    layer = layer_of(20)
+    torch.manual_seed(2)
+    states, drive, start = torch.randn(5, 700, 20), torch.randn(5, 700, 20), torch.zeros(5, 20)
+    before = torch.get_num_threads()
+    runs = []
+    try:
+        for count in (1, threads):
+            torch.set_num_threads(count)
+            given = kernel_of(layer)
+            found = adpt_step.newton_pass(states, drive, start, start, None, *given, diagonal=True, tiles=None)
+            runs.append((*found, adpt_step.Jacobians(states, *given)(0, 300)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
