@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from adptnet import adjoints, cells, errors, solvers, spectra
+from adptnet import adjoints, cells, directions, errors, solvers, spectra
 from members import all_dampings, all_linearisations, build_cell, cell_name, covering_cells, covering_combinations
 
 STEPS = 12
@@ -260,6 +260,50 @@ def test_in_single_precision_gradients_err_a_few_times_as_much_as_back_propagati
         found = gradients(single, inputs.float(), solver, adjoint)
         errors_.append(max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)))
     assert errors_[1] <= 12 * errors_[0], errors_
+
+
+@pytest.mark.parametrize("adjoint", [adjoints.Unrolled(), adjoints.Checkpointed()], ids=repr)
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"width": 4, "beta": 0.0},  # the guess is right before the first iteration, its derivative is not
+        {"width": 4, "beta": 1.0, "spectrum": spectra.LRURing(r_min=0.9, r_max=0.999)},
+    ],
+    ids=cell_name,
+)
+def test_through_damped_iterations_states_and_gradients_are_right(axes, adjoint):
+    posed = Posed(build_cell(axes), resets=False)
+    exact = solvers.Sequential()(posed.cell, posed.inputs, posed.state).states
+    expected = posed.gradients(solvers.Sequential())
+    for solver in (solvers.ConvDEER(solvers.Scale(0.9)), solvers.DEER(solvers.TrustRegion(0.1))):
+        found = solver(posed.cell, posed.inputs, posed.state, adjoint=adjoint)
+        assert_close(found.states, exact, atol=1e-10, rtol=0)
+        posed.assert_same(posed.gradients(solver, adjoint), expected, repr(solver))
+        warm = solver(posed.cell, posed.inputs, posed.state, adjoint=adjoint, guess=exact.detach())
+        (a,), (b,) = (
+            torch.autograd.grad(s.square().sum(), posed.inputs, retain_graph=True) for s in (warm.states, exact)
+        )
+        assert_close(a, b, atol=1e-8 * float(b.abs().max()), rtol=0)
+
+
+def test_second_derivatives_through_iterations():
+    posed = Posed(build_cell({"width": 3, "beta": 1.0, "direction": directions.FromInput()}), resets=False)
+
+    def twice(solver, adjoint):
+        (first,) = torch.autograd.grad(posed.loss(solver, adjoint, False), posed.inputs, create_graph=True)
+        return torch.autograd.grad(first.sin().sum(), list(posed.leaves.values()), materialize_grads=True)
+
+    expected = twice(solvers.Sequential(), None)
+    for adjoint in (adjoints.Implicit(), adjoints.Unrolled()):
+        posed.assert_same(twice(solvers.DEER(), adjoint), expected, repr(adjoint))
+
+
+def test_no_steps_have_a_gradient_too():
+    cell = build_cell({"width": 4, "beta": 1.0})
+    for solver in (solvers.Sequential(), solvers.ConvDEER(), solvers.BlockWise(solvers.DEER(), 2)):
+        inputs = torch.zeros(2, 0, 4, requires_grad=True)
+        solver(cell, inputs).states.sum().backward()
+        assert inputs.grad.shape == (2, 0, 4)
 
 
 MEMORY = """

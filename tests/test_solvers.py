@@ -698,3 +698,76 @@ def test_a_solver_shows_what_it_was_given():
     solver = solvers.ConvDEER(solvers.Scale(0.9), rtol=1e-3, patience=None, on_failure=solvers.Return())
     assert repr(solver) == "ConvDEER(Scale(0.9), rtol=0.001, patience=None, on_failure=Return())"
     assert repr(solvers.ForwardDEER()) == "ForwardDEER()"
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e-8, 1e-20])
+def test_small_states_are_found_to_as_many_digits(scale):
+    layer = ADPTNet(4, beta=1.0, dtype=torch.float32)
+    inputs = scale * torch.randn(2, 20, 4).float()
+    exact = run(solvers.Sequential(), layer.cell, inputs).states
+    for make in (solvers.ConvDEER, solvers.QuasiDEER, solvers.KoopmanDEER):
+        found = run(make(), layer.cell, inputs)
+        assert found.result == Result.CONVERGED
+        assert float((found.states - exact).abs().max()) <= 1e-4 * float(exact.abs().max())
+
+
+def test_inference_mode_finds_the_same_states():
+    layer, inputs = ADPTNet(4, beta=1.0), torch.randn(2, 20, 4)
+    for solver in (solvers.DEER(), solvers.QuasiDEER(), solvers.BlockWise(solvers.ConvDEER(), 3)):
+        plain = run(solver, layer.cell, inputs)
+        with torch.inference_mode():
+            y, state = layer(inputs + 0, solver=solver)
+            layer(inputs + 0, state, solver=solver)
+        assert_close(y.clone(), plain.states, atol=1e-12, rtol=0)
+
+
+def test_a_function_may_name_its_dimensions_by_number():
+    weight = torch.randn(4, 4)
+    steps = (
+        lambda state, inputs: torch.softmax(state + inputs, 1),
+        lambda state, inputs: torch.tanh(torch.mm(state, weight) + inputs),
+        lambda state, inputs: torch.cat((inputs, 0.5 * state), 1)[:, :4],
+    )
+    inputs = torch.randn(3, 15, 4)
+    for step in steps:
+        cell = cells.from_function(step, 4, 4)
+        exact = run(solvers.Sequential(), cell, inputs).states
+        for make in (solvers.Jacobi, solvers.QuasiDEER, solvers.DEER):
+            assert_close(run(make(), cell, inputs).states, exact, atol=1e-10, rtol=0)
+
+
+def written_into(state, inputs):
+    state.mul_(0.5)
+    return state + inputs
+
+
+@pytest.mark.parametrize("make", [solvers.Sequential, solvers.Jacobi])
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (written_into, "wrote into the state"),
+        (lambda state, inputs: (state, inputs), "returned tuple"),
+        (lambda state, inputs: state[..., :2], "must keep both"),
+    ],
+    ids=["in place", "tuple", "shape"],
+)
+def test_a_step_that_breaks_the_contract_is_named(step, words, make):
+    with pytest.raises(errors.InputError, match=words):
+        run(make(), cells.from_function(step, 4, 4), torch.randn(2, 9, 4))
+
+
+@pytest.mark.parametrize("solver", [solvers.Sequential(), solvers.ConvDEER(), solvers.Auto()], ids=repr)
+def test_a_solver_says_what_it_takes(solver):
+    cell, inputs = build_cell({"width": 4}), torch.randn(2, 9, 4)
+    for what in (torch.nn.GRUCell(4, 4), ADPTNet(4), lambda state, inputs: state):
+        with pytest.raises(errors.InputError, match=r"layer.cell.*from_torch.*from_function"):
+            solver(what, inputs)
+    with pytest.raises(errors.InputError, match=r"adjoints.Implicit\(\)"):
+        solver(cell, inputs, adjoint="implicit")
+
+
+def test_raise_names_what_no_solver_can_mend():
+    cell, inputs = build_cell({"width": 4, "beta": 1.0}), torch.randn(2, 20, 4)
+    inputs[1, 5, 1] = torch.nan
+    with pytest.raises(errors.NonFiniteError, match="sequence 1 is not finite at step 5"):
+        run(solvers.ConvDEER(on_failure=solvers.Raise()), cell, inputs)

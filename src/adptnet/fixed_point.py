@@ -25,7 +25,7 @@ __all__ = [
     "stretch",
 ]
 
-WORKING_SET = 2**17  # numbers of state that are evaluated at a time on a CPU: more would leave its caches
+WORKING_SET = 2**15  # numbers of state that are evaluated at a time on a CPU: more would leave its caches
 LARGE_WORKING_SET = 2**26  # on any other device
 
 
@@ -79,13 +79,15 @@ class System:
         length = stretch(entering)
         pieces = zip(entering.split(length, 1), *(given.split(length, 1) for given in self.givens), strict=True)
         if torch.is_grad_enabled() or not self.steps:
+            version = _version(entering)
             values = [self.step(*piece) for piece in pieces]
-            _check_kept(entering[:, :length], values[0])
+            _check_kept(entering[:, :length], values[0], version)
             return values[0] if len(values) == 1 else torch.cat(values, 1)
         every = torch.empty_like(entering)
         for piece, into in zip(pieces, every.split(length, 1), strict=True):
+            version = _version(piece[0])
             values_of = self.step(*piece)
-            _check_kept(piece[0], values_of)
+            _check_kept(piece[0], values_of, version)
             into.copy_(values_of)
         return every
 
@@ -123,11 +125,13 @@ class System:
                 entering = state if valids is None else torch.where(valids[t], state, entering)
                 if resets is not None:
                     entering = torch.where(resets[t], self.fresh, entering)
+                version = _version(entering) if t == start else None
                 state = self.step(entering, *(given[t] for given in givens))
                 if t == start:
-                    _check_kept(entering, state)
+                    _check_kept(entering, state, version)
                 states.append(state)
-            return torch.stack(states, 1) if states else state.unsqueeze(1)[:, :0], entering
+            none = state.unsqueeze(1)[:, :0]
+            return torch.stack(states, 1) if states else self.step(none, *(g[:, :0] for g in self.givens)), entering
 
         return loop
 
@@ -140,7 +144,21 @@ class System:
         return self.loop()(self.initial, self.initial, 0, self.steps)[0]
 
 
-def _check_kept(before: Tensor, after: Tensor) -> None:
+def _version(state: Tensor) -> int | None:
+    """How often the tensor has been written to; None where that is not counted."""
+    return None if state.is_inference() or torch.compiler.is_compiling() else state._version
+
+
+def _check_kept(before: Tensor, after: Tensor, version: int | None) -> None:
+    if not isinstance(after, Tensor):
+        raise InputError(
+            f"the step of the cell returned {type(after).__name__}; it must return the next state, one tensor."
+        )
+    if version is not None and before._version != version:
+        raise InputError(
+            "the step of the cell wrote into the state that it was given. It must leave it and return a new tensor: "
+            "state * 0.5 and not state.mul_(0.5)."
+        )
     if after.shape != before.shape or after.dtype != before.dtype:
         given, made = (f"{tuple(state.shape)}, {state.dtype}" for state in (before, after))
         raise InputError(
@@ -163,28 +181,27 @@ def default_rtol(dtype: torch.dtype) -> float:
 class Tolerance(NamedTuple):
     """A step is right when |f(s_{t-1}) - s_t| <= absolute + relative · scale, the scale being that of step t.
 
+    Unless it is given, `absolute` is the rounding of the largest state up to step t, so that states of any size are
+    found to as many digits. It looks at no later step: an iterate may be anything there.
     It is measured step by step and not over the sequence, so that a wild guess far off cannot make a wrong step pass.
     In a long memory small errors of one sign add up, so the next iteration must not move a right step far either: not
     beyond `slack` times as much.
     """
 
-    absolute: float | Tensor  # one number, or (batch, 1)
+    absolute: float | None
     relative: float
 
     def allowed(self, entering: Tensor, values: Tensor) -> Tensor:
         """(batch, time)."""
         scale = torch.maximum(_largest(entering), _largest(values))
-        return self.absolute + self.relative * scale
+        if self.absolute is not None or not scale.shape[1]:
+            return (self.absolute or 0.0) + self.relative * scale
+        return torch.finfo(scale.dtype).eps * scale.cummax(1).values + self.relative * scale
 
     @staticmethod
     def slack(steps: int) -> float:
         """Rounding adds up as well, with the root of the length."""
         return max(4.0, math.sqrt(steps) / 16)
-
-    def part(self, rows: Tensor | None) -> "Tolerance":
-        if rows is None or not isinstance(self.absolute, Tensor):
-            return self
-        return self._replace(absolute=self.absolute.index_select(0, rows))
 
 
 def _largest(values: Tensor) -> Tensor:
@@ -282,17 +299,18 @@ def solve(
         adapt: From strength, residual and the residual before, to the strength of the next update.
         least: Updates at least.
     """
-    batch, steps = guess.shape[:2]
+    batch, steps, numbers = guess.shape
     device = guess.device
     kept: Tensor | None = None  # what is settled, once anything is
     finished = False
     totals = _Totals(batch, steps, system.lengths, guess)
     rows: Tensor | None = None  # None: all are left
     start = 0
+    frozen = guess.new_zeros(batch)  # the largest residual among dropped steps
     part, current = system, guess
+    del guess  # as large as the states; the caller keeps none either
     slack = tolerance.slack(steps)
     entering, values, residual, right = measured(part, current, tolerance)
-    frozen = torch.zeros(batch, dtype=guess.dtype, device=device)  # the largest residual among dropped steps
     totals.record(rows, start, residual.amax(-1) if steps else frozen, right, frozen)
     first = previous = totals.last_residual.clone()
     rises = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -303,11 +321,10 @@ def solve(
             transition = linearise(part, rows, start, entering)
         current = advance(transition, part, Iterate(current, entering, values), strength)
         del entering, values, transition  # as large as the states
-        limits = tolerance.part(rows)
-        entering, values, residual, right = measured(part, current, limits)
+        entering, values, residual, right = measured(part, current, tolerance)
         transition = linearise(part, rows, start, entering)
         move = _move(transition, part, current, values, right)
-        reach = limits.allowed(entering[:, : move.shape[1]], values[:, : move.shape[1]])
+        reach = tolerance.allowed(entering[:, : move.shape[1]], values[:, : move.shape[1]])
         size, valid = _largest(move), part.valid
         if valid is not None:
             size = torch.where(valid[:, : move.shape[1]], size, 0.0)
@@ -328,7 +345,7 @@ def solve(
             break
         if bool(stop.any()):
             index = torch.arange(batch, device=device) if rows is None else rows
-            kept = torch.empty_like(guess) if kept is None else kept
+            kept = current.new_empty(batch, steps, numbers) if kept is None else kept
             kept[index[stop], start:] = current[stop]
             keep = (~stop).nonzero().squeeze(-1)
             rows = index.index_select(0, keep)
@@ -346,7 +363,7 @@ def solve(
         settled = min(settled, current.shape[1] - 1)
         if settled:
             transition = transition.part(None, settled)
-            kept = torch.empty_like(guess) if kept is None else kept
+            kept = current.new_empty(batch, steps, numbers) if kept is None else kept
             kept[slice(None) if rows is None else rows, start : start + settled] = current[:, :settled]
             frozen = torch.maximum(frozen, residual[:, :settled].amax(-1))
             part = part.part(None, settled, current[:, settled - 1])
@@ -363,12 +380,19 @@ def measured(system: System, states: Tensor, tolerance: Tolerance) -> tuple[Tens
     """What enters each step, f of it, its distance from the states (batch, time), and whether that is small enough."""
     entering = system.entering(states)
     values = system.evaluate(entering)
-    residual = _largest(values - states)
+    residual = _distance(values, states)
     right = residual <= tolerance.allowed(entering, values)  # False for NaN
     valid = system.valid
     if valid is not None:
         residual, right = torch.where(valid, residual, 0.0), right | ~valid
     return entering, values, residual, right
+
+
+def _distance(values: Tensor, states: Tensor) -> Tensor:
+    """max |values - states| of each step, (batch, time), a part of the time at a time."""
+    length = stretch(states)
+    parts = zip(values.split(length, 1), states.split(length, 1), strict=True)
+    return torch.cat([_largest(value - state) for value, state in parts], 1)
 
 
 def _move(transition: Transition, system: System, states: Tensor, values: Tensor, right: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ def posed(
         assert rows is not None
         inputs = inputs.expand(rows.shape[0], *inputs.shape)
     _check_finite(inputs, rows)
-    problem = pose(cell, inputs, state, None, None)
+    problem = pose(cell, inputs, state, None, None, None)
     return Posed(cell, problem.drive, problem.state, problem.batched)
 
 

@@ -49,17 +49,20 @@ class TorchCell(Cell):
 
 
 def from_function(function: Callable[[Tensor, Tensor], Tensor], state_size: int, input_size: int | None = None) -> Cell:
-    """Any `function(state, input) -> state` as a cell. It must accept leading batch dimensions.
+    """Any `function(state, input) -> state` as a cell.
 
-    If `function` is an `nn.Module`, its parameters are the cell's.
+    It is called with (rows, state_size) and (rows, features), the rows being sequences, steps or both, and must treat
+    each row by itself. If it is an `nn.Module`, its parameters are the cell's.
     """
+    if not callable(function):
+        raise IncompatibleError(f"from_function({function!r}): needs a function of state and input.")
     if isinstance(function, nn.RNNCellBase):
         raise IncompatibleError(
             f"from_function calls function(state, input); {type(function).__name__} takes (input, state). "
             "Use cells.from_torch(cell)."
         )
     cell = FunctionCell(function, state_size, input_size)
-    check_size(cell, state_size=state_size)
+    check_size(cell, state_size=state_size, **({} if input_size is None else {"input_size": input_size}))
     return cell
 
 
@@ -84,4 +87,9 @@ class FunctionCell(Cell):
         return inputs
 
     def step(self, state: Tensor, drive: Tensor) -> Tensor:
-        return self.function(state, drive)
+        if state.dim() == 2:
+            return self.function(state, drive)
+        # a function may name its dimensions by number: it always sees two
+        flat, inputs = state.reshape(-1, state.shape[-1]), drive.reshape(-1, drive.shape[-1])
+        after = self.function(flat, inputs)
+        return after.reshape(state.shape) if isinstance(after, Tensor) and after.shape == flat.shape else after

@@ -12,6 +12,7 @@ from ..directions import FromInput
 from .base import Solution, Solver
 from .blockwise import BlockWise
 from .newton import DEER, ConvDEER, QuasiDEER
+from .problem import check_cell
 from .sequential import Sequential
 
 __all__ = ["Auto", "Choice"]
@@ -41,6 +42,7 @@ class Auto(Solver):
 
     def choose(self, cell: Cell, batch: int, steps: int, device: torch.device | str) -> Choice:
         """The solver for `batch` sequences of `steps` steps of `cell` on `device`."""
+        check_cell(cell)
         size = cell.state_size
         what = f"{batch} x {steps} steps of {size} numbers on {torch.device(device).type}"
         if steps < SHORT:

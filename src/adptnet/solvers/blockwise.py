@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from ..adjoints import LoopAdjoint
 from ..cells.base import Cell
 from ..errors import InputError
 from ..fixed_point import System, Tolerance
@@ -73,16 +72,14 @@ class BlockWise(Parallel):
     def linearise(self, cell: Cell, system: System, entering: Tensor) -> Transition:
         return self.solver.linearise(cell, system, entering)
 
-    def iterate(self, cell: Cell, system: System, guess: Tensor | None, count: int, adjoint: LoopAdjoint) -> Tensor:
+    def iterate(self, cell: Cell, system: System, guess: Tensor | None, count: int) -> Tensor:
         length, steps = self.length(system.steps), system.steps
         blocks: list[Tensor] = []
         before = system.initial
         for start in range(0, max(1, steps), length):
             stop = min(start + length, steps)
             part = system.part(None, start, before, stop)
-            blocks.append(
-                self.solver.iterate(cell, part, None if guess is None else guess[:, start:stop], count, adjoint)
-            )
+            blocks.append(self.solver.iterate(cell, part, None if guess is None else guess[:, start:stop], count))
             if steps:
                 before = _last(part, blocks[-1], before)
         return torch.cat(blocks, 1)

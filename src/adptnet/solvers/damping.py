@@ -46,7 +46,7 @@ class Scale(Damping):
     """
 
     def __init__(self, scale: float):
-        if not 0 <= scale <= 1:
+        if not isinstance(scale, (int, float)) or not 0 <= scale <= 1:
             raise InputError(f"Scale({scale!r}): must be from 0 to 1. 0.99 damps mildly.")
         self.scale = float(scale)
 
@@ -122,6 +122,10 @@ class Proximal(Damping):
     """
 
     def __init__(self, damping: Damping | None = None):
+        if damping is not None and not isinstance(damping, Damping):
+            raise InputError(
+                f"Proximal({damping!r}): takes another damping, for instance solvers.Scale(0.99), or none."
+            )
         self.damping = Undamped() if damping is None else damping
 
     def begin(self, like: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ class TimeParallel(Solver):
             line = Line(ranks, [each["steps"] for each in known.every])
             with ranks.together() as wanted:
                 starting = _starting(cell, inputs, state, known.every[: ranks.here])
-                problem = pose(cell, inputs, starting, None, reset)
+                problem = pose(cell, inputs, starting, None, reset, adjoint)
                 guess = _chunk_of_guess(guess, problem)
                 system = problem.system(cell)
                 wanted.own = system.part(None, 0, system.initial, 1).run().requires_grad

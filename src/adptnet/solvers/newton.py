@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..adjoints import LoopAdjoint
 from ..cells.base import Cell
 from ..errors import IncompatibleError, InputError
 from ..fixed_point import Iterate, System, Tolerance, default_rtol, solve
@@ -51,8 +50,8 @@ class Newton(Parallel):
     Args:
         linearisation: What stands for the derivative of the step.
         damping: What holds an iteration back; nothing if not given.
-        atol, rtol: A step is right when |f(s_{t-1}) - s_t| <= atol + rtol · (the larger of |s_{t-1}| and |f|); from the
-            dtype if not given.
+        atol, rtol: A step is right when |f(s_{t-1}) - s_t| <= atol + rtol · (the larger of |s_{t-1}| and |f|). If not
+            given, atol is the rounding of the largest state so far, and rtol from the dtype.
         max_iterations: The length if not given (at least 100), which suffices undamped.
         patience: Give a sequence up when its residual has risen this many times in a row and is above the guess's;
             None to go on.
@@ -78,12 +77,14 @@ class Newton(Parallel):
         if damping is not None:
             _check(Damping, "solvers.Scale(0.99)", damping=damping)
         for name, value in {"atol": atol, "rtol": rtol}.items():
-            if value is not None and not 0 <= value < float("inf"):
+            if value is not None and not (isinstance(value, (int, float)) and 0 <= value < float("inf")):
                 raise InputError(f"{linearisation.solver}({name}={value!r}): must be a finite number from 0.")
         counts = {"max_iterations": max_iterations, "patience": patience, "fixed_iterations": fixed_iterations}
         for name, count in counts.items():
             if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
                 raise InputError(f"{linearisation.solver}({name}={count!r}): must be a whole number from 1, or None.")
+        if fixed_iterations is not None and max_iterations is not None:
+            raise InputError(f"{linearisation.solver}: pass one of max_iterations= and fixed_iterations=.")
         self.linearisation = linearisation
         self.damping = damping or Undamped()
         self.atol = atol
@@ -99,18 +100,16 @@ class Newton(Parallel):
 
     def search(self, cell: Cell, system: System, guess: Tensor | None) -> Search:
         system = self._with_radius(cell, system)
-        start = self.guess(cell, system) if guess is None else guess
         fixed = self.fixed_iterations
-
         found = solve(
             system,
-            start,
+            self.guess(cell, system) if guess is None else guess,
             lambda part, rows, first, entering: self.linearisation.transition(cell, part, entering),
             self.damping.update,
-            self.tolerance(start.dtype),
+            self.tolerance(system.initial.dtype),
             max_iterations=fixed or self.max_iterations or max(system.steps, 100),
             patience=None if fixed else self.patience,
-            strength=self.damping.begin(start),
+            strength=self.damping.begin(system.initial),
             adapt=self.damping.adapt,
             least=fixed or 1,
         )
@@ -119,27 +118,26 @@ class Newton(Parallel):
     def linearise(self, cell: Cell, system: System, entering: Tensor) -> Transition:
         return self.linearisation.transition(cell, system, entering)
 
-    def iterate(self, cell: Cell, system: System, guess: Tensor | None, count: int, adjoint: LoopAdjoint) -> Tensor:
+    def iterate(self, cell: Cell, system: System, guess: Tensor | None, count: int) -> Tensor:
         system = self._with_radius(cell, system)
         with torch.no_grad():
             states = self.guess(cell, system) if guess is None else guess
             strength = self.damping.begin(states)
         previous: Tensor | None = None
         for _ in range(count):
-
-            def one(states: Tensor, strength: Tensor = strength) -> Tensor:
-                entering = system.entering(states)
-                with torch.no_grad():  # at the solution A does not matter, so neither does its derivative
-                    transition = self.linearisation.transition(cell, system, entering)
-                at = Iterate(states, entering, system.evaluate(entering))
-                return self.damping.update(transition, system, at, strength)
-
-            after = adjoint.call(one, states)
+            after = self._updated(cell, system, states, strength)
             with torch.no_grad():
                 change = (after - states).abs().amax((1, 2))
                 strength = strength if previous is None else self.damping.adapt(strength, change, previous)
             states, previous = after, change
         return states
+
+    def _updated(self, cell: Cell, system: System, states: Tensor, strength: Tensor) -> Tensor:
+        entering = system.entering(states)
+        with torch.no_grad():  # at the solution A does not matter, so neither does its derivative
+            transition = self.linearisation.transition(cell, system, entering)
+        at = Iterate(states, entering, system.evaluate(entering))
+        return self.damping.update(transition, system, at, strength)
 
     def guess(self, cell: Cell, system: System) -> Tensor:
         """Where to start: the states of the linear part of the cell; its initial state for cells that have none."""
@@ -150,8 +148,7 @@ class Newton(Parallel):
         return transition.scan(system.evaluate(system.initial.new_zeros(shape)), system.initial, system.reset)
 
     def tolerance(self, dtype: torch.dtype) -> Tolerance:
-        atol = torch.finfo(dtype).eps if self.atol is None else self.atol
-        return Tolerance(atol, default_rtol(dtype) if self.rtol is None else self.rtol)
+        return Tolerance(self.atol, default_rtol(dtype) if self.rtol is None else self.rtol)
 
     def _with_radius(self, cell: Cell, system: System) -> System:
         if not isinstance(self.damping, Proximal):
@@ -216,6 +213,10 @@ def KoopmanDEER(
 
     `means` of them for as many stretches of time; `mean=solvers.linearisations.MeanRotation` for the paper's form.
     """
+    if mean not in (MeanConjugate, MeanRotation):
+        raise InputError(
+            f"KoopmanDEER(mean={mean!r}): must be the class MeanConjugate or MeanRotation of solvers.linearisations."
+        )
     return Newton(mean(means), damping, **options)
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..adjoints import Adjoint, Implicit, LoopAdjoint, Unrolled
 from ..cells.base import ADPTState, Cell
-from ..errors import InputError, NotConverged
-from ..fixed_point import Found, History, System, Tolerance, default_rtol, measured, newton_update, solve
+from ..errors import InputError, NonFiniteError, NotConverged
+from ..fixed_point import Found, History, Iterate, System, Tolerance, default_rtol, measured, newton_update, solve
 from ..transitions import Transition
 from .base import Result, Solution, Solver, finite_steps
 from .policies import Finish, Policy, Raise, Return
@@ -50,8 +50,8 @@ class Parallel(Solver):
         """The transition at what enters each step."""
 
     @abc.abstractmethod
-    def iterate(self, cell: Cell, system: System, guess: Tensor | None, count: int, adjoint: LoopAdjoint) -> Tensor:
-        """`count` iterations from `guess` and nothing else, so that they can be differentiated or compiled."""
+    def iterate(self, cell: Cell, system: System, guess: Tensor | None, count: int) -> Tensor:
+        """`count` iterations from `guess` and nothing else, so that they can be compiled."""
 
     def block(self, steps: int) -> int | None:
         """Steps that are solved at a time; None for all."""
@@ -70,16 +70,20 @@ class Parallel(Solver):
     ) -> Solution:
         if torch.compiler.is_compiling():
             with torch.autocast(inputs.device.type, enabled=False):
-                return self._compiled(cell, pose(cell, inputs, state, lengths, reset), guess)
+                return self._compiled(cell, pose(cell, inputs, state, lengths, reset, adjoint), guess)
+        if torch.is_inference_mode_enabled():  # a Jacobian is made of derivatives, which need their graph
+            with torch.inference_mode(False), torch.no_grad():
+                plain = {"guess": None if guess is None else guess.clone(), "lengths": lengths, "reset": reset}
+                return self(cell, inputs.clone(), _plain(state), adjoint=adjoint, **plain)
         with torch.autocast(inputs.device.type, enabled=False), full_precision():
-            problem = pose(cell, inputs, state, lengths, reset)
+            problem = pose(cell, inputs, state, lengths, reset, adjoint)
             guess = _check_guess(guess, problem)
             system = problem.system(cell)
             if transformed():
                 return _stepwise(self, problem, system)
             with torch.no_grad():
                 search = self.search(cell, _detached(cell, problem), guess)
-            states = self._attached(cell, problem, system, search, guess, adjoint or Implicit())
+            states = self._attached(cell, problem, system, search, adjoint or Implicit())
         found = search.found
         return problem.solution(
             self,
@@ -99,7 +103,7 @@ class Parallel(Solver):
                 "on_failure=solvers.Return() to the solver, and look at solution.results."
             )
         system = problem.system(cell)
-        states = self.iterate(cell, system, guess, self.fixed, Unrolled())
+        states = self.iterate(cell, system, guess, self.fixed)
         with torch.no_grad():
             residual, right = measured(system, states, self.tolerance(states.dtype))[2:]
             prefix = right.long().cumprod(-1).sum(-1)
@@ -121,7 +125,6 @@ class Parallel(Solver):
         problem: Problem,
         system: System,
         search: Search,
-        guess: Tensor | None,
         adjoint: Adjoint,
     ) -> Tensor:
         if not torch.is_grad_enabled():
@@ -136,16 +139,35 @@ class Parallel(Solver):
                 self.block(problem.steps),
             )
         assert isinstance(adjoint, LoopAdjoint)
-        if bool((search.results == Result.FINISHED).any()):  # not found by iterations alone
-            return adjoint.run(system.loop(), problem.state, problem.steps)
         if not search.states.numel():
             return system.run()
         with torch.no_grad():
-            more = self._derivative_iterations(cell, _detached(cell, problem), problem.masked(search.states))
-        return self.iterate(cell, system, guess, int(search.found.iterations.max()) + more, adjoint)
+            found = problem.held(search.states)
+            count = self._derivative_iterations(cell, _detached(cell, problem), found)
+        states = None if count is None else self._iterated(cell, system, found, 2 * count, adjoint)
+        if states is None or not _close(states, found, default_rtol(states.dtype)):
+            return adjoint.run(system.loop(), problem.state, problem.steps)
+        return states
 
-    def _derivative_iterations(self, cell: Cell, system: System, states: Tensor) -> int:
-        """How many iterations derivatives need once the states are right, found on one of random direction."""
+    def _iterated(self, cell: Cell, system: System, found: Tensor, count: int, adjoint: LoopAdjoint) -> Tensor:
+        """Iterations that stay at the states that were found, where each brings derivatives closer: undamped."""
+
+        def one(states: Tensor) -> Tensor:
+            entering = system.entering(states)
+            with torch.no_grad():  # at the solution A does not matter, so neither does its derivative
+                transition = self.linearise(cell, system, entering)
+            return newton_update(transition, system, Iterate(states, entering, system.evaluate(entering)))
+
+        states = found
+        for _ in range(count):
+            states = adjoint.call(one, states)
+        return states
+
+    def _derivative_iterations(self, cell: Cell, system: System, states: Tensor) -> int | None:
+        """How many iterations derivatives need once the states are right, found on one of random direction.
+
+        Second derivatives need as many again. None if iterations do not bring them closer.
+        """
         entering = system.entering(states)
         transition = self.linearise(cell, system, entering)
 
@@ -163,11 +185,25 @@ class Parallel(Solver):
             lambda at, part, tangents, _: newton_update(at, part, tangents),
             Tolerance(0.0, default_rtol(states.dtype)),
             max_iterations=system.steps,
-            patience=None,
+            patience=3,
             strength=torch.zeros_like(system.initial[:, 0]),
             adapt=lambda strength, *_: strength,
         )
-        return int(found.iterations.max())
+        return int(found.iterations.max()) if bool(found.converged.all()) else None
+
+
+def _close(states: Tensor, found: Tensor, rtol: float) -> bool:
+    """Whether iterating further has left every sequence where it was."""
+    with torch.no_grad():
+        moved, size = ((part.abs().amax((1, 2))) for part in (states - found, found))
+        return bool((moved <= 64 * rtol * size).all())
+
+
+def _plain(state: Tensor | ADPTState | None) -> Tensor | ADPTState | None:
+    """The same numbers in tensors that autograd can use."""
+    if isinstance(state, ADPTState):
+        return ADPTState(state.state.clone(), state.position.clone())
+    return None if state is None else state.clone()
 
 
 def _detached(cell: Cell, problem: Problem) -> System:
@@ -212,6 +248,8 @@ class full_precision:
 def _check_guess(guess: Tensor | None, problem: Problem) -> Tensor | None:
     if guess is None:
         return None
+    if not isinstance(guess, Tensor):
+        raise InputError(f"the guess is {type(guess).__name__}; it must be a tensor. Pass solution.states.")
     shape = (problem.state.shape[0], problem.steps, problem.state.shape[1])
     guess = guess.unsqueeze(0) if guess.dim() == 2 and not problem.batched else guess
     if guess.shape != shape:
@@ -231,6 +269,7 @@ def completed(system: System, found: Found, policy: Policy, solver: Solver) -> S
     if not bool(failed.any()):
         return Search(found.states, results, found)
     if isinstance(policy, Raise):
+        _refuse_non_finite(system)
         raise NotConverged(_message(solver, found, results))
     if isinstance(policy, Finish):
         return _finished(system, found, results)
@@ -267,6 +306,19 @@ def _residual(system: System, rows: Tensor, states: Tensor) -> Tensor:
     distance = (part.evaluate(part.entering(chosen)) - chosen).abs().amax(-1)
     valid = part.valid
     return (distance if valid is None else torch.where(valid, distance, 0.0)).amax(-1)
+
+
+def _refuse_non_finite(system: System) -> None:
+    """Names what no solver can mend."""
+    broken = ~system.givens[0].isfinite().all(-1)
+    valid = system.valid
+    broken = broken if valid is None else broken & valid
+    if bool(broken.any()):
+        sequence, step = broken.nonzero()[0].tolist()
+        raise NonFiniteError(
+            f"what drives sequence {sequence} is not finite at step {step}: NaN or infinity in the inputs, or inputs "
+            "so large that they overflow. Mend or drop them; no solver can."
+        )
 
 
 def _message(solver: Solver, found: Found, results: Tensor) -> str:

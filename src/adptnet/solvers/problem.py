@@ -5,13 +5,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..adjoints import Adjoint
 from ..cells.base import ADPTState, Cell, positions
 from ..errors import InputError
 from ..fixed_point import History, System
 from ..spectra.base import compute_dtype
 from .base import Solution, Solver
 
-__all__ = ["Problem", "check_dtype", "check_lengths", "pose", "valid"]
+__all__ = ["Problem", "check_cell", "check_dtype", "check_lengths", "pose", "valid"]
 
 
 class Problem(NamedTuple):
@@ -81,9 +82,19 @@ class Problem(NamedTuple):
 
 
 def pose(
-    cell: Cell, inputs: Tensor, state: Tensor | ADPTState | None, lengths: Tensor | None, reset: Tensor | None
+    cell: Cell,
+    inputs: Tensor,
+    state: Tensor | ADPTState | None,
+    lengths: Tensor | None,
+    reset: Tensor | None,
+    adjoint: Adjoint | None,
 ) -> Problem:
     """Checks what a solver was given and brings it into one form."""
+    check_cell(cell)
+    if adjoint is not None and not isinstance(adjoint, Adjoint):
+        raise InputError(f"adjoint={adjoint!r}: must be an Adjoint object. Pass adjoint=adjoints.Implicit().")
+    if not isinstance(inputs, Tensor):
+        raise InputError(f"inputs are {type(inputs).__name__}; a solver needs a tensor (batch, time, features).")
     if inputs.dim() not in (2, 3):
         raise InputError(
             f"inputs have shape {tuple(inputs.shape)}; a solver needs (batch, time, features) or (time, features)."
@@ -126,6 +137,15 @@ def _position_after(start: Tensor, every: Tensor, lengths: Tensor | None) -> Ten
     if not every.shape[1]:
         return start
     return 1 + (every[:, -1] if lengths is None else every.gather(1, lengths.unsqueeze(-1) - 1).squeeze(-1))
+
+
+def check_cell(cell: Cell) -> None:
+    """Says how to make a cell of what is none."""
+    if not isinstance(cell, Cell):
+        raise InputError(
+            f"a solver runs a cell; this is {type(cell).__name__}. Pass layer.cell of a layer, cells.from_torch(cell) "
+            "for a torch.nn cell, or cells.from_function(step, state_size) for a function."
+        )
 
 
 def check_dtype(inputs: Tensor, cell: Cell) -> torch.dtype:

@@ -29,7 +29,7 @@ class Sequential(Solver):
         if guess is not None:
             raise InputError("Sequential computes every step once and takes no guess. Drop guess=.")
         with torch.autocast(inputs.device.type, enabled=False):
-            problem = pose(cell, inputs, state, lengths, reset)
+            problem = pose(cell, inputs, state, lengths, reset, adjoint)
             states = self._states(cell, problem, adjoint or Unrolled())
         finite = finite_steps(problem.masked(states.detach()))
         broken = finite < problem.steps
