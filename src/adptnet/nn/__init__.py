@@ -1,5 +1,6 @@
 """Modules: the layer, what is built around it, and whole models."""
 
+from .autoencoder import AutoEncoder, AutoEncoderSpec
 from .bidirectional import Bidirectional, BidirectionalSpec
 from .block import BlockSpec, ResidualBlock
 from .layer import ADPTNet, LayerSpec, Recurrent, RecurrentLayer
@@ -10,6 +11,8 @@ from .verify import Verification, verify
 
 __all__ = [
     "ADPTNet",
+    "AutoEncoder",
+    "AutoEncoderSpec",
     "Bidirectional",
     "BidirectionalSpec",
     "BlockSpec",
