@@ -2,6 +2,7 @@
 
 from .base import Batch, FiniteTask, Scores, Task
 from .copy_memory import CopyMemory
+from .forecast import Forecast, Horizon
 from .generated import GeneratedTask
 from .groups import product_table, spelled
 from .mad import (
@@ -18,6 +19,8 @@ from .mad import (
 from .parity import Parity
 from .registry import TASKS, named
 from .selective_copy import SELECTIVE_COPY_SETTINGS, SelectiveCopy
+from .sequential_image import SequentialImage
+from .text import Text
 from .word_problem import WordProblem
 
 __all__ = [
@@ -27,7 +30,9 @@ __all__ = [
     "Batch",
     "CopyMemory",
     "FiniteTask",
+    "Forecast",
     "GeneratedTask",
+    "Horizon",
     "MadCompression",
     "MadFuzzyRecall",
     "MadInContextRecall",
@@ -37,7 +42,9 @@ __all__ = [
     "Parity",
     "Scores",
     "SelectiveCopy",
+    "SequentialImage",
     "Task",
+    "Text",
     "WordProblem",
     "mad_score",
     "mad_settings",

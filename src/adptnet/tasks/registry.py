@@ -4,6 +4,7 @@ from ..errors import InputError
 from ..spec import nearest
 from .base import Task
 from .copy_memory import CopyMemory
+from .forecast import Forecast
 from .mad import (
     MadCompression,
     MadFuzzyRecall,
@@ -14,6 +15,8 @@ from .mad import (
 )
 from .parity import Parity
 from .selective_copy import SelectiveCopy
+from .sequential_image import SequentialImage
+from .text import Text
 from .word_problem import WordProblem
 
 __all__ = ["TASKS", "named"]
@@ -29,6 +32,9 @@ TASKS: dict[str, type[Task]] = {
     "mad-in-context-recall": MadInContextRecall,
     "mad-noisy-recall": MadNoisyRecall,
     "mad-fuzzy-recall": MadFuzzyRecall,
+    "sequential-image": SequentialImage,
+    "text": Text,
+    "forecast": Forecast,
 }
 
 
