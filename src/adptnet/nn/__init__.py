@@ -1,6 +1,7 @@
 """Modules: the layer, what is built around it, and whole models."""
 
 from .autoencoder import AutoEncoder, AutoEncoderSpec
+from .baselines import BASELINES, baseline, lru, matched, parameter_count, s4d
 from .bidirectional import Bidirectional, BidirectionalSpec
 from .block import BlockSpec, ResidualBlock
 from .layer import ADPTNet, LayerSpec, Recurrent, RecurrentLayer
@@ -10,6 +11,7 @@ from .variants import CoupledADPTNet, LinearADPTNet, TaylorADPTNet
 from .verify import Verification, verify
 
 __all__ = [
+    "BASELINES",
     "ADPTNet",
     "AutoEncoder",
     "AutoEncoderSpec",
@@ -28,5 +30,10 @@ __all__ = [
     "StackSpec",
     "TaylorADPTNet",
     "Verification",
+    "baseline",
+    "lru",
+    "matched",
+    "parameter_count",
+    "s4d",
     "verify",
 ]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, SpecError
+from ..mixers import MixerSpec
 from ..solvers.problem import check_lengths, valid
 from ..spec import ModuleSpec, check_size, nearest, spec
 from ..typing import Device, DType
@@ -81,7 +82,7 @@ class SequenceModel(nn.Module):
 
     def __init__(
         self,
-        layer: LayerSpec | BidirectionalSpec,
+        layer: LayerSpec | BidirectionalSpec | MixerSpec,
         *,
         depth: int = 1,
         vocabulary: int | None = None,
