@@ -71,7 +71,8 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (PROJECT / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
-PAGES = ["README.md", *(f"docs/{name}.md" for name in ("recurrence", "choosing", "dynamics", "solvers", "tasks", "baselines"))]
+CODE_IN = ("recurrence", "choosing", "dynamics", "solvers", "tasks", "baselines")
+PAGES = ["README.md", *(f"docs/{name}.md" for name in CODE_IN)]
 
 
 @pytest.mark.parametrize("page", PAGES)
