@@ -10,7 +10,8 @@ from torch.testing import assert_close
 
 from adptnet import ADPTNet, Spec, load, save
 from adptnet.errors import InputError, SpecError
-from adptnet.nn import AutoEncoderSpec, BlockSpec
+from adptnet.mixers import Mamba
+from adptnet.nn import AutoEncoderSpec, BlockSpec, SwiGLUBlockSpec
 from adptnet.tasks import (
     MAD_OPTIMISERS,
     MadCompression,
@@ -357,3 +358,27 @@ def test_the_auto_encoder_reads_the_true_end_and_survives_a_file(block, tmp_path
         model(torch.randn(2, 3))
     with pytest.raises(SpecError, match="must be a BlockSpec"):
         AutoEncoderSpec(ADPTNet(4).spec)
+
+
+def test_the_suites_own_block_is_its_description(tmp_path):
+    assert SwiGLUBlockSpec(ADPTNet(128).spec).inner == 352
+    spec = SwiGLUBlockSpec(Mamba(10, state_size=4))
+    block = spec.build()
+    x = torch.randn(2, 7, 10)
+    z = x + block.layer(block.norm(x))[0]
+    gate, value = (block.unit_norm(z) @ block.enter.weight.T).chunk(2, -1)
+    expected = z + (gate * torch.sigmoid(gate) * value) @ block.leave.weight.T
+    assert_close(block(x)[0], expected)
+    padded = torch.cat((x, torch.full((2, 3, 10), torch.nan)), 1)
+    assert_close(block(padded, lengths=torch.tensor([7, 7]))[0][:, :7], expected)
+    model = MadInContextRecall().model(spec, depth=2).build()
+    tokens = torch.randint(16, (2, 5))
+    logits, state = model(tokens[:, :4])
+    assert_close(model.step(tokens[:, 4], state)[0], model(tokens)[0][:, 4])
+    save(model, tmp_path / "model.safetensors")
+    assert_close(load(tmp_path / "model.safetensors")(tokens[:, :4])[0], logits)
+    assert MadCompression().model(spec).build()(tokens)[0].shape == (2, 5, 16)
+    with pytest.raises(SpecError, match="Perhaps you meant 'rms'"):
+        SwiGLUBlockSpec(ADPTNet(4).spec, norm="rmsn")
+    with pytest.raises(SpecError, match="must be a LayerSpec, BidirectionalSpec or MixerSpec"):
+        SwiGLUBlockSpec(Mamba)

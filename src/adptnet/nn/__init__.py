@@ -7,6 +7,7 @@ from .block import BlockSpec, ResidualBlock
 from .layer import ADPTNet, LayerSpec, Recurrent, RecurrentLayer
 from .model import ModelSpec, SequenceModel
 from .stack import Stack, StackSpec
+from .swiglu import SwiGLUBlock, SwiGLUBlockSpec
 from .variants import CoupledADPTNet, LinearADPTNet, TaylorADPTNet
 from .verify import Verification, verify
 
@@ -28,6 +29,8 @@ __all__ = [
     "SequenceModel",
     "Stack",
     "StackSpec",
+    "SwiGLUBlock",
+    "SwiGLUBlockSpec",
     "TaylorADPTNet",
     "Verification",
     "baseline",

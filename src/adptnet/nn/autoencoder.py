@@ -12,6 +12,7 @@ from ..spec import ModuleSpec, check_size, spec
 from ..typing import Device, DType
 from .block import BlockSpec, Norm
 from .stack import states_of
+from .swiglu import SwiGLUBlockSpec
 
 __all__ = ["AutoEncoder", "AutoEncoderSpec"]
 
@@ -26,12 +27,12 @@ class AutoEncoderSpec(ModuleSpec):
         vocabulary: Number of tokens, in and out.
     """
 
-    block: BlockSpec
+    block: BlockSpec | SwiGLUBlockSpec
     depth: int = 1
     vocabulary: int = 16
 
     def __post_init__(self) -> None:
-        if not isinstance(self.block, BlockSpec):
+        if not isinstance(self.block, (BlockSpec, SwiGLUBlockSpec)):
             raise SpecError(f"AutoEncoderSpec(block={type(self.block).__name__}): must be a BlockSpec(layer.spec).")
         check_size(self, depth=self.depth, vocabulary=self.vocabulary)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..errors import InputError
-from ..nn import BlockSpec, ModelSpec
+from ..nn import BlockSpec, ModelSpec, SwiGLUBlockSpec
 from ..spec import ModuleSpec, Spec
 
 __all__ = ["IGNORED", "Batch", "FiniteTask", "Scores", "Split", "Task", "generator_for"]
@@ -74,7 +74,7 @@ class Task(Spec, abc.ABC):
         """Number of sequences to train on; None if every one is fresh."""
         return None
 
-    def model(self, block: BlockSpec, depth: int = 1) -> ModuleSpec:
+    def model(self, block: BlockSpec | SwiGLUBlockSpec, depth: int = 1) -> ModuleSpec:
         """A model for this task: `block`, `depth` times, between the encoder and the head that fit."""
         return ModelSpec(block, depth, self.vocabulary, self.input_size, self.output_size, self.head)
 

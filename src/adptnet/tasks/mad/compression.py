@@ -2,7 +2,7 @@
 
 import torch
 
-from ...nn import AutoEncoderSpec, BlockSpec
+from ...nn import AutoEncoderSpec, BlockSpec, SwiGLUBlockSpec
 from ...spec import ModuleSpec, spec
 from ..base import Batch, Split
 from .base import MadTask
@@ -46,7 +46,7 @@ class MadCompression(MadTask):
     def chance(self) -> float:
         return 2 / self.vocabulary
 
-    def model(self, block: BlockSpec, depth: int = 1) -> ModuleSpec:
+    def model(self, block: BlockSpec | SwiGLUBlockSpec, depth: int = 1) -> ModuleSpec:
         return AutoEncoderSpec(block, depth, self.vocabulary)
 
     def draw(self, size: int, generator: torch.Generator, *, length: int, split: Split = "train") -> Batch:
