@@ -130,7 +130,8 @@ class Forecast(Task):
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Mean squared error."""
-        return functional.mse_loss(outputs.float() if outputs.dtype.itemsize < 4 else outputs, targets.to(outputs))
+        found = outputs if outputs.dtype == torch.float64 else outputs.float()
+        return functional.mse_loss(found, targets.to(found))
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
         error = (outputs.double() - targets.double()).square().mean()
