@@ -131,6 +131,24 @@ def test_specs_files_and_models(mixer, tmp_path):
     assert half(torch.randn(1, 3, WIDTH, dtype=torch.float32))[0].dtype == torch.float32
 
 
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's norm, on its own speed
+def test_the_recurrence_stays_wide_where_numbers_are_narrow(mixer):
+    x = torch.randn(2, 6, WIDTH, dtype=torch.float32)
+    single = mixer.spec.build(dtype=torch.float32)
+    whole, _ = single(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, state = single(x)
+        single(x, state)
+    half = single.to(torch.bfloat16)
+    narrow, half_state = half(x.bfloat16())
+    half.step(x[:, 0].bfloat16(), half_state)
+    for found in (y.float(), narrow.float()):
+        assert float((found - whole).abs().mean()) < 0.1 * float(whole.abs().mean()) + 1e-3
+    if not isinstance(mixer, mixers.AttentionMixer):  # whose state is the keys and values themselves
+        assert state.parts[-1].dtype == half_state.parts[-1].dtype == torch.float32
+
+
 # Definitions, one number or one step at a time.
 
 

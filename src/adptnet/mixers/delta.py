@@ -90,7 +90,7 @@ class DeltaNetMixer(Mixer):
         before, memory = (None, None) if parts is None else parts
         query, key, value, strength, recent = self.written(x, before, steps)
         read, memory = fast_weights(query, key, value, memory, steps, strength=strength)
-        outputs: Tensor = self.leave(self.norm(read).flatten(-2))
+        outputs: Tensor = self.leave(self.norm(read).flatten(-2).to(x.dtype))
         return outputs, (recent, memory)
 
 
@@ -114,7 +114,7 @@ class GatedDeltaNetMixer(Mixer):
         dt = functional.softplus(self.step_size(x) + self.rates.bias)
         decay = (-self.rates.log_rate.exp() * dt).exp().unsqueeze(-1)
         read, memory = fast_weights(query, key, value, memory, steps, decay=decay, strength=strength)
-        outputs: Tensor = self.leave(self.norm(read).flatten(-2) * functional.silu(self.gate(x)))
+        outputs: Tensor = self.leave((self.norm(read).flatten(-2) * functional.silu(self.gate(x))).to(x.dtype))
         return outputs, (recent, memory)
 
 

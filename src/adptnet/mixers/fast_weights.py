@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ..spectra.base import compute_dtype
 from .base import Steps
 
 __all__ = ["fast_weights"]
@@ -31,8 +32,11 @@ def fast_weights(
         strength: β_t, (batch, time, heads).
 
     Returns:
-        Outputs (batch, time, heads, values), and S at the true end.
+        Outputs (batch, time, heads, values), and S at the true end, which is kept in at least float32.
     """
+    narrow, wide = value.dtype, compute_dtype(value.dtype)
+    query, key, value = query.to(wide), key.to(wide), value.to(wide)
+    decay, strength = (None if part is None else part.to(wide) for part in (decay, strength))
     state = before if before is not None else torch.zeros_like(key[:, 0].unsqueeze(-1) * value[:, 0].unsqueeze(-2))
     outputs = []
     for t in range(query.shape[1]):
@@ -45,4 +49,4 @@ def fast_weights(
         moved = moved + key[:, t].unsqueeze(-1) * written.unsqueeze(-2)
         outputs.append((moved * query[:, t].unsqueeze(-1)).sum(-2))
         state = moved if steps.inside is None else torch.where(steps.inside[:, t, None, None, None], moved, state)
-    return torch.stack(outputs, 1), state
+    return torch.stack(outputs, 1).to(narrow), state

@@ -68,5 +68,5 @@ class GatedLinearAttentionMixer(Mixer):
         decay = (functional.logsigmoid(self.forget(x)) / SLOWNESS).exp().unflatten(-1, heads)
         before = None if parts is None else parts[0]
         read, state = fast_weights(query * query.shape[-1] ** -0.5, key, value, before, steps, decay=decay)
-        outputs: Tensor = self.leave(self.norm(read).flatten(-2) * functional.silu(self.gate(x)))
+        outputs: Tensor = self.leave((self.norm(read).flatten(-2) * functional.silu(self.gate(x))).to(x.dtype))
         return outputs, (state,)

@@ -9,6 +9,7 @@ from torch.nn import functional
 from ..marks import NoDecay
 from ..ops.linear_scan import linear_scan
 from ..spec import check_size, spec
+from ..spectra.base import compute_dtype
 from ..typing import Device, DType
 from .base import Mixer, MixerSpec, Steps, check_heads
 from .convolution import ShortConvolution
@@ -72,13 +73,15 @@ class HawkMixer(Mixer):
         u, recent = self.convolution(self.enter(x), None if parts is None else parts[0], steps)
         heads = u.unflatten(-1, (self.gate_weight.shape[1], -1))
         gates = torch.einsum("bthi,ghij->gbthj", heads, self.gate_weight).flatten(-2)
-        on, fading = torch.sigmoid(gates + self.gate_bias[:, None, None])
-        log_decay = -SHARPNESS * fading * functional.softplus(self.decay.raw)
+        wide = compute_dtype(u.dtype)  # of the recurrence, also where weights or autocast are narrower
+        on, fading = torch.sigmoid((gates + self.gate_bias[:, None, None]).to(wide))
+        log_decay = -SHARPNESS * fading * functional.softplus(self.decay.raw.to(wide))
         beginning = (steps.position == 0).unsqueeze(-1)
         gain = torch.where(beginning, 1.0, _BoundedSqrt.apply(-torch.expm1(2 * log_decay)))  # type: ignore[no-untyped-call]
         before = None if parts is None else parts[1]
         states = linear_scan(log_decay.exp(), gain * on * u, before, reset=steps.reset)
-        outputs: Tensor = self.leave(states * functional.gelu(self.branch(x), approximate="tanh"))
+        branch = functional.gelu(self.branch(x), approximate="tanh")
+        outputs: Tensor = self.leave((states * branch).to(x.dtype))
         return outputs, (recent, steps.last(states).clone())
 
 

@@ -10,6 +10,7 @@ from torch.nn import functional
 from ..marks import NoDecay
 from ..ops.linear_scan import linear_scan
 from ..spec import check_size, spec
+from ..spectra.base import compute_dtype
 from ..typing import Device, DType
 from .base import Mixer, MixerSpec, Steps
 from .convolution import ShortConvolution
@@ -72,14 +73,15 @@ class MambaMixer(Mixer):
         u, recent = self.convolution(u, None if parts is None else parts[0], steps)
         u = functional.silu(u)
         low, write, read = self.select(u).split((self.spec.rank, self.spec.state_size, self.spec.state_size), -1)
-        dt = functional.softplus(self.step_size(low))
-        transition = (dt.unsqueeze(-1) * -self.modes.log_decay.exp()).exp()
+        wide = compute_dtype(u.dtype)  # of the recurrence, also where weights or autocast are narrower
+        dt = functional.softplus(self.step_size(low).to(wide))
+        transition = (dt.unsqueeze(-1) * -self.modes.log_decay.to(wide).exp()).exp()
         offset = (dt * u).unsqueeze(-1) * write.unsqueeze(-2)
         before = None if parts is None else parts[1].flatten(-2)
         states = linear_scan(transition.flatten(-2), offset.flatten(-2), before, reset=steps.reset)
         states = states.unflatten(-1, self.modes.log_decay.shape)
         y = (states * read.unsqueeze(-2)).sum(-1) + self.modes.skip * u
-        outputs: Tensor = self.leave(y * functional.silu(gate))
+        outputs: Tensor = self.leave((y * functional.silu(gate)).to(x.dtype))
         return outputs, (recent, steps.last(states).clone())
 
 

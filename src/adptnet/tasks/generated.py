@@ -56,7 +56,8 @@ class GeneratedTask(FiniteTask):
             raise InputError(f"sequences {int(indices.min())} to {int(indices.max())} of {total} in the {split} set.")
         inputs, targets = _whole(self, split, self.length if length is None else length)
         chosen = inputs[indices]
-        return Batch(chosen if chosen.is_floating_point() else chosen.long(), targets[indices].long())
+        kind = torch.get_default_dtype() if chosen.is_floating_point() else torch.int64
+        return Batch(chosen.to(kind), targets[indices].long())
 
 
 @functools.lru_cache(maxsize=4)
