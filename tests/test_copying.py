@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import tyro
 from torch.nn.functional import one_hot
 
 from adptnet import ADPTNet, Spec
@@ -150,3 +151,10 @@ def test_every_task_has_a_name_a_spec_and_says_what_a_model_for_it_looks_like():
             assert task.chance > 0
             x = torch.zeros(2, 5, dtype=torch.int64) if task.vocabulary else torch.zeros(2, 5, task.input_size)
             assert task.model(block).build()(x)[0].shape == (2, 5, task.output_size)
+
+
+def test_every_task_can_be_written_on_a_command_line():
+    for kind in TASKS.values():
+        assert tyro.cli(kind, args=[]) == kind()
+    assert tyro.cli(SelectiveCopy, args=["--length", "40", "--no-variable"]) == SelectiveCopy(40, variable=False)
+    assert tyro.cli(named("forecast"), args=["--system", "x' = -x"]) == named("forecast")("x' = -x")
