@@ -19,7 +19,7 @@ PUBLIC = [
     *("ADPTNet", "ADPTState", "Bidirectional", "CoupledADPTNet", "LinearADPTNet", "Recurrent", "SequenceModel"),
     *("Spec", "Stack", "TaylorADPTNet", "TrainableBeta"),
     *("__version__", "adjoints", "analysis", "backends", "cells", "conjugates", "directions", "drive", "errors"),
-    *("load", "nn"),
+    *("load", "mixers", "nn"),
     *("projections", "retractions", "save", "solvers", "spectra", "tasks", "training", "verify"),
 ]
 
@@ -43,7 +43,18 @@ def test_every_module_says_what_it_is_and_names_what_it_shows(name):
 
 
 def test_importing_adptnet_imports_nothing_heavy():
-    heavy = ["matplotlib", "triton", "jaxtyping", "beartype", "tyro", "rich", "safetensors", "scipy", "transformers"]
+    heavy = [
+        "matplotlib",
+        "triton",
+        "jaxtyping",
+        "beartype",
+        "tyro",
+        "rich",
+        "safetensors",
+        "scipy",
+        "transformers",
+        "pooch",
+    ]
     code = f"import sys, adptnet; print([m for m in {heavy!r} if m in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"
@@ -60,7 +71,8 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (PROJECT / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
-PAGES = ["README.md", *(f"docs/{name}.md" for name in ("recurrence", "choosing", "dynamics", "solvers"))]
+CODE_IN = ("recurrence", "choosing", "dynamics", "solvers", "tasks", "baselines")
+PAGES = ["README.md", *(f"docs/{name}.md" for name in CODE_IN)]
 
 
 @pytest.mark.parametrize("page", PAGES)

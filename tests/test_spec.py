@@ -171,7 +171,7 @@ def test_what_is_wrong_in_a_spec_is_named(text, message):
         (lambda: TrainableBeta(2.0, maximum=1.0), "needs minimum <= initial <= maximum"),
         (lambda: nn.BlockSpec(ADPTNet(4).spec, norm="bach"), "Perhaps you meant 'batch'"),
         (lambda: nn.BlockSpec(ADPTNet(4).spec, dropout=1.0), "dropout must be in [0, 1)"),
-        (lambda: nn.BlockSpec(ADPTNet(4)), "must be a LayerSpec or BidirectionalSpec: layer.spec"),
+        (lambda: nn.BlockSpec(ADPTNet(4)), "must be a LayerSpec, BidirectionalSpec or MixerSpec: layer.spec"),
         (lambda: nn.SequenceModel(ADPTNet(4).spec), "pass one of them"),
         (lambda: nn.SequenceModel(ADPTNet(4).spec, vocabulary=3, input_size=3), "pass one of them"),
         (lambda: nn.SequenceModel(ADPTNet(4).spec, input_size=3), "pass output_size="),

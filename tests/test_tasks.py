@@ -9,11 +9,15 @@ from torch.nn.functional import one_hot
 from adptnet import Spec
 from adptnet.errors import InputError, SpecError
 from adptnet.spec import spec
-from adptnet.tasks import Batch, FiniteTask, WordProblem, product_table
+from adptnet.tasks import Batch, FiniteTask, WordProblem, product_table, spelled
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [("S3", 6), ("S4", 24), ("S5", 120), ("A4", 12), ("A5", 60), ("Z7", 7), ("S1", 1)]
+    ("name", "size"),
+    [
+        *(("S3", 6), ("S4", 24), ("S5", 120), ("A4", 12), ("A5", 60), ("Z7", 7), ("S1", 1)),
+        *(("D1", 2), ("D5", 10), ("Q8", 8), ("S3xZ2", 12), ("Z2xD3xZ2", 24), ("0 1 2; 1 2 0; 2 0 1", 3)),
+    ],
 )
 def test_a_product_table_is_a_group(name, size):
     table = product_table(name)
@@ -40,13 +44,70 @@ def test_only_s_and_a_are_not_commutative():
     assert torch.equal(product_table("Z6"), product_table("Z6").T)
 
 
-@pytest.mark.parametrize("name", ["S0", "S7", "D4", "s3", "S", "Z0", "S3 "])
+@pytest.mark.parametrize("name", ["S0", "S7", "E4", "s3", "S", "Z0", "S3 ", "Q6", "D2000", "S3x", "S3xX2", "", " "])
 def test_an_unknown_group_is_named(name):
     with pytest.raises(InputError, match="Groups are S3, A5, Z6"):
         product_table(name)
 
 
-@pytest.mark.parametrize("group", ["S3", "A5", "Z4"])
+def orders(name):
+    """How many elements have each order: it tells all groups below apart."""
+    table = product_table(name)
+    counts = {}
+    for element in range(len(table)):
+        power, order = element, 1
+        while power != 0:
+            power, order = int(table[power, element]), order + 1
+        counts[order] = counts.get(order, 0) + 1
+    return counts
+
+
+def test_groups_are_the_ones_they_are_called():
+    assert orders("D4") == {1: 1, 2: 5, 4: 2}
+    assert orders("Q8") == {1: 1, 2: 1, 4: 6}
+    assert orders("Z2xZ4") == {1: 1, 2: 3, 4: 4}
+    assert orders("D3") == orders("S3")
+    assert orders("Z2xZ3") == orders("Z6")
+    assert orders("A5") == {1: 1, 2: 15, 3: 20, 5: 24}
+    i, j, k = 1, 2, 3
+    table = product_table("Q8")
+    assert [int(table[i, j]), int(table[j, i]), int(table[i, i])] == [k, k + 4, 4]
+
+
+def test_a_table_of_ones_own_is_a_group_like_any():
+    own = spelled(product_table("D4"))
+    task = WordProblem(own, length=5)
+    assert Spec.from_json(task.to_json()) == task
+    named = WordProblem("D4", length=5)
+    mine, theirs = (each.batch(9, torch.Generator().manual_seed(2)) for each in (task, named))
+    assert torch.equal(mine.targets, theirs.targets)
+
+
+@pytest.mark.parametrize(
+    ("table", "reason"),
+    [
+        ("0 1; 1", r"square.*2 rows of \[1, 2\]"),
+        ("0 1; 1 2", "2 is no element"),
+        ("1 0; 0 1", "element 0 must be the identity"),
+        ("0 1; 1 1", "row 1 lacks elements, so 1 has no inverse"),
+        ("0 1 2 3 4; 1 0 3 4 2; 2 4 0 1 3; 3 2 4 0 1; 4 3 1 2 0", r"is not \d·\(\d·\d\)"),
+    ],
+)
+def test_a_table_that_is_no_group_is_refused_with_the_reason(table, reason):
+    with pytest.raises(InputError, match=reason):
+        product_table(table)
+    with pytest.raises(InputError, match="whole numbers; got"):
+        spelled(torch.ones(2, 2))
+
+
+def test_elements_are_replaced_by_the_identity_with_the_given_probability():
+    inputs = WordProblem("S5", identity=0.5).batch(4000, torch.Generator().manual_seed(0)).inputs
+    assert float((inputs == 0).double().mean()) == pytest.approx(0.5 + 0.5 / 120, abs=0.01)
+    with pytest.raises(SpecError, match="identity must be in"):
+        WordProblem(identity=1.0)
+
+
+@pytest.mark.parametrize("group", ["S3", "A5", "Z4", "Z2xQ8"])
 def test_targets_are_the_running_product(group):
     task = WordProblem(group, length=9)
     batch = task.batch(50, torch.Generator().manual_seed(1))
@@ -95,7 +156,7 @@ def test_a_task_is_a_spec_and_refuses_bad_sizes():
     with pytest.raises(SpecError, match="length must be a whole number from 1"):
         WordProblem(length=0)
     with pytest.raises(InputError, match="unknown"):
-        WordProblem("Q8")
+        WordProblem("X8")
     with pytest.raises(InputError, match="both must be at least 1"):
         task.batch(0, torch.Generator())
 

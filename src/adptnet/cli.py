@@ -32,13 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; the exit code is 0, or 1 for an error that is explained (2, from tyro, for a wrong call)."""
     from tyro.extras import subcommand_cli_from_dict
 
-    from . import analyse, quickstart
+    from . import analyse, data_command, quickstart
     from .errors import AdptnetError
 
     commands: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         "quickstart": (quickstart.Quickstart, quickstart.run),
         "kernels": (Kernels, kernels),
         "analyse": (analyse.Analyse, analyse.run),
+        "data": (data_command.Data, data_command.run),
     }
     options = subcommand_cli_from_dict(
         {name: kind for name, (kind, _) in commands.items()},

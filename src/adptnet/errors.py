@@ -9,6 +9,7 @@ __all__ = [
     "BackendWarning",
     "BuildError",
     "CheckpointError",
+    "DataError",
     "DistributedError",
     "IncompatibleError",
     "InputError",
@@ -49,6 +50,10 @@ class SpecError(AdptnetError, ValueError):
 
 class CheckpointError(AdptnetError, ValueError):
     """A file that is not a complete adptnet checkpoint."""
+
+
+class DataError(AdptnetError, ValueError):
+    """A data file that is missing, incomplete or not what it should be."""
 
 
 class BuildError(AdptnetError, RuntimeError):

@@ -4,11 +4,14 @@ from .adpt import ADPTCell
 from .base import ADPTState, Cell, CellSpec
 from .baselines import OrthogonalRNN, OrthogonalRNNCell, ReLURNN, ReLURNNCell, TanhRNN, TanhRNNCell
 from .coupled import CoupledCell
+from .gated import GRU, LSTM
 from .spec import ADPTSpec, SlowMemory
 from .stateful import StatefulCell
 from .wrap import from_function, from_torch
 
 __all__ = [
+    "GRU",
+    "LSTM",
     "ADPTCell",
     "ADPTSpec",
     "ADPTState",

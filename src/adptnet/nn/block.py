@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import SpecError
+from ..mixers import MixerSpec
 from ..solvers.problem import check_lengths, valid
 from ..spec import ModuleSpec, check_fraction, nearest, spec
 from ..typing import Device, DType
@@ -24,23 +25,24 @@ class BlockSpec(ModuleSpec):
     """A residual block around a layer.
 
     Attributes:
-        layer: The layer, or two of them in both directions.
+        layer: The layer, two of them in both directions, or a mixer.
         norm: "batch", "layer" or "rms".
         prenorm: Whether the norm comes before the layer or after the sum.
         glu: Whether the output map is a gated linear unit or a plain linear one.
         dropout: After the activation and after the output map.
     """
 
-    layer: LayerSpec | BidirectionalSpec
+    layer: LayerSpec | BidirectionalSpec | MixerSpec
     norm: NormName = "layer"
     prenorm: bool = True
     glu: bool = True
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.layer, (LayerSpec, BidirectionalSpec)):
+        if not isinstance(self.layer, (LayerSpec, BidirectionalSpec, MixerSpec)):
             raise SpecError(
-                f"BlockSpec(layer={type(self.layer).__name__}): must be a LayerSpec or BidirectionalSpec: layer.spec."
+                f"BlockSpec(layer={type(self.layer).__name__}): must be a LayerSpec, BidirectionalSpec or MixerSpec: "
+                "layer.spec."
             )
         if isinstance(self.layer, LayerSpec):
             refuse_time_major(self, self.layer)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, SpecError
+from ..mixers import MixerSpec
 from ..solvers.problem import check_lengths, valid
 from ..spec import ModuleSpec, check_size, nearest, spec
 from ..typing import Device, DType
@@ -16,6 +17,7 @@ from .block import BlockSpec, Norm, NormName, ResidualBlock
 from .layer import LayerSpec
 from .packing import refuse_packed
 from .stack import states_of
+from .swiglu import SwiGLUBlock, SwiGLUBlockSpec
 
 __all__ = ["HeadName", "ModelSpec", "SequenceModel", "evaluating"]
 
@@ -35,7 +37,7 @@ class ModelSpec(ModuleSpec):
         head: "token": an output at every step. "last": one at the true end. "mean": one of the mean over time.
     """
 
-    block: BlockSpec
+    block: BlockSpec | SwiGLUBlockSpec
     depth: int = 1
     vocabulary: int | None = None
     input_size: int | None = None
@@ -43,7 +45,7 @@ class ModelSpec(ModuleSpec):
     head: HeadName = "token"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.block, BlockSpec):
+        if not isinstance(self.block, (BlockSpec, SwiGLUBlockSpec)):
             raise SpecError(f"ModelSpec(block={type(self.block).__name__}): must be a BlockSpec(layer.spec).")
         check_size(self, depth=self.depth)
         if (self.vocabulary is None) == (self.input_size is None):
@@ -81,7 +83,7 @@ class SequenceModel(nn.Module):
 
     def __init__(
         self,
-        layer: LayerSpec | BidirectionalSpec,
+        layer: LayerSpec | BidirectionalSpec | MixerSpec,
         *,
         depth: int = 1,
         vocabulary: int | None = None,
@@ -152,7 +154,7 @@ class SequenceModel(nn.Module):
         entering = states_of(self.blocks, state)
         leaving = []
         for block, before in zip(self.blocks, entering, strict=True):
-            assert isinstance(block, ResidualBlock)
+            assert isinstance(block, (ResidualBlock, SwiGLUBlock))
             y, after = block.step(y, before)
             leaving.append(after)
         logits: Tensor = self.decoder(y if self.norm is None else self.norm(y))

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import InputError, SpecError
+from ..mixers import MixerSpec
 from ..spec import ModuleSpec, check_fraction, check_size, spec
 from ..typing import Device, DType
 from .bidirectional import BidirectionalSpec, refuse_time_major
@@ -18,14 +19,15 @@ __all__ = ["Stack", "StackSpec", "states_of"]
 class StackSpec(ModuleSpec):
     """`num_layers` layers of one kind, each on the outputs of the one below, with dropout in between."""
 
-    layer: LayerSpec | BidirectionalSpec
+    layer: LayerSpec | BidirectionalSpec | MixerSpec
     num_layers: int = 1
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.layer, (LayerSpec, BidirectionalSpec)):
+        if not isinstance(self.layer, (LayerSpec, BidirectionalSpec, MixerSpec)):
             raise SpecError(
-                f"StackSpec(layer={type(self.layer).__name__}): must be a LayerSpec or BidirectionalSpec: layer.spec."
+                f"StackSpec(layer={type(self.layer).__name__}): must be a LayerSpec, BidirectionalSpec or MixerSpec: "
+                "layer.spec."
             )
         if isinstance(self.layer, LayerSpec):
             refuse_time_major(self, self.layer)
@@ -45,7 +47,7 @@ class Stack(nn.Module):
 
     def __init__(
         self,
-        layer: LayerSpec | BidirectionalSpec,
+        layer: LayerSpec | BidirectionalSpec | MixerSpec,
         num_layers: int = 1,
         *,
         dropout: float = 0.0,

@@ -1,7 +1,54 @@
 """Tasks: seeded generators that carry their loss window, metric and chance level."""
 
 from .base import Batch, FiniteTask, Scores, Task
-from .groups import product_table
+from .copy_memory import CopyMemory
+from .forecast import Forecast, Horizon
+from .generated import GeneratedTask
+from .groups import product_table, spelled
+from .mad import (
+    MAD_OPTIMISERS,
+    MadCompression,
+    MadFuzzyRecall,
+    MadInContextRecall,
+    MadMemorisation,
+    MadNoisyRecall,
+    MadSelectiveCopying,
+    mad_score,
+    mad_settings,
+)
+from .parity import Parity
+from .registry import TASKS, named
+from .selective_copy import SELECTIVE_COPY_SETTINGS, SelectiveCopy
+from .sequential_image import SequentialImage
+from .text import Text
 from .word_problem import WordProblem
 
-__all__ = ["Batch", "FiniteTask", "Scores", "Task", "WordProblem", "product_table"]
+__all__ = [
+    "MAD_OPTIMISERS",
+    "SELECTIVE_COPY_SETTINGS",
+    "TASKS",
+    "Batch",
+    "CopyMemory",
+    "FiniteTask",
+    "Forecast",
+    "GeneratedTask",
+    "Horizon",
+    "MadCompression",
+    "MadFuzzyRecall",
+    "MadInContextRecall",
+    "MadMemorisation",
+    "MadNoisyRecall",
+    "MadSelectiveCopying",
+    "Parity",
+    "Scores",
+    "SelectiveCopy",
+    "SequentialImage",
+    "Task",
+    "Text",
+    "WordProblem",
+    "mad_score",
+    "mad_settings",
+    "named",
+    "product_table",
+    "spelled",
+]

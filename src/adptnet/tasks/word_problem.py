@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..spec import check_size, spec
+from ..spec import check_fraction, check_size, spec
 from .base import Batch, Scores, Task
-from .groups import product_table
+from .groups import table_of
 
 __all__ = ["WordProblem"]
 
@@ -17,18 +17,25 @@ class WordProblem(Task):
 
     The reported accuracy is the mean over the last min(10, length) positions: what the paper's numbers imply
     (docs/deviations.md). The others are there beside it.
+
+    Attributes:
+        group: "S3", "A5", "Z60", "D4", "Q8", a direct product "S3xZ2", or a product table as text (`tasks.spelled`).
+        length: Elements in a sequence.
+        identity: Probability with which an element is replaced by the identity; p in the paper's table, 0 there.
     """
 
     group: str = "S3"
     length: int = 8
+    identity: float = 0.0
 
     def __post_init__(self) -> None:
-        product_table(self.group)
+        table_of(self.group)
         check_size(self, length=self.length)
+        check_fraction(self, below="at 1 every product would be the identity", identity=self.identity)
 
     @property
     def vocabulary(self) -> int:
-        return len(product_table(self.group))
+        return len(table_of(self.group))
 
     @property
     def chance(self) -> float:
@@ -38,8 +45,10 @@ class WordProblem(Task):
         length = self.length if length is None else length
         if size < 1 or length < 1:
             raise InputError(f"a batch of {size} sequences of {length} steps: both must be at least 1.")
-        table = product_table(self.group)
+        table = table_of(self.group)
         inputs = torch.randint(self.vocabulary, (size, length), generator=generator)
+        if self.identity:
+            inputs[torch.rand(size, length, generator=generator) < self.identity] = 0
         targets = inputs.clone()
         for t in range(1, length):
             targets[:, t] = table[targets[:, t - 1], inputs[:, t]]

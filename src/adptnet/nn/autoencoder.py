@@ -1,0 +1,99 @@
+"""An auto-encoder: a sequence through the vector at its last step, and every position told from that vector alone."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError, SpecError
+from ..solvers.problem import check_lengths, valid
+from ..spec import ModuleSpec, check_size, spec
+from ..typing import Device, DType
+from .block import BlockSpec, Norm
+from .stack import states_of
+from .swiglu import SwiGLUBlockSpec
+
+__all__ = ["AutoEncoder", "AutoEncoderSpec"]
+
+
+@spec
+class AutoEncoderSpec(ModuleSpec):
+    """The backbone of MAD's compression task.
+
+    Attributes:
+        block: The residual block that is repeated in the encoder.
+        depth: How many times.
+        vocabulary: Number of tokens, in and out.
+    """
+
+    block: BlockSpec | SwiGLUBlockSpec
+    depth: int = 1
+    vocabulary: int = 16
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.block, (BlockSpec, SwiGLUBlockSpec)):
+            raise SpecError(f"AutoEncoderSpec(block={type(self.block).__name__}): must be a BlockSpec(layer.spec).")
+        check_size(self, depth=self.depth, vocabulary=self.vocabulary)
+
+    def build(self, *, device: Device = None, dtype: DType = None) -> "AutoEncoder":
+        return AutoEncoder(self, device=device, dtype=dtype)
+
+
+class AutoEncoder(nn.Module):
+    """(batch, time) tokens in, (batch, time, vocabulary) logits out, with the state of every layer.
+
+    The encoder is that of `SequenceModel`. Its last vector plus a fixed position vector goes through two layers of
+    the same width to the logits of that position. Its own maps start from N(0, 0.02²); the layers keep their start.
+    """
+
+    def __init__(self, spec: AutoEncoderSpec, *, device: Device = None, dtype: DType = None):
+        super().__init__()
+        self.spec = spec
+        width, block = spec.block.width, spec.block
+        self.encoder = nn.Embedding(spec.vocabulary, width, device=device, dtype=dtype)
+        self.blocks = nn.ModuleList(block.build(device=device, dtype=dtype) for _ in range(spec.depth))
+        self.norm = Norm(block.norm, width, device=device, dtype=dtype) if block.prenorm else None
+        sizes = (width, width, spec.vocabulary)
+        self.norms = nn.ModuleList(Norm(block.norm, width, device=device, dtype=dtype) for _ in sizes)
+        self.maps = nn.ModuleList(nn.Linear(width, size, device=device, dtype=dtype) for size in sizes)
+        nn.init.normal_(self.encoder.weight, std=0.02)
+        for parameter in self.maps.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+            else:
+                nn.init.zeros_(parameter)
+
+    def forward(
+        self, x: Tensor, state: tuple[Any, ...] | None = None, *, lengths: Tensor | None = None, **run: Any
+    ) -> tuple[Tensor, tuple[Any, ...]]:
+        """As `SequenceModel.forward`."""
+        if x.dim() != 2 or x.shape[1] < 1 or x.dtype not in (torch.int64, torch.int32):
+            raise InputError(
+                f"the auto-encoder takes (batch, time) tokens, one at least; got {x.dtype} of shape {tuple(x.shape)}."
+            )
+        steps = x.shape[1]
+        lengths = check_lengths(lengths, len(x), steps, x.device)
+        keep = None if lengths is None else valid(lengths, steps)
+        y = self.encoder(x)
+        leaving = []
+        for block, before in zip(self.blocks, states_of(self.blocks, state), strict=True):
+            y, after = block(y, before, lengths=lengths, **run)
+            leaving.append(after)
+        y = y if self.norm is None else self.norm(y, keep)
+        code = y[:, -1] if lengths is None else y[torch.arange(len(x), device=x.device), lengths - 1]
+        y = code.unsqueeze(1) + _positions(steps, code)
+        for i, (norm, map) in enumerate(zip(self.norms, self.maps, strict=True)):
+            y = map(norm(y, keep))
+            y = y if i == len(self.maps) - 1 else nn.functional.gelu(y)
+        return y, tuple(leaving)
+
+
+def _positions(steps: int, like: Tensor) -> Tensor:
+    """Sines and cosines of each position at geometric frequencies, (steps, width)."""
+    width = like.shape[-1]
+    pair = torch.arange(0, width, 2, device=like.device, dtype=like.dtype)
+    phase = torch.arange(steps, device=like.device, dtype=like.dtype).unsqueeze(-1) * torch.exp(
+        -math.log(10_000.0) * pair / width
+    )
+    return torch.stack((phase.sin(), phase.cos()), -1).flatten(-2)[:, :width]
