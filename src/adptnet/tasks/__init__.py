@@ -4,4 +4,7 @@ from .base import Batch, FiniteTask, Scores, Task
 from .groups import product_table
 from .word_problem import WordProblem
 
-__all__ = ["Batch", "FiniteTask", "Scores", "Task", "WordProblem", "product_table"]
+TASKS: dict[str, type[Task]] = {"word-problem": WordProblem}
+"""Every task by the name it has on the command line."""
+
+__all__ = ["TASKS", "Batch", "FiniteTask", "Scores", "Task", "WordProblem", "product_table"]
