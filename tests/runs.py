@@ -12,13 +12,13 @@ from adptnet.cells import ADPTSpec
 from adptnet.spec import spec
 from adptnet.tasks import Batch, FiniteTask, WordProblem
 from adptnet.tasks.base import IGNORED
-from adptnet.training import Experiment, Keeping, TrainConfig, launched, model_for, run
+from adptnet.training import Experiment, Keeping, TrainConfig, launched, run
 
 
 def experiment(task=None, *, width=6, norm="batch", dropout=0.1, beta=1.0, **training) -> Experiment:
     """Batch norm, dropout, a best by validation: all that a resumed run must get right."""
     task = task or WordProblem("S3", length=5)
-    model = model_for(task, nn.LayerSpec(ADPTSpec(width, beta=beta)), norm=norm, dropout=dropout)
+    model = task.model(nn.BlockSpec(nn.LayerSpec(ADPTSpec(width, beta=beta)), norm=norm, dropout=dropout))
     settings = {"steps": 12, "batch_size": 8, "learning_rate": 1e-2, "evaluation_size": 24, "evaluation_batch": 10}
     return Experiment(task, model, TrainConfig(**{**settings, **training}))
 

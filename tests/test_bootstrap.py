@@ -218,7 +218,7 @@ def test_another_torch_replaces_the_one_there_and_stays(run, installs, monkeypat
     monkeypatch.delenv("ADPTNET_TORCH")
     run.set_up("plots")
     run.set_up("dev")
-    assert installs[-2:] == ["registry replaced -e .[plots]", "registry -e .[dev,plots,test]"]
+    assert installs[-2:] == ["registry replaced -e .[plots]", "registry -e .[cluster,dev,plots,test,train]"]
 
 
 @pytest.mark.parametrize("damage", ["cut short", "unreadable", "moved", "no python", "another python"])

@@ -60,7 +60,7 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (PROJECT / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
-PAGES = ["README.md", *(f"docs/{name}.md" for name in ("recurrence", "choosing", "dynamics", "solvers"))]
+PAGES = ["README.md", *(f"docs/{name}.md" for name in ("recurrence", "choosing", "dynamics", "solvers", "training"))]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -434,7 +434,7 @@ def test_what_cannot_run_is_refused_before_it_begins(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be written to"):
         run(experiment(), tmp_path / "file" / "below")
-    with pytest.raises(ValueError, match="it needs a model with vocabulary=2"):
+    with pytest.raises(ValueError, match=r"it needs ModelSpec.*vocabulary=2"):
         adptnet.training.Experiment(WordProblem("Z2"), experiment().model, experiment().training)
 
 

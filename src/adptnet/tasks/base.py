@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..errors import InputError
-from ..spec import Spec
+from ..nn import BlockSpec, ModelSpec
+from ..spec import ModuleSpec, Spec
 
 __all__ = ["IGNORED", "Batch", "FiniteTask", "Scores", "Split", "Task", "generator_for"]
 
@@ -28,6 +29,7 @@ class Batch(NamedTuple):
         Tensor  # (batch, time) int64, IGNORED outside the loss window; (batch,) for one label a sequence; or numbers
     )
     lengths: Tensor | None = None  # true lengths of right-padded sequences
+    continues: bool = False  # whether each row goes on where that of the batch before ended: the state may be passed on
 
 
 def generator_for(*numbers: int) -> torch.Generator:
@@ -71,6 +73,10 @@ class Task(Spec, abc.ABC):
     def training_size(self) -> int | None:
         """Number of sequences to train on; None if every one is fresh."""
         return None
+
+    def model(self, block: BlockSpec, depth: int = 1) -> ModuleSpec:
+        """A model for this task: `block`, `depth` times, between the encoder and the head that fit."""
+        return ModelSpec(block, depth, self.vocabulary, self.input_size, self.output_size, self.head)
 
     @abc.abstractmethod
     def batch(self, size: int, generator: torch.Generator, *, length: int | None = None) -> Batch:

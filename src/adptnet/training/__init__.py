@@ -2,7 +2,7 @@
 
 from .config import TrainConfig
 from .evaluation import evaluate
-from .experiment import Experiment, model_for
+from .experiment import Experiment
 from .failure import Diagnosis, TrainingDiverged, diagnose
 from .folder import Keeping, RunFolder
 from .keepers import Keeper
@@ -45,7 +45,6 @@ __all__ = [
     "evaluate",
     "finished",
     "launched",
-    "model_for",
     "param_groups",
     "read_metrics",
     "replay",

@@ -9,7 +9,7 @@ from torch import nn
 from ..errors import InputError
 from ..nn.model import evaluating
 from ..spec import nearest
-from ..tasks import Scores, Task
+from ..tasks import Batch, Scores, Task
 from ..tasks.base import Split
 from .config import TrainConfig
 from .places import Alone, Place
@@ -38,18 +38,23 @@ def evaluate(
     with evaluating(model):
         for asked in lengths:
             parts: list[tuple[int, Scores, int]] = []
-            batches = list(task.evaluation(split, size, batch_size, seed=seed, length=asked))
-            rounds = -(-len(batches) // place.count) * place.count  # as many calls everywhere: they may be collective
-            for number in range(place.rank, rounds, place.count):
-                batch = place.moved(batches[number % len(batches)])
-                with place.autocast():
-                    outputs = model(batch.inputs, lengths=batch.lengths)[0]
-                found = {"loss": float(task.loss(outputs, batch.targets)), **task.scores(outputs, batch.targets)}
-                if number < len(batches):
-                    parts.append((number, found, len(batch.inputs)))
-            length = batches[0].inputs.shape[1] if asked is None else asked
+            length, number = asked, -1
+            for number, batch in enumerate(task.evaluation(split, size, batch_size, seed=seed, length=asked)):
+                length = length or batch.inputs.shape[1]
+                if number % place.count == place.rank:
+                    parts.append((number, _scored(model, task, batch, place), len(batch.inputs)))
+            if 0 < (number + 1) % place.count <= place.rank:  # as many calls everywhere: they may be collective
+                _scored(model, task, batch, place)
+            assert length is not None
             scores[length] = _mean(sorted(itertools.chain(*place.gathered(parts)), key=lambda part: part[0]))
     return scores
+
+
+def _scored(model: nn.Module, task: Task, batch: Batch, place: Place) -> Scores:
+    batch = place.moved(batch)
+    with place.autocast():
+        outputs = model(batch.inputs, lengths=batch.lengths)[0]
+    return {"loss": task.loss(outputs, batch.targets).item(), **task.scores(outputs, batch.targets)}
 
 
 def score_of(scores: dict[int, Scores], task: Task, config: TrainConfig) -> tuple[float, bool]:

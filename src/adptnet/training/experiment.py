@@ -1,17 +1,16 @@
 """An experiment: a task, a model for it and the settings of its training. What config.json holds."""
 
+import hashlib
+import json
 from typing import Any
 
 from ..errors import IncompatibleError
-from ..nn import LayerSpec
-from ..nn.bidirectional import BidirectionalSpec
 from ..nn.block import BlockSpec
-from ..nn.model import ModelSpec
-from ..spec import Spec, check_kind, spec
+from ..spec import ModuleSpec, Spec, check_kind, spec
 from ..tasks import Task
 from .config import TrainConfig
 
-__all__ = ["Experiment", "model_for"]
+__all__ = ["Experiment"]
 
 
 @spec
@@ -20,31 +19,41 @@ class Experiment(Spec):
 
     Attributes:
         task: What is learnt.
-        model: What learns it.
+        model: What learns it: `task.model(block, depth)`.
         training: How.
     """
 
     task: Task
-    model: ModelSpec
+    model: ModuleSpec
     training: TrainConfig
 
     def __post_init__(self) -> None:
         check_kind(self, Task, "tasks.WordProblem()", task=self.task)
-        check_kind(self, ModelSpec, "training.model_for(task, layer)", model=self.model)
+        check_kind(self, ModuleSpec, "task.model(block, depth)", model=self.model)
         check_kind(self, TrainConfig, "training.TrainConfig()", training=self.training)
-        for name, needed in _ends(self.task).items():
-            given = getattr(self.model, name)
-            if given != needed:
-                raise IncompatibleError(
-                    f"Experiment(task={self.task}): it needs a model with {name}={needed!r}, and this one has "
-                    f"{name}={given!r}. Pass model=training.model_for(task, layer)."
-                )
+        needed = self.task.model(self.block, self.depth)
+        if self.model != needed:
+            raise IncompatibleError(
+                f"Experiment(task={self.task}): it needs {needed}, and was given {self.model}. "
+                "Pass model=task.model(block, depth)."
+            )
 
+    @property
+    def digest(self) -> str:
+        """A short name: equal experiments have the same."""
+        numbers_alike = json.loads(self.to_json(), parse_int=float)  # 4 equals 4.0
+        return hashlib.sha256(json.dumps(numbers_alike).encode()).hexdigest()[:12]
 
-def model_for(task: Task, layer: LayerSpec | BidirectionalSpec, *, depth: int = 1, **block: Any) -> ModelSpec:
-    """A model around `layer` with the ends that `task` needs; `block` as `BlockSpec` takes it."""
-    return ModelSpec(BlockSpec(layer, **block), depth=depth, **_ends(task))
+    @property
+    def block(self) -> BlockSpec:
+        """What the model repeats."""
+        block: Any = getattr(self.model, "block", None)
+        check_kind(self, BlockSpec, "task.model(block, depth)", block=block)
+        assert isinstance(block, BlockSpec)
+        return block
 
-
-def _ends(task: Task) -> dict[str, Any]:
-    return {name: getattr(task, name) for name in ("vocabulary", "input_size", "output_size", "head")}
+    @property
+    def depth(self) -> int:
+        """How often."""
+        depth: int = self.model.depth  # type: ignore[attr-defined]
+        return depth

@@ -111,7 +111,7 @@ class RunFolder(Keeper):
         if self._metrics is None:
             return ""
         self._metrics.flush()
-        tensors = {name: part.contiguous() for name, part in batch._asdict().items() if part is not None}
+        tensors = {name: part.contiguous() for name, part in batch._asdict().items() if isinstance(part, torch.Tensor)}
         files |= {"batch.safetensors": save(tensors), "diagnosis.json": json.dumps(plain(diagnosis._asdict())).encode()}
         write_folder(self.path / "failure", files)
         return f" Batch, weights and random numbers are in {self.path / 'failure'}: adptnet replay {self.path}."

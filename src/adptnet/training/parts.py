@@ -21,9 +21,10 @@ def parts_of(batch: Batch, place: Place, accumulation: int) -> Iterator[tuple[Ba
             f"accumulation {accumulation}). Raise batch_size or lower accumulation."
         )
     total = _counted(batch.targets)
-    split = [[None] * pieces if part is None else part.tensor_split(pieces) for part in batch]
+    names = [name for name in ("inputs", "targets", "lengths") if getattr(batch, name) is not None]
+    split = {name: getattr(batch, name).tensor_split(pieces) for name in names}
     for piece in range(place.rank * accumulation, (place.rank + 1) * accumulation):
-        part = Batch(*(each[piece] for each in split))  # type: ignore[arg-type]
+        part = batch._replace(**{name: parts[piece] for name, parts in split.items()})
         yield part, _counted(part.targets) / max(1, total)
 
 

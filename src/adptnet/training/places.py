@@ -32,7 +32,9 @@ class Place(abc.ABC):
 
     def moved(self, batch: Batch) -> Batch:
         lengths = None if batch.lengths is None else batch.lengths.to(self.device)
-        return Batch(batch.inputs.to(self.device), batch.targets.to(self.device), lengths)
+        return batch._replace(
+            inputs=batch.inputs.to(self.device), targets=batch.targets.to(self.device), lengths=lengths
+        )
 
     @abc.abstractmethod
     def wrapped(self, model: nn.Module) -> nn.Module:

@@ -87,7 +87,8 @@ def built(experiment: Experiment) -> nn.Module:
     """The model before training. The seed decides its weights, whatever ran before."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(experiment.training.seed)
-        return experiment.model.build()
+        model: nn.Module = experiment.model.build()
+        return model
 
 
 def scored(model: nn.Module, experiment: Experiment, place: Place | None = None) -> dict[int, Scores]:

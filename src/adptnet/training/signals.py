@@ -26,8 +26,11 @@ class Request:
 
 
 @contextmanager
-def stoppable() -> Iterator[Request]:
-    """Inside, SIGTERM and SIGINT only leave a request. A second one acts at once, as usual."""
+def stoppable(*, at_once: bool = False) -> Iterator[Request]:
+    """Inside, SIGTERM and SIGINT only leave a request, or raise KeyboardInterrupt if `at_once`.
+
+    A second one acts as usual.
+    """
     request = Request()
     if threading.current_thread() is not threading.main_thread():
         yield request
@@ -38,6 +41,8 @@ def stoppable() -> Iterator[Request]:
         request.signum = signum
         for number, handler in before.items():
             signal.signal(number, handler)
+        if at_once:
+            raise KeyboardInterrupt
 
     for number in before:
         signal.signal(number, ask)
