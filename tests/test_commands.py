@@ -73,16 +73,17 @@ def test_a_saved_config_takes_overrides_and_other_layers(tmp_path):
     assert two.training == one.training
     ran("train", "--config", tmp_path / "a", "--model.layer", "relu-rnn", "--output", tmp_path / "c")
     assert training.runs.read_experiment(tmp_path / "c").block.layer.cell == cells.ReLURNN(4)
-    wider = flags.with_flags(one, ["--model.width", "8"])
+    draft = flags.draft_of(one)
+    wider = flags.with_flags(draft, ["--model.width", "8"])
     assert wider.block.layer.cell == cells.ADPTSpec(8)  # the state grows with the layer
-    assert flags.with_flags(one, []).digest == one.digest
+    assert flags.with_flags(draft, []).digest == one.digest
 
 
 @pytest.mark.parametrize("name", sorted(flags.layers()))
 def test_every_layer_has_a_name_and_flags(name):
-    base = flags.default(tasks.WordProblem(), name)
+    base = flags.drafted(tasks.WordProblem()).around(name)
     assert flags.with_flags(base, ["--model.width", "8", "--model.dropout", "0.5"]).block.width == 8
-    assert flags.with_flags(base, []) == base
+    assert flags.draft_of(flags.with_flags(base, [])) == base
 
 
 def test_layers_go_by_the_names_of_the_paper():

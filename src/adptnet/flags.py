@@ -4,13 +4,14 @@
 """
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import re
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
@@ -18,15 +19,16 @@ from tyro.constructors import PrimitiveConstructorSpec
 from .cells import ADPTSpec, CellSpec, SlowMemory
 from .conjugates import Taylor
 from .directions import FromInput
-from .errors import InputError, SpecError
+from .errors import AdptnetError, InputError, SpecError
 from .nn.block import BlockSpec
 from .nn.layer import LayerSpec
+from .nn.model import ModelSpec
 from .spec import Spec, known_specs, nearest
 from .tasks import TASKS, Task
 from .training import Experiment, TrainConfig
 from .training.runs import read_experiment
 
-__all__ = ["default", "experiment_of", "flags", "parsed", "peeked", "with_flags"]
+__all__ = ["Draft", "experiment_of", "flags", "parsed", "peeked", "with_flags"]
 
 WIDTH = 64  # of a model, unless told otherwise
 
@@ -115,9 +117,36 @@ def layer_named(name: str, width: int) -> Any:
     return known[name](width)
 
 
-def default(task: Task, layer: str = "adpt") -> Experiment:
-    """The experiment of a task without any flag."""
-    return Experiment(task, task.model(BlockSpec(layer_named(layer, WIDTH))), TrainConfig())
+def _name_of(layer: Any) -> str:
+    for name, make in layers().items():
+        with contextlib.suppress(AdptnetError):  # not every width goes with every layer
+            if make(layer.width) == layer:
+                return name
+    return "as given"
+
+
+class Draft(NamedTuple):
+    """The parts of an experiment before flags. Its model is not there yet: a task may have to read data to know it."""
+
+    task: Task
+    block: BlockSpec
+    depth: int = 1
+    training: TrainConfig = TrainConfig()
+
+    def around(self, layer: str | None) -> "Draft":
+        """The same with another layer of the same width, if one is named."""
+        if layer is None:
+            return self
+        return self._replace(block=dataclasses.replace(self.block, layer=layer_named(layer, self.block.width)))
+
+
+def draft_of(experiment: Experiment) -> Draft:
+    return Draft(experiment.task, experiment.block, experiment.depth, experiment.training)
+
+
+def drafted(task: Task) -> Draft:
+    """A draft for a task, every choice left open."""
+    return Draft(task, BlockSpec(layer_named("adpt", WIDTH)))
 
 
 def task_named(name: str) -> Task:
@@ -126,53 +155,52 @@ def task_named(name: str) -> Task:
     return TASKS[name]()
 
 
-def peeked(arguments: Sequence[str]) -> tuple[str, Experiment]:
-    """The experiment that `TASK`, `--config` and `--model.layer` speak of: which flags there are depends on it."""
+def peeked(arguments: Sequence[str]) -> tuple[str, Draft]:
+    """The task's name, and the draft that `--config` and `--model.layer` make: which flags there are depends on it."""
     task = arguments[0] if arguments and not arguments[0].startswith("-") else ""
     config, output = _option(arguments, "--config"), _option(arguments, "--output")
     if config is None and not task and output is not None and "--resume" in arguments:
         config = output  # to go on, a folder is enough
     if config is not None:
-        experiment = read_experiment(Path(config))
-        if task and type(task_named(task)) is not type(experiment.task):
-            raise InputError(f"{config} is of {type(experiment.task).__name__}, and {task} was asked for. Drop one.")
+        draft = draft_of(read_experiment(Path(config)))
+        if task and type(task_named(task)) is not type(draft.task):
+            raise InputError(f"{config} is of {type(draft.task).__name__}, and {task} was asked for. Drop one.")
     elif task:
-        experiment = default(task_named(task))
+        draft = drafted(task_named(task))
     elif {"-h", "--help"} & set(arguments):
-        experiment = default(task_named("word-problem"))
+        draft = drafted(task_named("word-problem"))
     else:
         raise InputError(f"name a task, or pass --config FILE.{nearest('', TASKS)}")
-    return task, _with_layer(experiment, _option(arguments, "--model.layer"))
+    return task, draft.around(_option(arguments, "--model.layer"))
 
 
-def with_flags(experiment: Experiment, arguments: Sequence[str]) -> Experiment:
-    """`experiment` with the flags in `arguments`, and no others, applied."""
-    base = _with_layer(experiment, _option(arguments, "--model.layer"))
+def with_flags(base: Draft, arguments: Sequence[str]) -> Experiment:
+    """The experiment of a draft with the flags in `arguments`, and no others, applied."""
+    base = base.around(_option(arguments, "--model.layer"))
     kind = dataclasses.make_dataclass("Flags", flags(base))
     return experiment_of(tyro.cli(kind, args=list(arguments), description=""), base)
 
 
-def flags(experiment: Experiment) -> list[tuple[str, Any, Any]]:
-    """The fields `task`, `model` and `training` of a command, with the values of `experiment` as defaults."""
-    block = experiment.block
+def flags(base: Draft) -> list[tuple[str, Any, Any]]:
+    """The fields `task`, `model` and `training` of a command, with the values of `base` as defaults."""
+    block = base.block
     inner = _inner(block)
     values = {field.name: getattr(part, field.name) for part in inner for field in dataclasses.fields(part)}
-    if values.get("state_size") == values["width"]:
+    if "width" in values and values.get("state_size") == values["width"]:
         values["state_size"] = None  # tied
-    name = next((name for name in layers() if layer_named(name, block.width) == block.layer), "as given")
     choice = Annotated[str, tyro.conf.arg(help=f"What the blocks are built around: {', '.join(layers())}.")]
-    model = [("layer", choice, name), ("depth", int, experiment.depth)]
+    model = [("layer", choice, _name_of(block.layer)), ("depth", int, base.depth)]
     skipped = {"cell", "layer", "batch_first"}
     for part in inner:
         model += [(n, kind, values[n]) for n, kind in _types(type(part)).items() if n not in skipped]
     return [
-        _group("task", [experiment.task], _own(experiment.task)),
-        _group("model", [*inner, experiment.model], model),
-        _group("training", [experiment.training], _own(experiment.training)),
+        _group("task", [type(base.task)], _own(base.task)),
+        _group("model", [*map(type, inner), ModelSpec], model),
+        _group("training", [TrainConfig], _own(base.training)),
     ]
 
 
-def experiment_of(options: Any, base: Experiment) -> Experiment:
+def experiment_of(options: Any, base: Draft) -> Experiment:
     """The experiment that a parsed command describes; `base` is what its flags were made from."""
     given = vars(options.model)
 
@@ -187,22 +215,15 @@ def experiment_of(options: Any, base: Experiment) -> Experiment:
     return Experiment(task, model, TrainConfig(**vars(options.training)))
 
 
-def _with_layer(experiment: Experiment, name: str | None) -> Experiment:
-    if name is None:
-        return experiment
-    block = dataclasses.replace(experiment.block, layer=layer_named(name, experiment.block.width))
-    return dataclasses.replace(experiment, model=experiment.task.model(block, experiment.depth))
-
-
 def _inner(block: BlockSpec) -> list[Any]:
     """The specs whose fields are the model's flags."""
     return [block.layer.cell, block.layer, block] if isinstance(block.layer, LayerSpec) else [block.layer, block]
 
 
-def _group(name: str, documented: list[Any], fields: list[tuple[str, Any, Any]]) -> tuple[str, Any, Any]:
+def _group(name: str, documented: list[type], fields: list[tuple[str, Any, Any]]) -> tuple[str, Any, Any]:
     made = dataclasses.make_dataclass(name.capitalize(), fields, frozen=True)
     made.__doc__ = f"{name.capitalize()}.\n\nAttributes:\n" + "".join(
-        (type(part).__doc__ or "").partition("Attributes:\n")[2].rstrip() + "\n" for part in documented
+        (kind.__doc__ or "").partition("Attributes:\n")[2].rstrip() + "\n" for kind in documented
     )
     return name, made, made()
 

@@ -18,7 +18,7 @@ from tyro.conf import Positional, UseAppendAction
 
 from . import training
 from .errors import AdptnetError, IncompatibleError, InputError
-from .flags import experiment_of, flags, peeked, with_flags
+from .flags import Draft, draft_of, experiment_of, flags, peeked, with_flags
 from .tasks import TASKS
 from .training import Experiment, Keeping
 from .training.signals import stoppable
@@ -83,7 +83,7 @@ def command(arguments: Sequence[str]) -> tuple[Any, Any]:
 
     def run(options: Any) -> None:
         output = options.output or Path("runs/sweep")
-        every = points(experiment_of(options, base), options.grid, output)
+        every = points(draft_of(experiment_of(options, base)), options.grid, output)
         mine = sharded(every, options.shard)
         left = [point for point in mine if training.finished(point.folder) is None]
         print(f"{len(every)} points, {len(mine)} in this shard, {len(mine) - len(left)} of them finished", flush=True)
@@ -100,7 +100,7 @@ def command(arguments: Sequence[str]) -> tuple[Any, Any]:
     return kind, run
 
 
-def points(base: Experiment, grid: Sequence[Sequence[str]], output: Path) -> list[Point]:
+def points(base: Draft, grid: Sequence[Sequence[str]], output: Path) -> list[Point]:
     """Every combination of the grid's values, each in a folder named by its settings."""
     for axis in grid:
         if len(axis) < 2:
