@@ -10,7 +10,7 @@ import torch
 from adptnet import nn
 from adptnet.cells import ADPTSpec
 from adptnet.spec import spec
-from adptnet.tasks import Batch, FiniteTask, WordProblem
+from adptnet.tasks import Batch, FiniteTask, Task, WordProblem
 from adptnet.tasks.base import IGNORED
 from adptnet.training import Experiment, Keeping, TrainConfig, launched, run
 
@@ -46,6 +46,29 @@ class Ragged(FiniteTask):
 
     def scores(self, outputs, targets):
         return {"accuracy": float((outputs.argmax(-1) == targets)[targets != IGNORED].double().mean())}
+
+
+@spec
+class Endless(Task):
+    """Rows of long sequences, three steps at a time."""
+
+    vocabulary = 3
+    chance = 1 / 3
+
+    def batch(self, size, generator, *, length=None):
+        return self.training_batch(0, size, 0)
+
+    def training_batch(self, step, size, seed):
+        tokens = torch.randint(3, (size, 400), generator=torch.Generator().manual_seed(seed))
+        steps = torch.arange(3) + 4 + 3 * (step % 9)
+        return Batch(tokens[:, steps], tokens[:, steps - 4], continues=step % 9 > 0)
+
+    def evaluation(self, split, size, batch_size, *, seed=1, length=None):
+        for step in range(5):
+            yield self.training_batch(step, size, seed)
+
+    def scores(self, outputs, targets):
+        return {"accuracy": float((outputs.argmax(-1) == targets).double().mean())}
 
 
 def start(worker, *args):

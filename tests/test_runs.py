@@ -35,7 +35,7 @@ from adptnet.training import (
 )
 from adptnet.training.lock import held
 from adptnet.training.runs import trained
-from runs import Ragged, experiment, start, start_ranks, train_in
+from runs import Endless, Ragged, experiment, start, start_ranks, train_in
 
 EVERYTHING = {
     "evaluate_every": 3,
@@ -141,6 +141,7 @@ def test_a_run_that_was_asked_to_stop_goes_on_to_the_same_bits(tmp_path, step):
     [
         {"optimiser": RMSprop(momentum=0.9), "schedule": Cosine(warmup=0.2), "accumulation": 2},
         {"task": Ragged(), "optimiser": adptnet.training.AdamW(fused=True), "snapshot_epochs": (2,)},
+        {"task": Endless(), "evaluate_every": 5, "accumulation": 2},
         {"optimiser": adptnet.training.Adam(), "weight_decay": 0.1, "solver": "conv-deer", "evaluate_every": 5},
     ],
 )
@@ -217,6 +218,22 @@ def test_two_ranks_have_the_loss_curve_of_one_process(tmp_path, sharded):
     one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
     found = [[line["validation"]["9"]["accuracy"] for line in lines if "validation" in line] for lines in (one, two)]
     assert found[0] == pytest.approx(found[1])
+
+
+def test_sequences_that_go_on_are_given_the_state_they_left(tmp_path):
+    wanted = experiment(Endless(), dropout=0.0, norm="layer", steps=3, learning_rate=1e-30)
+    model = wanted.model.build()
+    losses = adptnet.training.train(model, wanted.task, wanted.training).losses
+    windows = [wanted.task.training_batch(step, 8, 0) for step in range(3)]
+    outputs = model(torch.cat([window.inputs for window in windows], 1))[0].split(3, 1)
+    for loss, output, window in zip(losses, outputs, windows, strict=True):
+        assert loss == pytest.approx(wanted.task.loss(output, window.targets).item(), rel=1e-6)
+    process = start_ranks(tmp_path / "two", experiment(Endless(), dropout=0.0, evaluate_every=4).to_json())
+    run(experiment(Endless(), dropout=0.0, evaluate_every=4), tmp_path / "one")
+    for rank in process:
+        rank.join(100)
+    torch.testing.assert_close(curve(tmp_path / "two"), curve(tmp_path / "one"), rtol=1e-5, atol=1e-6)
+    assert finished(tmp_path / "two")["score"] == pytest.approx(finished(tmp_path / "one")["score"])
 
 
 def test_a_batch_in_parts_is_the_batch(tmp_path):

@@ -1,7 +1,8 @@
 """Scores of a model on sequences that are set aside."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,30 +32,39 @@ def evaluate(
 ) -> dict[int, Scores]:
     """Scores of `model`, and its loss, on `size` sequences of each length. The same seed draws the same sequences.
 
-    Processes take batches in turn. None as a length is the task's own.
+    Processes take batches in turn, unless each goes on where the one before ended. None as a length is the task's own.
     """
     place = place or Alone(next(model.parameters()).device)
     scores: dict[int, Scores] = {}
     with evaluating(model):
         for asked in lengths:
             parts: list[tuple[int, Scores, int]] = []
-            length, number = asked, -1
-            for number, batch in enumerate(task.evaluation(split, size, batch_size, seed=seed, length=asked)):
+            length, number, state = asked, -1, None
+
+            def batches(asked: int | None = asked) -> Iterator[Batch]:
+                return task.evaluation(split, size, batch_size, seed=seed, length=asked)
+
+            in_turn = not any(batch.continues for batch in itertools.islice(batches(), 2))
+            for number, batch in enumerate(batches()):
                 length = length or batch.inputs.shape[1]
-                if number % place.count == place.rank:
-                    parts.append((number, _scored(model, task, batch, place), len(batch.inputs)))
-            if 0 < (number + 1) % place.count <= place.rank:  # as many calls everywhere: they may be collective
-                _scored(model, task, batch, place)
+                if not in_turn or number % place.count == place.rank:
+                    found, state = _scored(model, task, batch, place, state if batch.continues else None)
+                    if number % place.count == place.rank:
+                        parts.append((number, found, len(batch.inputs)))
+            if (
+                in_turn and 0 < (number + 1) % place.count <= place.rank
+            ):  # as many calls everywhere: they may be collective
+                _scored(model, task, batch, place, None)
             assert length is not None
             scores[length] = _mean(sorted(itertools.chain(*place.gathered(parts)), key=lambda part: part[0]))
     return scores
 
 
-def _scored(model: nn.Module, task: Task, batch: Batch, place: Place) -> Scores:
+def _scored(model: nn.Module, task: Task, batch: Batch, place: Place, state: Any) -> tuple[Scores, Any]:
     batch = place.moved(batch)
     with place.autocast():
-        outputs = model(batch.inputs, lengths=batch.lengths)[0]
-    return {"loss": task.loss(outputs, batch.targets).item(), **task.scores(outputs, batch.targets)}
+        outputs, states = model(batch.inputs, state, lengths=batch.lengths)
+    return {"loss": task.loss(outputs, batch.targets).item(), **task.scores(outputs, batch.targets)}, states
 
 
 def score_of(scores: dict[int, Scores], task: Task, config: TrainConfig) -> tuple[float, bool]:

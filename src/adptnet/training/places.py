@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ..errors import DistributedError, IncompatibleError
 from ..tasks import Batch
@@ -38,7 +39,7 @@ class Place(abc.ABC):
 
     @abc.abstractmethod
     def wrapped(self, model: nn.Module) -> nn.Module:
-        """What to call in training, `outputs = wrapped(inputs, lengths)`; `model` itself keeps the weights."""
+        """What to call in training: `outputs, states = wrapped(inputs, lengths, states)`. `model` keeps the weights."""
 
     @abc.abstractmethod
     def autocast(self) -> AbstractContextManager[Any]: ...
@@ -222,15 +223,15 @@ def launched(precision: Precision = "float32", *, sharded: bool = False, device:
 
 
 class Outputs(nn.Module):
-    """A model without its states: what is handed over between processes must depend on every weight that learns."""
+    """A model whose states are cut from the graph: processes wait for the gradient of all that is handed over."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, inputs: Tensor, lengths: Tensor | None = None) -> Tensor:
-        outputs: Tensor = self.model(inputs, lengths=lengths)[0]
-        return outputs
+    def forward(self, inputs: Tensor, lengths: Tensor | None, state: Any) -> tuple[Tensor, Any]:
+        outputs, states = self.model(inputs, state, lengths=lengths)
+        return outputs, pytree.tree_map(Tensor.detach, states)
 
 
 def _limit(clip: float | None) -> float:

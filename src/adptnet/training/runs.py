@@ -152,7 +152,7 @@ def replay(folder: Path) -> tuple[int, Diagnosis]:
     model = built(experiment).train()
     model.load_state_dict(load(files["model.safetensors"]))
     with torch.random.fork_rng(devices=[]):
-        set_random_states({"cpu": load(files["random.safetensors"])["cpu.0"]})
+        set_random_states({"cpu": load(files["random.safetensors"])["0/cpu"]})
         diagnosis = diagnose(model, experiment.task, batch_from(files["batch.safetensors"]))
     return Progress(**json.loads(files["progress.json"])).step + 1, diagnosis
 

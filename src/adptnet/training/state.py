@@ -10,16 +10,18 @@ from torch import Tensor, nn
 from ..checkpoint import serialised
 from ..errors import CheckpointError
 from ..spec import ModuleSpec
+from .carry import Carried
 from .config import TrainConfig
 from .places import Place
 
 __all__ = ["Progress", "TrainingState", "random_states", "set_random_states", "with_spec"]
 
-_WEIGHTS, _BEST, _OPTIMISER, _RANDOM, _PROGRESS = (
+_WEIGHTS, _BEST, _OPTIMISER, _RANDOM, _CARRIED, _PROGRESS = (
     "model.safetensors",
     "best.safetensors",
     "optimiser.safetensors",
     "random.safetensors",
+    "carried.safetensors",
     "progress.json",
 )
 
@@ -59,7 +61,8 @@ class Progress:
 class TrainingState:
     """Weights, optimiser, random numbers and progress of a run, to and from files."""
 
-    def __init__(self, model: nn.Module, optimiser: torch.optim.Optimizer, place: Place):
+    def __init__(self, model: nn.Module, optimiser: torch.optim.Optimizer, place: Place, carried: Carried):
+        self.carried = carried
         self.model = model
         self.optimiser = optimiser
         self.place = place
@@ -88,7 +91,8 @@ class TrainingState:
         files = {
             _WEIGHTS: with_spec(self.model, self.weights()),
             _OPTIMISER: save(self._optimiser_tensors()),
-            _RANDOM: save(self._random_states()),
+            _RANDOM: save(self._of_every_process(random_states(self.place.device))),
+            _CARRIED: save(self._of_every_process(self.carried.tensors())),
             _PROGRESS: json.dumps(dataclasses.asdict(self.progress), indent=1).encode(),
         }
         if self.best is not None:
@@ -103,13 +107,14 @@ class TrainingState:
         self.best = load(files[_BEST]) if _BEST in files else None
         self._set_optimiser(load(files[_OPTIMISER]))
         states = load(files[_RANDOM])
-        processes = len({name.split(".")[1] for name in states})
+        processes = len({name.split("/")[0] for name in states})
         if processes != self.place.count:
             raise CheckpointError(
                 f"The checkpoint is of a run in {processes} processes, and this one has {self.place.count}: "
                 "their random numbers would differ. Start as many."
             )
-        set_random_states({n.split(".")[0]: t for n, t in states.items() if n.endswith(f".{self.place.rank}")})
+        set_random_states(self._of_this_process(states))
+        self.carried.load(self._of_this_process(load(files[_CARRIED])))
         self.progress = Progress(**json.loads(files[_PROGRESS]))
         self.place.scale = self.progress.scale
 
@@ -130,9 +135,13 @@ class TrainingState:
             state.setdefault(number, {})[key] = self.place.spread(tensor, parameters[number]) if whole else tensor
         self.optimiser.load_state_dict({**self.optimiser.state_dict(), "state": state})
 
-    def _random_states(self) -> dict[str, Tensor]:
-        every = self.place.gathered(random_states(self.place.device))
-        return {f"{name}.{rank}": state for rank, states in enumerate(every) for name, state in states.items()}
+    def _of_every_process(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        every = enumerate(self.place.gathered(tensors))
+        return {f"{rank}/{name}": tensor.contiguous() for rank, own in every for name, tensor in own.items()}
+
+    def _of_this_process(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        split = [(name.partition("/"), tensor) for name, tensor in tensors.items()]
+        return {name: tensor for (rank, _, name), tensor in split if rank == str(self.place.rank)}
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:

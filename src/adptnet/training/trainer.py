@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .. import solvers
 from ..nn.layer import RecurrentLayer
 from ..tasks import Batch, Scores, Task
+from .carry import Carried
 from .config import SolverName, TrainConfig
 from .evaluation import evaluate, score_of
 from .failure import TrainingDiverged, diagnose
@@ -98,7 +99,8 @@ class _Loop:
         self.optimiser = config.optimiser.build(param_groups(model, config.learning_rate, config.weight_decay))
         self.parameters = [p for group in self.optimiser.param_groups for p in group["params"]]
         self.peaks = [group["lr"] for group in self.optimiser.param_groups]
-        self.state = TrainingState(model, self.optimiser, place)
+        carries = task.training_batch(1, config.batch_size, config.seed).continues
+        self.state = TrainingState(model, self.optimiser, place, Carried(model, carries))
 
     def run(self, on_step: Callable[[int, float], None] | None) -> Record:
         losses = self.keeper.resume(self.state)
@@ -134,8 +136,11 @@ class _Loop:
         parts = list(parts_of(batch, place, config.accumulation))
         for number, (part, share) in enumerate(parts, 1):
             moved = place.moved(part)
+            entering = self.state.carried.entering(number, moved)
             with place.autocast():
-                loss = self.task.loss(self.wrapped(moved.inputs, moved.lengths), moved.targets)
+                outputs, states = self.wrapped(moved.inputs, moved.lengths, entering)
+                loss = self.task.loss(outputs, moved.targets)
+            self.state.carried.leave(number, states)
             own += share * loss.item()
             # gradients of the processes are averaged, not summed
             place.backward(share * place.count * loss, self.wrapped, last=number == len(parts))
