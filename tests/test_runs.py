@@ -7,6 +7,7 @@ import pickle
 import random
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -461,6 +462,16 @@ def test_what_cannot_run_is_refused_before_it_begins(tmp_path):
         run(experiment(), tmp_path / "file" / "below")
     with pytest.raises(ValueError, match=r"it needs ModelSpec.*vocabulary=2"):
         adptnet.training.Experiment(WordProblem("Z2"), experiment().model, experiment().training)
+
+
+def test_one_process_in_float32_needs_no_accelerate(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "accelerate", None)  # as if it were not installed
+    run(experiment(steps=2), tmp_path / "a")
+    with pytest.raises(ValueError, match=r"precision='bf16' need.* accelerate: pip install 'adptnet\[train\]'"):
+        run(experiment(precision="bf16"), tmp_path / "b")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="2 processes need accelerate"):
+        run(experiment(), tmp_path / "c")
 
 
 def test_metrics_go_to_tensorboard_on_request(tmp_path):

@@ -218,8 +218,9 @@ def launched(precision: Precision = "float32", *, sharded: bool = False, device:
     try:
         return Accelerated(precision, sharded=sharded, device=device)
     except ImportError:
-        wanted = f"{ranks} processes" if ranks > 1 else "sharded weights" if sharded else f"precision={precision!r}"
-        raise IncompatibleError(f"{wanted} need accelerate: pip install 'adptnet[train]'.") from None
+        one = "sharded weights need" if sharded else f"precision={precision!r} needs"
+        wanted = f"{ranks} processes need" if ranks > 1 else one
+        raise IncompatibleError(f"{wanted} accelerate: pip install 'adptnet[train]'.") from None
 
 
 class Outputs(nn.Module):
