@@ -41,7 +41,7 @@ UV = "uv>=0.9,<1"
 PATIENCE = 8  # seconds for PyTorch's index to answer when nobody asked for it by name; it needs about one
 
 EXTRA_OF_JOB = {"test": "dev", "lint": "dev"}  # every other job makes do with "plots"
-INCLUDED_EXTRAS = {"dev": {"dev", "test", "plots"}}  # as pyproject.toml nests them
+INCLUDED_EXTRAS = {"dev": {"dev", "test", "plots", "train", "cluster"}}  # as pyproject.toml nests them
 
 
 class SetupError(Exception):

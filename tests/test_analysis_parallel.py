@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from adptnet import ADPTNet, Bidirectional, SequenceModel, analyse, cli, conjugates, projections, save, solvers, spectra
+from adptnet import ADPTNet, Bidirectional, SequenceModel, cli, conjugates, projections, save, solvers, spectra
 from adptnet.analysis import (
+    captured,
     certificate,
     lyapunov_exponents,
     materialised,
@@ -177,7 +178,7 @@ def test_the_command_takes_inputs_from_a_file_and_any_saved_layer(tmp_path, caps
 def test_what_enters_each_layer_is_captured_as_the_model_runs():
     both = Bidirectional(frozen(0.1, 4).spec)
     x = torch.randn(2, 10, 4)
-    met = analyse.captured(both, x)
+    met = captured(both, x)
     assert len(met) == 2
     assert sorted(torch.equal(seen, x) for _, seen in met.values()) in ([False, True], [True, True])
     assert both.training

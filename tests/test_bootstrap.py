@@ -202,12 +202,12 @@ def test_set_up_grows_and_never_shrinks(run, installs):
     run.set_up("plots")
     assert len(installs) == 2
     run.set_up("dev")
-    assert installs[2:] == ["auto -e .[dev,plots,test]"]
+    assert installs[2:] == ["auto -e .[cluster,dev,plots,test,train]"]
     run.set_up("plots")
     assert len(installs) == 3
     (run.ROOT / "constraints.txt").write_text("torch==2.14.0\n")
     run.set_up("plots")
-    assert installs[3:] == ["auto -e .[dev,plots,test]"]
+    assert installs[3:] == ["auto -e .[cluster,dev,plots,test,train]"]
 
 
 def test_another_torch_replaces_the_one_there_and_stays(run, installs, monkeypatch):
@@ -218,7 +218,7 @@ def test_another_torch_replaces_the_one_there_and_stays(run, installs, monkeypat
     monkeypatch.delenv("ADPTNET_TORCH")
     run.set_up("plots")
     run.set_up("dev")
-    assert installs[-2:] == ["registry replaced -e .[plots]", "registry -e .[dev,plots,test]"]
+    assert installs[-2:] == ["registry replaced -e .[plots]", "registry -e .[cluster,dev,plots,test,train]"]
 
 
 @pytest.mark.parametrize("damage", ["cut short", "unreadable", "moved", "no python", "another python"])

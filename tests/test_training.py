@@ -8,7 +8,7 @@ import torch
 from adptnet import ADPTNet, SequenceModel, Spec, cells, nn
 from adptnet.errors import SpecError
 from adptnet.tasks import WordProblem
-from adptnet.training import TrainConfig, TrainingDiverged, environment, evaluate, train, write_json
+from adptnet.training import AdamW, Linear, TrainConfig, TrainingDiverged, environment, evaluate, train, write_json
 
 
 def small(seed=0, beta=4.0):
@@ -66,14 +66,13 @@ def test_on_step_sees_every_step():
 
 
 def test_the_schedule_rises_and_falls_along_lines():
-    config = TrainConfig(steps=100, warmup=0.1)
-    rates = [config.rate(step) for step in range(101)]
+    rates = [Linear(warmup=0.1).rate(step, 100) for step in range(101)]
     assert rates[0] == 0
     assert rates[5] == 0.5
     assert rates[10] == 1
     assert rates[55] == 0.5
     assert rates[100] == 0
-    assert TrainConfig(steps=10, warmup=0.0).rate(0) == 1
+    assert Linear(warmup=0.0).rate(0, 10) == 1
 
 
 def test_a_loss_that_is_not_finite_stops_the_run():
@@ -91,9 +90,11 @@ def test_a_loss_that_is_not_finite_stops_the_run():
         ({"batch_size": -1}, "batch_size must be"),
         ({"learning_rate": 0.0}, "learning_rate must be a positive number"),
         ({"clip": 0.0}, "clip must be a positive number"),
-        ({"warmup": 1.0}, "warmup must be in"),
-        ({"betas": (0.9,)}, "Adam has two"),
-        ({"betas": (0.9, 1.0)}, "Adam would never forget"),
+        ({"schedule": "cosine"}, "schedule must be a Schedule"),
+        ({"optimiser": AdamW}, r"Pass optimiser=AdamW\(\)"),
+        ({"precision": "bf17"}, "Perhaps you meant 'bf16'"),
+        ({"lengths": (8, 0)}, "lengths must be a whole number from 1"),
+        ({"patience": 3}, "waits for evaluations"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(fields, message):

@@ -19,7 +19,7 @@ from .nn.layer import RecurrentLayer
 from .tasks import WordProblem
 from .training import environment, write_json
 
-__all__ = ["Analyse", "captured", "run"]
+__all__ = ["Analyse", "run"]
 
 
 @dataclass(frozen=True)
@@ -52,32 +52,9 @@ def run(options: Analyse) -> dict[str, Any]:
         torch.set_num_threads(threads)
 
 
-def captured(model: nn.Module, inputs: Tensor) -> dict[str, tuple[RecurrentLayer, Tensor]]:
-    """Each recurrent layer of `model` by name, with what enters it when the model is given `inputs`."""
-    met: dict[str, tuple[RecurrentLayer, Tensor]] = {}
-    hooks = []
-    for name, module in model.named_modules():
-        if isinstance(module, RecurrentLayer):
-
-            def remember(layer: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-                assert isinstance(layer, RecurrentLayer)
-                met[name or type(layer).__name__] = (layer, (args[0] if args else kwargs["x"]).detach())
-
-            hooks.append(module.register_forward_pre_hook(remember, with_kwargs=True))
-    training = model.training
-    try:
-        with torch.no_grad():
-            model.eval()(inputs)
-    finally:
-        model.train(training)
-        for hook in hooks:
-            hook.remove()
-    return met
-
-
 def _run(options: Analyse) -> dict[str, Any]:
     model = load(options.checkpoint).double().requires_grad_(False)
-    layers = captured(model, _sample(model, options))
+    layers = analysis.captured(model, _sample(model, options))
     if not layers:
         raise InputError(f"{options.checkpoint} holds a {type(model).__name__} without recurrent layers.")
     found = {name: _layer(layer, x) for name, (layer, x) in layers.items()}

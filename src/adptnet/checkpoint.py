@@ -13,7 +13,7 @@ from .files import write_whole
 from .spec import ModuleSpec, Spec
 from .typing import Device
 
-__all__ = ["load", "save"]
+__all__ = ["load", "save", "serialised"]
 
 _KEY = "adptnet"
 
@@ -25,8 +25,6 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         model: A module with a spec: `ADPTNet`, `Recurrent`, `Bidirectional`, `Stack`, `ResidualBlock`, `SequenceModel`.
         path: The file, by custom `something.safetensors`.
     """
-    from safetensors.torch import save as serialise
-
     spec = getattr(model, "spec", None)
     if not isinstance(spec, ModuleSpec) or not type(model).__module__.startswith("adptnet."):
         raise CheckpointError(
@@ -38,8 +36,15 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         raise CheckpointError(f"The folder {target.parent} does not exist. Make it first: mkdir -p {target.parent}")
     if target.is_dir():
         raise CheckpointError(f"{target} is a folder. Pass a file in it, e.g. {target / 'model.safetensors'}")
-    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
-    write_whole(target, serialise(tensors, metadata={_KEY: spec.to_json()}))
+    write_whole(target, serialised(spec, model.state_dict()))
+
+
+def serialised(spec: ModuleSpec | None, weights: dict[str, Tensor]) -> bytes:
+    """The content of a file of `weights`; with the spec, one that `load` reads."""
+    from safetensors.torch import save as serialise
+
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
+    return bytes(serialise(tensors, metadata=None if spec is None else {_KEY: spec.to_json()}))
 
 
 def load(path: str | os.PathLike[str], *, device: Device = None) -> nn.Module:

@@ -32,24 +32,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; the exit code is 0, or 1 for an error that is explained (2, from tyro, for a wrong call)."""
     from tyro.extras import subcommand_cli_from_dict
 
-    from . import analyse, data_command, quickstart
+    from . import analyse, data_command, quickstart, sweep, train
     from .errors import AdptnetError
+    from .training import Interrupted
 
-    commands: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-        "quickstart": (quickstart.Quickstart, quickstart.run),
-        "kernels": (Kernels, kernels),
-        "analyse": (analyse.Analyse, analyse.run),
-        "data": (data_command.Data, data_command.run),
-    }
-    options = subcommand_cli_from_dict(
-        {name: kind for name, (kind, _) in commands.items()},
-        args=arguments,
-        prog="adptnet",
-        description="Recurrent layers with prescribed timescales and one dial for non-linearity.",
-    )
-    runs = dict(commands.values())
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    called, rest = (given[0], given[1:]) if given else ("", [])
     try:
+        commands: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+            "quickstart": (quickstart.Quickstart, quickstart.run),
+            "train": train.command(rest if called == "train" else ["--help"]),
+            "evaluate": (train.Evaluate, train.evaluate),
+            "sweep": sweep.command(rest if called == "sweep" else ["--help"]),
+            "replay": (train.Replay, train.replay),
+            "kernels": (Kernels, kernels),
+            "analyse": (analyse.Analyse, analyse.run),
+            "data": (data_command.Data, data_command.run),
+        }
+        options = subcommand_cli_from_dict(
+            {name: kind for name, (kind, _) in commands.items()},
+            args=given,
+            prog="adptnet",
+            description="Recurrent layers with prescribed timescales and one dial for non-linearity.",
+        )
+        runs = dict(commands.values())
         runs[type(options)](options)
+    except Interrupted as error:
+        print(error, file=sys.stderr)
+        return 128 + error.signum
     except AdptnetError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

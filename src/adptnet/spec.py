@@ -28,6 +28,7 @@ __all__ = [
     "check_scale",
     "check_seed",
     "check_size",
+    "known_specs",
     "nearest",
     "spec",
 ]
@@ -110,6 +111,11 @@ def spec(cls: _S) -> _S:
         )
     _kinds[made.__name__] = made
     return made
+
+
+def known_specs() -> dict[str, type[Spec]]:
+    """Every spec that was imported, by the name it has in JSON."""
+    return dict(_kinds)
 
 
 def _plain(value: Any) -> Any:

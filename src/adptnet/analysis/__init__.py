@@ -2,6 +2,7 @@
 
 from .ball import Ball
 from .bounds import Certificate, certificate, deviation_bounds, singular_value_shifts
+from .capture import captured
 from .convergence import (
     LocalErrors,
     accumulated_error,
@@ -29,6 +30,7 @@ __all__ = [
     "Parallelisability",
     "SolverReport",
     "accumulated_error",
+    "captured",
     "certificate",
     "cost",
     "deviation_bounds",

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ def write_json(path: Path, content: Any) -> None:
     write_whole(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
 
 
-def environment() -> dict[str, str | int]:
+def environment() -> dict[str, Any]:
     """Versions and machine, to stand beside every number."""
     return {
         "adptnet": __version__,
@@ -30,4 +31,20 @@ def environment() -> dict[str, str | int]:
         "system": platform.system(),
         "cores": os.cpu_count() or 0,
         "threads": torch.get_num_threads(),
+        "git": _revision(Path(__file__).parent),
     }
+
+
+def _revision(folder: Path) -> str | None:
+    """The git revision of this code, with a plus where files differ from it; None outside a repository."""
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None

@@ -1,0 +1,254 @@
+"""Specs on the command line: a flag for every field, and the parts of a model as they print.
+
+`--model.beta 4 --model.spectrum 'Negative(S4DReal(), 0.5)' --training.schedule cosine`
+"""
+
+import ast
+import contextlib
+import dataclasses
+import functools
+import re
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import tyro
+from tyro.constructors import PrimitiveConstructorSpec
+
+from .cells import ADPTSpec, CellSpec, SlowMemory
+from .conjugates import Taylor
+from .directions import FromInput
+from .errors import AdptnetError, InputError, SpecError
+from .nn.block import BlockSpec
+from .nn.layer import LayerSpec
+from .nn.model import ModelSpec
+from .spec import Spec, known_specs, nearest
+from .tasks import TASKS, Task
+from .training import Experiment, TrainConfig
+from .training.runs import read_experiment
+
+__all__ = ["Draft", "experiment_of", "flags", "parsed", "peeked", "with_flags"]
+
+WIDTH = 64  # of a model, unless told otherwise
+
+
+def parsed(text: str) -> Any:
+    """A spec, number, tuple or None from text such as "Negative(S4DReal(), 0.5)"; a name alone takes every default."""
+    try:
+        return _value(ast.parse(text.strip(), mode="eval").body)
+    except SyntaxError:
+        raise SpecError(f"{text!r} is neither a number nor a spec such as Linspace(dt_min=0.001).") from None
+
+
+def _value(node: ast.expr) -> Any:
+    if isinstance(node, ast.Name):
+        return _kind(node.id)()
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        kind = _kind(node.func.id)
+        given = {str(keyword.arg): _value(keyword.value) for keyword in node.keywords}
+        known = [field.name for field in dataclasses.fields(kind)]
+        for name in given:
+            if name not in known:
+                raise SpecError(f"{kind.__name__} has no field {name!r}.{nearest(name, known)}")
+        try:
+            return kind(*map(_value, node.args), **given)
+        except TypeError as error:
+            raise SpecError(f"{ast.unparse(node)}: {error}.") from None
+    if isinstance(node, ast.Tuple | ast.List):
+        return tuple(map(_value, node.elts))
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        raise SpecError(f"{ast.unparse(node)} is neither a number nor a spec such as Linspace(dt_min=0.001).") from None
+
+
+def _kind(name: str) -> type[Spec]:
+    known = known_specs()
+    found = known.get(name) or {other.lower(): kind for other, kind in known.items()}.get(name.lower())
+    if found is None:
+        raise SpecError(f"there is no spec {name!r}.{nearest(name, known)}")
+    return found
+
+
+_AS_PRINTED = PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="SPEC",
+    instance_from_str=lambda given: parsed(given[0]),
+    is_instance=lambda value: True,
+    str_from_instance=lambda value: [repr(value)],
+)
+
+
+def layers() -> dict[str, Callable[[int], Any]]:
+    """What a block can be built around, by name, each made from a width: the variants and every other cell."""
+    named: dict[str, Callable[[int], Any]] = {
+        "adpt": lambda width: LayerSpec(ADPTSpec(width)),
+        "linear-adpt": lambda width: LayerSpec(ADPTSpec(width, direction=FromInput())),
+        "taylor-adpt": lambda width: LayerSpec(ADPTSpec(width, conjugate=Taylor())),
+        "coupled-adpt": lambda width: LayerSpec(ADPTSpec(width, memory=SlowMemory())),
+    }
+    mixers = typing.get_args(typing.get_type_hints(BlockSpec)["layer"])
+    for kind in known_specs().values():
+        fields = [field.name for field in dataclasses.fields(kind)]
+        if kind is ADPTSpec or "width" not in fields:
+            continue
+        if issubclass(kind, CellSpec):
+            named[_spelled(kind)] = functools.partial(_around, kind)
+        elif issubclass(kind, mixers):
+            named[_spelled(kind)] = kind
+    return named
+
+
+def _around(kind: type[CellSpec], width: int) -> LayerSpec:
+    return LayerSpec(kind(width))  # type: ignore[call-arg]
+
+
+def _spelled(kind: type) -> str:
+    """ReLURNN as relu-rnn, GatedDeltaNet as gated-delta-net, LSTM as lstm."""
+    name = re.sub(r"(?<=.)RNN$", "-rnn", kind.__name__.removesuffix("Spec"))
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])", "-", name).lower()
+
+
+def layer_named(name: str, width: int) -> Any:
+    known = layers()
+    if name not in known:
+        raise InputError(f"there is no layer {name!r}.{nearest(name, known)}")
+    return known[name](width)
+
+
+def _name_of(layer: Any) -> str:
+    for name, make in layers().items():
+        with contextlib.suppress(AdptnetError):  # not every width goes with every layer
+            if make(layer.width) == layer:
+                return name
+    return "as given"
+
+
+class Draft(NamedTuple):
+    """The parts of an experiment before flags. Its model is not there yet: a task may have to read data to know it."""
+
+    task: Task
+    block: BlockSpec
+    depth: int = 1
+    training: TrainConfig = TrainConfig()
+
+    def around(self, layer: str | None) -> "Draft":
+        """The same with another layer of the same width, if one is named."""
+        if layer is None:
+            return self
+        return self._replace(block=dataclasses.replace(self.block, layer=layer_named(layer, self.block.width)))
+
+
+def draft_of(experiment: Experiment) -> Draft:
+    return Draft(experiment.task, experiment.block, experiment.depth, experiment.training)
+
+
+def drafted(task: Task) -> Draft:
+    """A draft for a task, every choice left open."""
+    return Draft(task, BlockSpec(layer_named("adpt", WIDTH)))
+
+
+def task_named(name: str) -> Task:
+    if name not in TASKS:
+        raise InputError(f"there is no task {name!r}.{nearest(name, TASKS)}")
+    return TASKS[name]()
+
+
+def peeked(arguments: Sequence[str]) -> tuple[str, Draft]:
+    """The task's name, and the draft that `--config` and `--model.layer` make: which flags there are depends on it."""
+    task = arguments[0] if arguments and not arguments[0].startswith("-") else ""
+    config, output = _option(arguments, "--config"), _option(arguments, "--output")
+    if config is None and not task and output is not None and "--resume" in arguments:
+        config = output  # to go on, a folder is enough
+    if config is not None:
+        draft = draft_of(read_experiment(Path(config)))
+        if task and type(task_named(task)) is not type(draft.task):
+            raise InputError(f"{config} is of {type(draft.task).__name__}, and {task} was asked for. Drop one.")
+    elif task:
+        draft = drafted(task_named(task))
+    elif {"-h", "--help"} & set(arguments):
+        draft = drafted(task_named("word-problem"))
+    else:
+        raise InputError(f"name a task, or pass --config FILE.{nearest('', TASKS)}")
+    return task, draft.around(_option(arguments, "--model.layer"))
+
+
+def with_flags(base: Draft, arguments: Sequence[str]) -> Experiment:
+    """The experiment of a draft with the flags in `arguments`, and no others, applied."""
+    base = base.around(_option(arguments, "--model.layer"))
+    kind = dataclasses.make_dataclass("Flags", flags(base))
+    return experiment_of(tyro.cli(kind, args=list(arguments), description=""), base)
+
+
+def flags(base: Draft) -> list[tuple[str, Any, Any]]:
+    """The fields `task`, `model` and `training` of a command, with the values of `base` as defaults."""
+    block = base.block
+    inner = _inner(block)
+    values = {field.name: getattr(part, field.name) for part in inner for field in dataclasses.fields(part)}
+    if "width" in values and values.get("state_size") == values["width"]:
+        values["state_size"] = None  # tied
+    choice = Annotated[str, tyro.conf.arg(help=f"What the blocks are built around: {', '.join(layers())}.")]
+    model = [("layer", choice, _name_of(block.layer)), ("depth", int, base.depth)]
+    skipped = {"cell", "layer", "batch_first"}
+    for part in inner:
+        model += [(n, kind, values[n]) for n, kind in _types(type(part)).items() if n not in skipped]
+    return [
+        _group("task", [type(base.task)], _own(base.task)),
+        _group("model", [*map(type, inner), ModelSpec], model),
+        _group("training", [TrainConfig], _own(base.training)),
+    ]
+
+
+def experiment_of(options: Any, base: Draft) -> Experiment:
+    """The experiment that a parsed command describes; `base` is what its flags were made from."""
+    given = vars(options.model)
+
+    def remade(part: Any, **parts: Any) -> Any:
+        fields = {f.name: given.get(f.name, getattr(part, f.name)) for f in dataclasses.fields(part)}
+        return type(part)(**{**fields, **parts})
+
+    layer = base.block.layer
+    layer = remade(layer, cell=remade(layer.cell)) if isinstance(layer, LayerSpec) else remade(layer)
+    task = type(base.task)(**vars(options.task))
+    model = task.model(remade(base.block, layer=layer), given["depth"])
+    return Experiment(task, model, TrainConfig(**vars(options.training)))
+
+
+def _inner(block: BlockSpec) -> list[Any]:
+    """The specs whose fields are the model's flags."""
+    return [block.layer.cell, block.layer, block] if isinstance(block.layer, LayerSpec) else [block.layer, block]
+
+
+def _group(name: str, documented: list[type], fields: list[tuple[str, Any, Any]]) -> tuple[str, Any, Any]:
+    made = dataclasses.make_dataclass(name.capitalize(), fields, frozen=True)
+    made.__doc__ = f"{name.capitalize()}.\n\nAttributes:\n" + "".join(
+        (kind.__doc__ or "").partition("Attributes:\n")[2].rstrip() + "\n" for kind in documented
+    )
+    return name, made, made()
+
+
+def _own(part: Any) -> list[tuple[str, Any, Any]]:
+    return [(name, kind, getattr(part, name)) for name, kind in _types(type(part)).items()]
+
+
+def _types(kind: type) -> dict[str, Any]:
+    """The types of a spec's fields, as tyro takes them: what may be a spec is written as it prints."""
+    hints = typing.get_type_hints(kind)
+    found = {}
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        options = typing.get_args(hint) or (hint,)
+        spec = any(isinstance(option, type) and issubclass(option, Spec) for option in options)
+        found[field.name] = Annotated[hint, _AS_PRINTED] if spec else hint
+    return found
+
+
+def _option(arguments: Sequence[str], name: str) -> str | None:
+    """The value that follows an option."""
+    for place, argument in enumerate(arguments):
+        if argument == name and place + 1 < len(arguments):
+            return arguments[place + 1]
+        if argument.startswith(f"{name}="):
+            return argument.partition("=")[2]
+    return None

@@ -1,0 +1,223 @@
+"""`adptnet sweep`: one run for every point of a grid, on this machine or on a cluster."""
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from tyro.conf import Positional, UseAppendAction
+
+from . import training
+from .errors import AdptnetError, IncompatibleError, InputError
+from .flags import Draft, draft_of, experiment_of, flags, peeked, with_flags
+from .tasks import TASKS
+from .training import Experiment, Keeping
+from .training.signals import stoppable
+
+__all__ = ["Job", "Point", "Slurm", "SweepFailed", "command", "points"]
+
+
+class SweepFailed(AdptnetError, RuntimeError):
+    """Some points of a sweep did not end well."""
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """What each job asks a cluster for."""
+
+    partition: str | None = None
+    """The partition; the cluster's default if not given."""
+    minutes: int = 24 * 60
+    """Time limit. A point that needs longer is queued again and goes on from its last checkpoint."""
+    cpus: int = 2
+    """Cores of a job."""
+    gpus: int = 0
+    """GPUs of a job."""
+    at_once: int = 16
+    """Jobs that run at the same time."""
+
+
+_OPTIONS: list[tuple[str, Any, Any]] = [
+    (
+        "grid",
+        Annotated[
+            UseAppendAction[tuple[tuple[str, ...], ...]],
+            tyro.conf.arg(metavar="FIELD VALUE ...", help="A field and its values, e.g. model.beta 0 0.125 4."),
+        ],
+        (),
+    ),
+    ("config", Annotated[Path | None, tyro.conf.arg(help="Begin from a config.json, or the one of a run.")], None),
+    ("output", Annotated[Path | None, tyro.conf.arg(help="Folder for all runs. runs/sweep if not given.")], None),
+    ("jobs", Annotated[int, tyro.conf.arg(help="Runs at the same time on this machine.")], 1),
+    ("shard", Annotated[str, tyro.conf.arg(help="Take every n-th point, from the i-th on: i/n.")], "1/1"),
+    ("cluster", Annotated[Literal["local", "slurm"], tyro.conf.arg(help="Processes here, or jobs of Slurm.")], "local"),
+    ("slurm", Slurm, Slurm()),
+    ("keep", Keeping, Keeping()),
+]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep."""
+
+    values: dict[str, str]
+    experiment: Experiment
+    folder: Path
+
+
+def command(arguments: Sequence[str]) -> tuple[Any, Any]:
+    """The command `sweep` as `arguments` make it, and the function that runs it."""
+    name, base = peeked(arguments)
+    task = Annotated[Positional[str], tyro.conf.arg(metavar="TASK", help="What to learn: " + ", ".join(TASKS) + ".")]
+    kind = dataclasses.make_dataclass("Sweep", [("name", task, name), *_OPTIONS, *flags(base)], frozen=True)
+    kind.__doc__ = "Run every point of a grid. Points that are finished are skipped, so a sweep can be started again."
+
+    def run(options: Any) -> None:
+        output = options.output or Path("runs/sweep")
+        every = points(draft_of(experiment_of(options, base)), options.grid, output)
+        mine = sharded(every, options.shard)
+        left = [point for point in mine if training.finished(point.folder) is None]
+        print(f"{len(every)} points, {len(mine)} in this shard, {len(mine) - len(left)} of them finished", flush=True)
+        failed = []
+        if left and options.cluster == "local":
+            failed = run_here(left, options.jobs, options.keep)
+        elif left:
+            submit(left, executor_for(output / "slurm", options.slurm), options.keep)
+        table(mine)
+        if failed:
+            logs = ", ".join(str(point.folder / "log.txt") for point in failed)
+            raise SweepFailed(f"{len(failed)} of {len(left)} runs did not end well: see {logs}")
+
+    return kind, run
+
+
+def points(base: Draft, grid: Sequence[Sequence[str]], output: Path) -> list[Point]:
+    """Every combination of the grid's values, each in a folder named by its settings."""
+    for axis in grid:
+        if len(axis) < 2:
+            raise InputError(f"--grid {' '.join(axis)}: a field and its values, e.g. --grid model.beta 0 0.125 4.")
+    found = []
+    for choice in itertools.product(*(axis[1:] for axis in grid)):
+        values = dict(zip((axis[0] for axis in grid), choice, strict=True))
+        experiment = with_flags(base, [token for item in values.items() for token in _tokens(*item)])
+        found.append(Point(values, experiment, output / experiment.digest))
+    return found
+
+
+def sharded(every: list[Point], shard: str) -> list[Point]:
+    match = re.fullmatch(r"(\d+)/(\d+)", shard)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise InputError(f"--shard {shard}: i/n with i from 1 to n, e.g. --shard 1/2.")
+    return every[int(match[1]) - 1 :: int(match[2])]
+
+
+def run_here(left: list[Point], jobs: int, keep: Keeping) -> list[Point]:
+    """Each point in a process of its own, `jobs` at a time; returns those that did not end well."""
+    threads = str(max(1, (os.cpu_count() or 1) // jobs))
+    running: set[subprocess.Popen[bytes]] = set()
+
+    def one(point: Point) -> bool:
+        point.folder.mkdir(parents=True, exist_ok=True)
+        config = point.folder / "config.json"
+        if not config.exists():
+            training.write_json(config, json.loads(point.experiment.to_json()))
+        saving = ["--keep.minutes", str(keep.minutes), "--keep.steps", str(keep.steps)]
+        command = [sys.executable, "-m", "adptnet", "train", "--output", str(point.folder), "--resume", *saving]
+        with open(point.folder / "log.txt", "ab") as log:
+            alone = {"OMP_NUM_THREADS": threads, **os.environ}
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=alone)
+            running.add(process)
+            well = process.wait() == 0
+            running.remove(process)
+        print(f"{_shown(point.values)}: {'done' if well else 'FAILED'}", flush=True)
+        return well
+
+    with stoppable(at_once=True), ThreadPoolExecutor(jobs) as pool:
+        ends = [pool.submit(one, point) for point in left]
+        try:
+            return [point for point, end in zip(left, ends, strict=True) if not end.result()]
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(running):
+                process.terminate()  # it saves, and can go on
+            raise
+
+
+class Job:
+    """A run as submitit takes it: when its time is up it is queued again, and goes on from its last checkpoint."""
+
+    def __call__(self, described: str, folder: str, keep: Keeping) -> dict[str, Any]:
+        experiment = Experiment.from_json(described)
+        assert isinstance(experiment, Experiment)
+        return training.run(experiment, Path(folder), resume=True, keeping=keep, catch_signals=False)
+
+    def checkpoint(self, described: str, folder: str, keep: Keeping) -> Any:
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self, described, folder, keep)
+
+
+def executor_for(folder: Path, slurm: Slurm) -> Any:
+    try:
+        import submitit
+    except ImportError:
+        raise IncompatibleError("--cluster slurm needs submitit: pip install 'adptnet[cluster]'.") from None
+    try:
+        executor = submitit.AutoExecutor(folder, cluster="slurm")
+    except RuntimeError as error:
+        raise IncompatibleError(f"--cluster slurm: {error}. Use --cluster local on a machine without it.") from None
+    wanted = {"timeout_min": slurm.minutes, "cpus_per_task": slurm.cpus, "slurm_array_parallelism": slurm.at_once}
+    wanted["slurm_max_num_timeout"] = 1000  # a point is queued again until it has ended
+    if slurm.partition is not None:
+        wanted["slurm_partition"] = slurm.partition  # type: ignore[assignment]
+    if slurm.gpus:
+        wanted["gpus_per_node"] = slurm.gpus
+    executor.update_parameters(**wanted)
+    return executor
+
+
+def submit(left: list[Point], executor: Any, keep: Keeping) -> list[Any]:
+    """Puts every point into the cluster's queue, as one array."""
+    described = [point.experiment.to_json() for point in left]
+    jobs: list[Any] = executor.map_array(Job(), described, [str(point.folder) for point in left], [keep] * len(left))
+    for point, job in zip(left, jobs, strict=True):
+        print(f"{_shown(point.values)}: job {job.job_id}")
+    print("Start the same sweep again to see what has come of them.")
+    return jobs
+
+
+def table(shown: list[Point]) -> None:
+    """Prints the score of every point that is finished."""
+    from rich.console import Console
+    from rich.table import Table
+
+    results = [(point, training.finished(point.folder)) for point in shown]
+    names = list(shown[0].values) if shown else []
+    made = Table()
+    for name in (*names, shown[0].experiment.task.metric if shown else "", "seconds", "folder"):
+        made.add_column(name)
+    for point, result in results:
+        score, seconds = (f"{result['score']:.4f}", f"{result['seconds']:.0f}") if result else ("-", "-")
+        made.add_row(*point.values.values(), score, seconds, point.folder.name)
+    Console(file=sys.stdout).print(made)
+
+
+def _tokens(field: str, value: str) -> list[str]:
+    """A field and its value as they stand on a command line."""
+    if value in ("True", "False"):
+        group, _, name = field.rpartition(".")
+        return [f"--{field}"] if value == "True" else [f"--{group}.no-{name}"]
+    return [f"--{field}", *([value] if "(" in value else value.split())]
+
+
+def _shown(values: dict[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items()) or "the one point"

@@ -1,0 +1,53 @@
+"""Being asked to stop: by Ctrl-C, or by the system."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from ..errors import AdptnetError
+
+__all__ = ["Interrupted", "Request", "stoppable"]
+
+
+class Interrupted(AdptnetError, RuntimeError):
+    """The run was asked to stop, and has saved where it was."""
+
+    def __init__(self, message: str, signum: int):
+        super().__init__(message)
+        self.signum = signum
+
+
+class Request:
+    """Whether the run was asked to stop, and by which signal."""
+
+    signum: int | None = None
+
+
+@contextmanager
+def stoppable(*, at_once: bool = False) -> Iterator[Request]:
+    """Inside, SIGTERM and SIGINT only leave a request, or raise KeyboardInterrupt if `at_once`.
+
+    A second one acts as usual.
+    """
+    request = Request()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def ask(signum: int, frame: FrameType | None) -> None:
+        request.signum = signum
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if at_once:
+            raise KeyboardInterrupt
+
+    for number in before:
+        signal.signal(number, ask)
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,240 @@
+"""`adptnet train`, `evaluate`, `sweep` and `replay`, as typed."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import adptnet
+from adptnet import cells, cli, directions, drive, errors, flags, projections, spectra, sweep, tasks, training
+from adptnet.training import Experiment, Keeping, finished, read_metrics
+from runs import experiment, start
+
+pytestmark = pytest.mark.timeout(300)  # processes start slowly on a busy machine
+
+SMALL = ["--model.width", "4", "--training.steps", "6", "--training.batch-size", "4", "--training.evaluation-size", "8"]
+
+
+def ran(*arguments):
+    assert cli.main([str(argument) for argument in arguments]) == 0
+
+
+def refused(capsys, *arguments):
+    """What a command that cannot run says: an explained error, or tyro's own."""
+    try:
+        code = cli.main([str(argument) for argument in arguments])
+    except SystemExit as end:
+        code = end.code
+    assert code in (1, 2)
+    said = capsys.readouterr()
+    return " ".join((said.err + said.out).replace("│", " ").split())
+
+
+def test_a_command_line_is_an_experiment(tmp_path, capsys):
+    model = ["--model.beta", 4, "--model.depth", 2, "--model.norm", "rms", "--model.no-glu", "--model.gain", "lru"]
+    parts = ["--model.spectrum", "Negative(S4DReal(), 0.5)", "--model.gate", "SoftplusGate"]
+    parts += ["--model.projection", "LowRank(rank=2)", "--training.optimiser", "Adam(betas=(0.9, 0.99))"]
+    how = ["--training.schedule", "cosine", "--training.clip", "None", "--training.lengths", 8, 16]
+    ran("train", "word-problem", "--task.group", "Z3", *SMALL, *model, *parts, *how, "--output", tmp_path / "a")
+    found = training.runs.read_experiment(tmp_path / "a")
+    cell = cells.ADPTSpec(
+        4,
+        beta=4.0,
+        spectrum=spectra.Negative(spectra.S4DReal(), 0.5),
+        gate=drive.SoftplusGate(),
+        gain=drive.LRU(),
+        projection=projections.LowRank(rank=2),
+    )
+    assert found.task == tasks.WordProblem("Z3")
+    assert found.model == found.task.model(adptnet.nn.BlockSpec(adptnet.nn.LayerSpec(cell), norm="rms", glu=False), 2)
+    assert found.training.optimiser == training.Adam(betas=(0.9, 0.99))
+    assert found.training == training.TrainConfig(
+        steps=6,
+        batch_size=4,
+        evaluation_size=8,
+        schedule=training.Cosine(),
+        clip=None,
+        lengths=(8, 16),
+        optimiser=training.Adam(betas=(0.9, 0.99)),
+    )
+    shown = capsys.readouterr().out
+    assert "accuracy" in shown
+    assert f"step 6, {finished(tmp_path / 'a')['seconds']:.1f} s" in shown
+
+
+def test_a_saved_config_takes_overrides_and_other_layers(tmp_path):
+    ran("train", "word-problem", *SMALL, "--output", tmp_path / "a")
+    ran("train", "--config", tmp_path / "a" / "config.json", "--model.beta", 1, "--output", tmp_path / "b")
+    one, two = (training.runs.read_experiment(tmp_path / name) for name in "ab")
+    assert two.block.layer.cell == cells.ADPTSpec(4, beta=1.0)
+    assert two.training == one.training
+    ran("train", "--config", tmp_path / "a", "--model.layer", "relu-rnn", "--output", tmp_path / "c")
+    assert training.runs.read_experiment(tmp_path / "c").block.layer.cell == cells.ReLURNN(4)
+    draft = flags.draft_of(one)
+    wider = flags.with_flags(draft, ["--model.width", "8"])
+    assert wider.block.layer.cell == cells.ADPTSpec(8)  # the state grows with the layer
+    assert flags.with_flags(draft, []).digest == one.digest
+
+
+@pytest.mark.parametrize("name", sorted(flags.layers()))
+def test_every_layer_has_a_name_and_flags(name):
+    base = flags.drafted(tasks.WordProblem()).around(name)
+    assert flags.with_flags(base, ["--model.width", "8", "--model.dropout", "0.5"]).block.width == 8
+    assert flags.draft_of(flags.with_flags(base, [])) == base
+
+
+def test_layers_go_by_the_names_of_the_paper():
+    assert {"adpt", "linear-adpt", "relu-rnn", "tanh-rnn", "orthogonal-rnn"} <= set(flags.layers())
+    assert flags.layer_named("linear-adpt", 4).cell.direction == directions.FromInput()
+
+
+@pytest.mark.parametrize(
+    "spec", [spectra.Sparse(spectra.Negative(spectra.Linspace(), 0.5), 0.75), None, 0.5, (0.1, 2.0)]
+)
+def test_what_prints_can_be_typed(spec):
+    assert flags.parsed(repr(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    "text", ["__import__('os')", "Linspace().build", "open('x')", "1 +", "lambda: 0", "Linspace(**{})"]
+)
+def test_nothing_else_can_be_typed(text):
+    with pytest.raises(errors.SpecError):
+        flags.parsed(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train"], "name a task, or pass --config FILE. Known:"),
+        (["train", "word-problm"], "no task 'word-problm'. Perhaps you meant 'word-problem'"),
+        (["train", "word-problem", "--model.beat", "1"], "Perhaps you meant: --model.beta"),
+        (["train", "word-problem", "--model.layer", "relu-rn"], "Perhaps you meant 'relu-rnn'"),
+        (["train", "word-problem", "--model.spectrum", "Linspac"], "Perhaps you meant 'Linspace'"),
+        (["train", "word-problem", "--model.spectrum", "Linspace(dt_mim=1)"], "Perhaps you meant 'dt_min'"),
+        (["train", "word-problem", "--model.spectrum", "LRU"], "spectrum must be a SpectrumSpec"),
+        (["train", "word-problem", "--training.steps", "0"], "steps must be a whole number from 1"),
+        (["train", "word-problem", "--training.lengths", "0"], "lengths must be a whole number from 1"),
+        (["train", "word-problem", "--task.length", "0"], "length must be a whole number from 1"),
+        (["train", "--config", "nowhere.json"], "nowhere.json cannot be read"),
+        (["train", "word-problem", "--output", "/dev/null/run"], "cannot be written to (Not a directory)"),
+        (["train", "word-problem", "--sharded"], "Start with torchrun"),
+        (["sweep", "word-problem", "--grid", "model.beta"], "a field and its values"),
+        (["sweep", "word-problem", "--grid", "model.bate", "1"], "--model.beta"),
+        (["sweep", "word-problem", "--shard", "3/2"], "i/n with i from 1 to n"),
+        (["sweep", "word-problem", "--cluster", "slurm"], "Use --cluster local on a machine without it"),
+        (["replay", "."], "holds no failure to replay"),
+        (["evaluate", "nowhere"], "Pass a config.json, or the folder of a run"),
+    ],
+)
+def test_bad_calls_are_explained(capsys, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert message in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"adptnet_spec": 99}, "It was written by a newer adptnet"),
+        ({"task": {"type": "WordProblem", "grup": "S3"}}, "WordProblem has no field 'grup'. Perhaps you meant 'group'"),
+        ({"task": {"type": "WordProblen"}}, "Perhaps you meant 'WordProblem'"),
+        ({"task": {"type": "WordProblem", "group": "Z2", "length": 5}}, "it needs ModelSpec"),
+    ],
+)
+def test_a_config_that_is_not_understood_is_refused(capsys, tmp_path, change, message):
+    document = json.loads(experiment().to_json())
+    for name, value in change.items():
+        (document if name == "adptnet_spec" else document["spec"])[name] = value
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    assert message in refused(capsys, "train", "--config", tmp_path / "config.json")
+
+
+def test_a_run_is_scored_again_at_other_lengths(tmp_path, capsys):
+    ran("train", "word-problem", *SMALL, "--output", tmp_path / "a")
+    ran("evaluate", tmp_path / "a", "--lengths", 3, 7, "--size", 16)
+    assert "│      7 │" in capsys.readouterr().out
+    assert json.loads((tmp_path / "a" / "evaluation-test.json").read_text()).keys() == {"3", "7"}
+    (tmp_path / "a" / "model.safetensors").unlink()  # as of a run that has not ended
+    ran("evaluate", tmp_path / "a", "--size", 16)
+
+
+def test_a_grid_runs_every_point_once(tmp_path, capsys):
+    asked = ["sweep", "word-problem", *SMALL, "--grid", "model.beta", 0, 4, "--grid", "model.glu", "False"]
+    ran(*asked, "--output", tmp_path, "--shard", "2/2")
+    assert "2 points, 1 in this shard, 0 of them finished" in capsys.readouterr().out
+    first = next(tmp_path.glob("*/result.json"))
+    written = first.stat().st_mtime_ns
+    ran(*asked, "--output", tmp_path, "--jobs", 2)
+    shown = capsys.readouterr().out
+    assert "2 points, 2 in this shard, 1 of them finished" in shown
+    assert shown.count("done") == 1
+    assert first.stat().st_mtime_ns == written
+    points = [training.runs.read_experiment(folder) for folder in tmp_path.glob("*")]
+    assert {(point.block.layer.cell.beta, point.block.glu) for point in points} == {(0.0, False), (4.0, False)}
+    assert is_what_one_process_gives(first.parent, tmp_path / "alone" / "a")
+
+
+def is_what_one_process_gives(folder, scratch):
+    torch.set_default_dtype(torch.float32)
+    try:
+        training.run(training.runs.read_experiment(folder), scratch)
+    finally:
+        torch.set_default_dtype(torch.float64)
+    one, other = (load_file(each / "model.safetensors") for each in (folder, scratch))
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_point_that_fails_is_named(tmp_path, capsys):
+    asked = ["sweep", "word-problem", *SMALL, "--grid", "training.learning_rate", "1e30"]
+    assert "1 of 1 runs did not end well: see" in refused(capsys, *asked, "--output", tmp_path)
+    failed = next(path.parent for path in tmp_path.glob("*/failure"))
+    assert "TrainingDiverged: the loss was" in (failed / "log.txt").read_text()
+    ran("replay", failed)
+    assert "the loss was" in capsys.readouterr().out
+
+
+def test_a_run_that_is_terminated_saves_and_says_how_to_go_on(tmp_path):
+    asked = [sys.executable, "-m", "adptnet", "train", "word-problem", *SMALL, "--training.steps", "100000"]
+    process = subprocess.Popen([*asked, "--output", str(tmp_path / "a")], stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "a" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + signal.SIGTERM
+    assert f"Go on with: adptnet train --output {tmp_path / 'a'} --resume" in said
+    saved = int(next((tmp_path / "a" / "checkpoints").iterdir()).name[5:])
+    assert f"stopped after step {saved} of 100000" in said
+    assert len(read_metrics(metrics)) == saved
+
+
+def submitted(folder, described):
+    """A job of submitit on this machine, told once, as Slurm does, that its time is up."""
+    import psutil
+    import submitit
+
+    executor = submitit.AutoExecutor(folder / "jobs", cluster="local")
+    executor.update_parameters(timeout_min=60)
+    point = sweep.Point({}, Experiment.from_json(described), folder / "run")
+    job = sweep.submit([point], executor, Keeping(steps=5))[0]
+    checkpoints = folder / "run" / "checkpoints"
+    while not checkpoints.exists() or len(list(checkpoints.glob("step-*"))) < 2:
+        time.sleep(0.05)
+    psutil.Process(job._process.pid).children()[0].send_signal(signal.SIGUSR2)
+    job.result()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_job_of_a_cluster_that_is_cut_off_is_queued_again(tmp_path):
+    process = start(submitted, tmp_path, experiment(steps=200).to_json())
+    process.join(500)
+    assert process.exitcode == 0
+    starts = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert [each["step"] > 0 for each in starts] == [False, True], starts
+    assert is_what_one_process_gives(tmp_path / "run", tmp_path / "whole")

@@ -1,0 +1,480 @@
+"""Runs in folders: nothing is lost, whatever ends them, and a resumed run has the numbers of one without a cut."""
+
+import errno
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import adptnet
+from adptnet.errors import CheckpointError, InputError, SpecError
+from adptnet.tasks import WordProblem
+from adptnet.training import (
+    CheckpointWarning,
+    Cosine,
+    FolderInUse,
+    Interrupted,
+    Keeping,
+    ReduceOnPlateau,
+    RMSprop,
+    TrainingDiverged,
+    evaluate,
+    finished,
+    read_metrics,
+    replay,
+    run,
+    store,
+)
+from adptnet.training.lock import held
+from adptnet.training.runs import trained
+from runs import Endless, Ragged, experiment, start, start_ranks, train_in
+
+pytestmark = pytest.mark.timeout(300)  # processes start slowly on a busy machine
+
+EVERYTHING = {
+    "evaluate_every": 3,
+    "exponents_every": 2,
+    "schedule": ReduceOnPlateau(warmup=0.1, factor=0.5, patience=1),
+    "snapshot_steps": (4,),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def single_precision():
+    """As processes of their own have it."""
+    torch.set_default_dtype(torch.float32)
+    yield
+    torch.set_default_dtype(torch.float64)
+
+
+def same(one: Path, other: Path) -> bool:
+    """Whether two runs ended with the same bits: weights, checkpoints, snapshots and metrics."""
+    weights = [load_file(folder / "model.safetensors") for folder in (one, other)]
+    assert weights[0].keys() == weights[1].keys()
+    ends = [sorted((folder / "checkpoints").glob("step-*"))[-1] for folder in (one, other)]
+    files = ["model.safetensors", "optimiser.safetensors", "random.safetensors"]
+    return (
+        all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+        and all((ends[0] / name).read_bytes() == (ends[1] / name).read_bytes() for name in files)
+        and read_metrics(one / "metrics.jsonl") == read_metrics(other / "metrics.jsonl")
+        and finished(one)["test"] == finished(other)["test"]
+    )
+
+
+def cut(folder, wanted, step, **keeping):
+    """A run that stops after `step`, as if it had been asked to."""
+    from adptnet.training import folder as run_folder
+
+    before = run_folder.RunFolder.save
+
+    def save(self, state):
+        before(self, state)
+        if state.progress.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_folder.RunFolder, "save", save)
+        with pytest.raises(Interrupted, match=f"stopped after step {step + 1} of 12.* --resume"):
+            run(wanted, folder, keeping=Keeping(**keeping))
+
+
+def test_a_run_leaves_everything_in_its_folder(tmp_path, capsys):
+    wanted = experiment(lengths=(5, 9), **EVERYTHING)
+    result = run(wanted, tmp_path / "a")
+    folder = tmp_path / "a"
+    assert adptnet.Spec.from_json((folder / "config.json").read_text()) == wanted
+    started = json.loads((folder / "environment.json").read_text())
+    assert started[0]["step"] == 0
+    assert started[0]["torch"] == torch.__version__
+    lines = read_metrics(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 13))
+    evaluations = [line for line in lines if "validation" in line]
+    assert [line["step"] for line in evaluations] == [3, 6, 9, 12]
+    assert evaluations[0]["validation"].keys() == {"5", "9"}
+    assert ["exponents" in line["layers"]["blocks.0.layer"] for line in evaluations] == [False, True, False, True]
+    assert len(evaluations[1]["layers"]["blocks.0.layer"]["exponents"]) == 6
+    assert finished(folder) == result
+    assert result["test"].keys() == {"5", "9"}
+    assert "step 12/12  loss" in capsys.readouterr().out
+    model = adptnet.load(folder / "model.safetensors")
+    assert evaluate(model, wanted.task, (5, 9), size=24, batch_size=10)[9] == result["test"]["9"]
+    assert isinstance(adptnet.load(folder / "snapshots" / "step-4.safetensors"), adptnet.SequenceModel)
+
+
+def test_the_weights_of_the_best_evaluation_are_kept(tmp_path):
+    wanted = experiment(select_by="loss", learning_rate=0.3, **EVERYTHING)
+    result = run(wanted, tmp_path / "best")
+    lines = read_metrics(tmp_path / "best" / "metrics.jsonl")
+    losses = {line["step"]: line["validation"]["5"]["loss"] for line in lines if "validation" in line}
+    assert result["step"] == min(losses, key=losses.get)
+    chosen = evaluate(trained(tmp_path / "best"), wanted.task, [5], split="validation", size=24, batch_size=10)
+    assert chosen[5]["loss"] == pytest.approx(min(losses.values()))
+    last = run(experiment(select="last", learning_rate=0.3, **EVERYTHING), tmp_path / "last")
+    assert last["step"] == 12
+
+
+def test_a_run_stops_early_when_asked_to_by_its_settings(tmp_path):
+    patient = experiment(evaluate_every=1, patience=2, learning_rate=1e-12, norm="layer")
+    assert run(patient, tmp_path / "patience")["step"] == 1
+    assert len(read_metrics(tmp_path / "patience" / "metrics.jsonl")) == 6
+    assert run(experiment(evaluate_every=4, stop_at=0.0), tmp_path / "reached")["step"] == 4
+
+
+@pytest.mark.parametrize("step", [1, 7])
+def test_a_run_that_was_asked_to_stop_goes_on_to_the_same_bits(tmp_path, step):
+    wanted = experiment(**EVERYTHING)
+    run(wanted, tmp_path / "whole")
+    cut(tmp_path / "cut", wanted, step, steps=1)
+    run(wanted, tmp_path / "cut", resume=True)
+    assert same(tmp_path / "whole", tmp_path / "cut")
+    assert [s["step"] for s in json.loads((tmp_path / "cut" / "environment.json").read_text())] == [0, step + 1]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimiser": RMSprop(momentum=0.9), "schedule": Cosine(warmup=0.2), "accumulation": 2},
+        {"task": Ragged(), "optimiser": adptnet.training.AdamW(fused=True), "snapshot_epochs": (2,)},
+        {"task": Endless(), "evaluate_every": 5, "accumulation": 2},
+        {
+            "optimiser": adptnet.training.Adam(),
+            "weight_decay": 0.1,
+            "solver": "conv-deer",
+            "evaluate_every": 5,
+            "beta": 0.1,
+        },
+    ],
+)
+def test_every_optimiser_schedule_and_solver_resumes(tmp_path, settings):
+    wanted = experiment(**settings)
+    run(wanted, tmp_path / "whole")
+    cut(tmp_path / "cut", wanted, 5, steps=5)
+    run(wanted, tmp_path / "cut", resume=True)
+    assert same(tmp_path / "whole", tmp_path / "cut")
+
+
+def killed_until_done(folder, begin, kills, steps, draw):
+    """Starts a run again and again and kills it at random moments: some steps on, and somewhere inside one."""
+    kept = store.Store(folder / "checkpoints")
+    for _ in range(kills):
+        processes = begin()
+        aim = (kept.steps() or [0])[0] + draw.randint(1, 2 * steps // (3 * kills))
+        while (kept.steps() or [0])[0] < aim and all(process.is_alive() for process in processes):
+            time.sleep(0.002)
+        time.sleep(draw.uniform(0, 0.05))
+        assert all(process.is_alive() for process in processes), "the run ended by itself"
+        for process in processes:
+            os.kill(process.pid, signal.SIGKILL)
+        for process in processes:
+            process.join()
+    for process in begin():
+        process.join(250)
+        assert process.exitcode == 0
+    return len(json.loads((folder / "environment.json").read_text())) - 1
+
+
+def the_run_is_the_same(tmp_path, begin, kills, steps, seed):
+    assert (
+        killed_until_done(tmp_path / "killed", lambda: begin(tmp_path / "killed"), kills, steps, random.Random(seed))
+        == kills
+    )
+    for process in begin(tmp_path / "whole"):
+        process.join(250)
+    assert same(tmp_path / "whole", tmp_path / "killed")
+
+
+def kept_busy(steps):
+    return experiment(steps=steps, evaluate_every=7, exponents_every=2, snapshot_steps=(4,)).to_json()
+
+
+@pytest.mark.parametrize(
+    ("kills", "steps"),
+    [(3, 40), pytest.param(20, 300, marks=[pytest.mark.slow, pytest.mark.timeout(600)])],
+)
+def test_kill_9_at_random_moments_loses_nothing(tmp_path, kills, steps):
+    the_run_is_the_same(tmp_path, lambda folder: [start(train_in, folder, kept_busy(steps))], kills, steps, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_kill_9_of_two_ranks_at_random_moments_loses_nothing(tmp_path, sharded):
+    the_run_is_the_same(tmp_path, lambda folder: start_ranks(folder, kept_busy(60), sharded=sharded), 5, 60, 2)
+
+
+def curve(folder):
+    return torch.tensor([line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line])
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_two_ranks_have_the_loss_curve_of_one_process(tmp_path, sharded):
+    wanted = experiment(Ragged(), dropout=0.0, batch_size=7, steps=10, evaluate_every=4, beta=0.0 if sharded else 1.0)
+    run(wanted, tmp_path / "one")
+    for process in start_ranks(tmp_path / "two", wanted.to_json(), sharded=sharded):
+        process.join(250)
+        assert process.exitcode == 0
+    torch.testing.assert_close(curve(tmp_path / "two"), curve(tmp_path / "one"), rtol=1e-5, atol=1e-6)
+    assert finished(tmp_path / "two")["score"] == pytest.approx(finished(tmp_path / "one")["score"])
+    one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+    found = [[line["validation"]["9"]["accuracy"] for line in lines if "validation" in line] for lines in (one, two)]
+    assert found[0] == pytest.approx(found[1])
+
+
+def test_sequences_that_go_on_are_given_the_state_they_left(tmp_path):
+    wanted = experiment(Endless(), dropout=0.0, norm="layer", steps=3, learning_rate=1e-30)
+    model = wanted.model.build()
+    losses = adptnet.training.train(model, wanted.task, wanted.training).losses
+    windows = [wanted.task.training_batch(step, 8, 0) for step in range(3)]
+    outputs = model(torch.cat([window.inputs for window in windows], 1))[0].split(3, 1)
+    for loss, output, window in zip(losses, outputs, windows, strict=True):
+        assert loss == pytest.approx(wanted.task.loss(output, window.targets).item(), rel=1e-6)
+    process = start_ranks(tmp_path / "two", experiment(Endless(), dropout=0.0, evaluate_every=4).to_json())
+    run(experiment(Endless(), dropout=0.0, evaluate_every=4), tmp_path / "one")
+    for rank in process:
+        rank.join(250)
+    torch.testing.assert_close(curve(tmp_path / "two"), curve(tmp_path / "one"), rtol=1e-5, atol=1e-6)
+    assert finished(tmp_path / "two")["score"] == pytest.approx(finished(tmp_path / "one")["score"])
+
+
+def test_a_batch_in_parts_is_the_batch(tmp_path):
+    whole = experiment(Ragged(), dropout=0.0, norm="layer", batch_size=7)
+    parts = experiment(Ragged(), dropout=0.0, norm="layer", batch_size=7, accumulation=3)
+    run(whole, tmp_path / "whole")
+    run(parts, tmp_path / "parts")
+    torch.testing.assert_close(curve(tmp_path / "parts"), curve(tmp_path / "whole"), rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="a batch of 2 cannot be cut into 3 parts"):
+        run(experiment(batch_size=2, accumulation=3), tmp_path / "few")
+
+
+def test_reduced_precision_learns_and_resumes(tmp_path):
+    wanted = experiment(precision="bf16", steps=12)
+    run(wanted, tmp_path / "whole")
+    cut(tmp_path / "cut", wanted, 5, steps=5)
+    run(wanted, tmp_path / "cut", resume=True)
+    assert same(tmp_path / "whole", tmp_path / "cut")
+    run(experiment(), tmp_path / "full")
+    assert not torch.equal(curve(tmp_path / "full"), curve(tmp_path / "whole"))
+    torch.testing.assert_close(curve(tmp_path / "full"), curve(tmp_path / "whole"), rtol=0.1, atol=0.1)
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory):
+    """A finished run with its last two checkpoints, and the files of the one before the last."""
+    folder = tmp_path_factory.mktemp("run") / "a"
+    run(experiment(evaluate_every=5), folder, keeping=Keeping(steps=6))
+    return folder, store.read_folder(folder / "checkpoints" / "step-000000006")
+
+
+def flipped(path: Path, position: int, bit: int = 1) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= bit
+    path.write_bytes(content)
+
+
+def test_any_changed_byte_of_the_newest_checkpoint_is_noticed(two_checkpoints, tmp_path):
+    folder, before = two_checkpoints
+    kept = shutil.copytree(folder / "checkpoints", tmp_path / "checkpoints")
+    newest = kept / "step-000000012"
+    tried = 0
+    for path in sorted(newest.iterdir()):
+        size = path.stat().st_size
+        places = range(size) if path.name in ("manifest.json", "progress.json") else range(0, size, size // 25 + 1)
+        for position in [*places, size - 1]:
+            flipped(path, position, 1 << position % 8)
+            with pytest.warns(CheckpointWarning, match=f"{path.name} (is not as it was written|cannot be read)"):
+                step, files = store.Store(kept).newest()
+            assert (step, files) == (6, before)
+            (kept / "refused-step-000000012").rename(newest)
+            flipped(path, position, 1 << position % 8)
+            tried += 1
+    assert store.Store(kept).newest()[0] == 12
+    assert tried > 600
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing", "half written"])
+def test_a_checkpoint_that_is_not_whole_is_refused_by_name_and_the_one_before_used(two_checkpoints, tmp_path, damage):
+    folder = shutil.copytree(two_checkpoints[0], tmp_path / "a")
+    for name in ("model.safetensors", "result.json"):
+        (folder / name).unlink()
+    newest = folder / "checkpoints" / "step-000000012"
+    if damage == "cut":
+        os.truncate(newest / "optimiser.safetensors", 100)
+    elif damage == "missing":
+        (newest / "optimiser.safetensors").unlink()
+    else:
+        (newest / "manifest.json").unlink()
+    name = "manifest.json" if damage == "half written" else "optimiser.safetensors"
+    with pytest.warns(CheckpointWarning, match=rf"step-000000012/{name}.* the one of step 6 is used"):
+        run(experiment(evaluate_every=5), folder, resume=True, keeping=Keeping(steps=6))
+    assert same(two_checkpoints[0], folder)
+
+
+def test_without_a_good_checkpoint_the_run_does_not_begin_again(two_checkpoints, tmp_path):
+    folder = shutil.copytree(two_checkpoints[0], tmp_path / "a")
+    (folder / "result.json").unlink()
+    for path in (folder / "checkpoints").glob("*/progress.json"):
+        flipped(path, 3)
+    with pytest.raises(CheckpointError, match=r"No checkpoint in .* can be used"):
+        run(experiment(evaluate_every=5), folder, resume=True)
+    assert (folder / "checkpoints" / "step-000000012").exists()
+
+
+def test_reading_a_checkpoint_unpickles_nothing(two_checkpoints, tmp_path, monkeypatch):
+    folder = shutil.copytree(two_checkpoints[0], tmp_path / "a")
+    (folder / "result.json").unlink()
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, None)
+    run(experiment(evaluate_every=5), folder, resume=True)
+    assert same(two_checkpoints[0], folder)
+
+
+def test_a_checkpoint_of_a_newer_version_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "VERSION", 2)
+    store.write_folder(tmp_path / "step-1", {"a": b"1"})
+    monkeypatch.setattr(store, "VERSION", 1)
+    with pytest.raises(CheckpointError, match="has version 2; this adptnet reads versions up to 1"):
+        store.read_folder(tmp_path / "step-1")
+
+
+def test_a_full_disk_keeps_the_last_good_checkpoint_and_says_so(tmp_path, monkeypatch):
+    real, calls = store.write_whole, []
+
+    def write_whole(path, content):
+        calls.append(path)
+        if "step-000000006" in str(path) and path.name == "random.safetensors":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(path, content)
+
+    monkeypatch.setattr(store, "write_whole", write_whole)
+    with pytest.warns(CheckpointWarning, match=r"step 6 .*No space left.*the last good one is of step 3"):
+        run(experiment(), tmp_path / "full", keeping=Keeping(steps=3, checkpoints=9))
+    assert sorted(p.name[-2:] for p in (tmp_path / "full" / "checkpoints").iterdir()) == ["03", "09", "12"]
+    monkeypatch.undo()
+    run(experiment(), tmp_path / "free")
+    assert same(tmp_path / "free", tmp_path / "full")
+
+
+def test_metrics_wait_for_room_on_a_full_disk(tmp_path, monkeypatch):
+    metrics = adptnet.training.metrics.Metrics(tmp_path / "metrics.jsonl")
+    metrics.add(step=1, loss=1.0)
+    metrics.flush()
+    metrics.add(step=2, loss=float("inf"))
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.warns(CheckpointWarning, match="No space left"):
+            metrics.flush()
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 1.0}]
+    metrics.flush()
+    assert read_metrics(tmp_path / "metrics.jsonl")[1:] == [{"step": 2, "loss": "inf"}]
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "lo')
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
+
+
+def test_two_runs_in_one_folder_are_refused_until_the_first_is_gone(tmp_path):
+    process = start(train_in, tmp_path / "a", experiment(steps=100000).to_json(), 1000)
+    while not (tmp_path / "a" / "metrics.jsonl").exists():
+        time.sleep(0.02)
+        assert process.is_alive()
+    with pytest.raises(FolderInUse, match="another process trains in"):
+        run(experiment(steps=100000), tmp_path / "a", resume=True)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    with held(tmp_path / "a"):
+        pass
+
+
+def test_a_loss_that_is_not_finite_is_kept_for_replay(tmp_path, monkeypatch):
+    wanted = experiment(learning_rate=1e-2)
+    real = WordProblem.training_batch
+
+    def fifth_is_poisoned(self, step, size, seed):
+        if step == 4:
+            for module in poisoned:
+                module.weight.data.mul_(torch.inf)
+        return real(self, step, size, seed)
+
+    poisoned = []
+    built = adptnet.training.runs.built
+    monkeypatch.setattr(WordProblem, "training_batch", fifth_is_poisoned)
+    monkeypatch.setattr(adptnet.training.runs, "built", lambda e: poisoned.append((m := built(e)).decoder) or m)
+    with pytest.raises(
+        TrainingDiverged, match=r"the loss was nan at step 5 of 12: the weights decoder.weight were not"
+    ):
+        run(wanted, tmp_path / "a")
+    monkeypatch.undo()
+    step, diagnosis = replay(tmp_path / "a")
+    assert step == 5
+    assert diagnosis.module == "decoder"
+    assert diagnosis.weights == ("decoder.weight",)
+    assert len(read_metrics(tmp_path / "a" / "metrics.jsonl")) == 4
+    with pytest.raises(InputError, match="holds no failure"):
+        replay(tmp_path)
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_step(tmp_path, monkeypatch):
+    wanted = experiment()
+    monkeypatch.setattr(
+        WordProblem, "loss", lambda self, outputs, targets: (outputs - outputs.detach()).clamp(min=0).sqrt().mean()
+    )
+    with pytest.raises(
+        TrainingDiverged, match=r"norm of the gradient was (nan|inf) at step 1 of 12: outputs were finite"
+    ):
+        run(wanted, tmp_path / "a")
+    assert all(
+        tensor.isfinite().all() for tensor in load_file(tmp_path / "a" / "failure" / "model.safetensors").values()
+    )
+
+
+def test_a_folder_is_for_one_experiment(tmp_path):
+    run(experiment(steps=2), tmp_path / "a")
+    with pytest.raises(InputError, match=r"already holds this run. Pass --resume"):
+        run(experiment(steps=2), tmp_path / "a")
+    with pytest.raises(InputError, match=r"another experiment: training.steps was 2 and is 3"):
+        run(experiment(steps=3), tmp_path / "a", resume=True)
+    assert run(experiment(steps=2), tmp_path / "a", resume=True) == finished(tmp_path / "a")
+
+
+def test_what_cannot_run_is_refused_before_it_begins(tmp_path):
+    with pytest.raises(InputError, match="a batch of 24 is larger than the 23 training sequences"):
+        run(experiment(Ragged(), batch_size=24), tmp_path / "large")
+    with pytest.raises(SpecError, match=r"snapshot_epochs.* has no epochs. Pass snapshot_steps="):
+        run(experiment(snapshot_epochs=(1,)), tmp_path / "epochs")
+    with pytest.raises(SpecError, match="the snapshot step-99 is after step 99"):
+        run(experiment(snapshot_steps=(99,)), tmp_path / "late")
+    with pytest.raises(InputError, match=r"has no such score. Perhaps you meant 'accuracy'"):
+        run(experiment(evaluate_every=1, select_by="acuracy"), tmp_path / "score")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot be written to"):
+        run(experiment(), tmp_path / "file" / "below")
+    with pytest.raises(ValueError, match=r"it needs ModelSpec.*vocabulary=2"):
+        adptnet.training.Experiment(WordProblem("Z2"), experiment().model, experiment().training)
+
+
+def test_one_process_in_float32_needs_no_accelerate(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "accelerate", None)  # as if it were not installed
+    run(experiment(steps=2), tmp_path / "a")
+    with pytest.raises(ValueError, match=r"precision='bf16' need.* accelerate: pip install 'adptnet\[train\]'"):
+        run(experiment(precision="bf16"), tmp_path / "b")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="2 processes need accelerate"):
+        run(experiment(), tmp_path / "c")
+
+
+def test_metrics_go_to_tensorboard_on_request(tmp_path):
+    pytest.importorskip("tensorboard")
+    run(experiment(steps=2), tmp_path / "a", keeping=Keeping(track=("tensorboard",)))
+    assert list((tmp_path / "a" / "tensorboard").rglob("events.out.*"))
