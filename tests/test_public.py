@@ -54,6 +54,7 @@ def test_importing_adptnet_imports_nothing_heavy():
         "scipy",
         "transformers",
         "pooch",
+        "torch._dynamo",
     ]
     code = f"import sys, adptnet; print([m for m in {heavy!r} if m in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

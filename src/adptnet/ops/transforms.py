@@ -1,10 +1,25 @@
-"""Whether torch looks into every operation, which a kernel does not allow."""
+"""What a kernel must know of torch: whether it looks into every operation, and what its compiler may take as given."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["transformed", "watched"]
+__all__ = ["constant_when_compiled", "transformed", "watched"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def constant_when_compiled(function: Function) -> Function:
+    """What `function` returns is a constant of a compiled program.
+
+    This is all that `torch.compiler.assume_constant_result` does, which would first import the compiler: as long again
+    as torch itself.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def transformed(*tensors: Tensor | None) -> bool:

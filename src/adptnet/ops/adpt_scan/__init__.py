@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from .. import native
+from ..transforms import constant_when_compiled
 from . import cpu, reference
 from .form import PLAIN, Constants, Form, Retracted, Source, check
 
 __all__ = ["Constants", "Form", "Retracted", "Source", "adpt_scan", "ready"]
 
-ready = torch.compiler.assume_constant_result(cpu.ready)  # whether there is a kernel; a constant of a compiled program
+ready = constant_when_compiled(cpu.ready)  # whether there is a kernel
 
 
 def adpt_scan(

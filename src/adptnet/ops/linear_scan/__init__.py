@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..transforms import transformed
+from ..transforms import constant_when_compiled, transformed
 from . import chunked, cpu
 
 __all__ = ["linear_scan"]
 
-_ready = torch.compiler.assume_constant_result(cpu.ready)  # a constant of a compiled program
+_ready = constant_when_compiled(cpu.ready)
 
 
 def linear_scan(
