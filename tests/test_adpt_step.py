@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from adptnet import ADPTNet, analysis, directions, projections, retractions, spectra
+from adptnet import ADPTNet, analysis, directions, errors, projections, retractions, solvers, spectra
 from adptnet.ops import adpt_step
 from adptnet.ops.adpt_step import reference
 
@@ -167,3 +167,62 @@ def test_the_same_numbers_for_any_number_of_threads(threads):
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("solver", [solvers.ConvDEER, solvers.ForwardDEER])
+@pytest.mark.parametrize("tiles", [None, 8])
+@pytest.mark.parametrize("resets", [False, True], ids=["", "resets"])
+@torch.no_grad()
+def test_a_solve_by_passes_is_the_one_in_torch(solver, tiles, resets, monkeypatch):
+    layer, x = layer_of(9, beta=0.8), torch.randn(5, 120, 9)
+    x[3] *= 1e-6  # a sequence of its own pace
+    reset = torch.rand(5, 120) < 0.03 if resets else None
+    runs = []
+    calls = []
+    fused_pass = adpt_step.newton_pass
+    monkeypatch.setattr(adpt_step, "newton_pass", lambda *a, **o: calls.append(1) or fused_pass(*a, **o))
+    for backend in ("auto", "reference"):
+        monkeypatch.setenv("ADPTNET_BACKEND", backend)
+        runs.append(layer.solve(x, solver=solver(atol=1e-9, rtol=1e-9, tiles=tiles), reset=reset))
+        assert len(calls) == int(runs[0].iterations.max()) + 1  # the guess is measured as well
+    fused, plain = runs
+    exact = layer.solve(x, solver=solvers.Sequential(), reset=reset).states
+    assert fused.result == plain.result == solvers.Result.CONVERGED
+    assert (fused.iterations - plain.iterations).abs().max() <= 1
+    assert_close(fused.states, exact, atol=1e-7, rtol=0)
+    assert (fused.residual <= 1e-9 * (1 + exact.abs().amax())).all()
+    assert_close(fused.history.residual[0], plain.history.residual[0], atol=1e-11, rtol=0)
+
+
+@torch.no_grad()
+def test_a_sweep_over_tiles_takes_fewer_iterations():
+    layer, x = layer_of(16, beta=1.0), torch.randn(2, 600, 16)
+    plain, swept, alone = (layer.solve(x, solver=solvers.ConvDEER(tiles=tiles)) for tiles in (None, 8, 1))
+    assert (2 * swept.iterations <= plain.iterations).all()
+    assert (alone.iterations == 1).all()  # a tile of one step is the recurrence itself
+    assert repr(solvers.ConvDEER(tiles=8)) == "ConvDEER(tiles=8)"
+
+
+@pytest.mark.parametrize(
+    ("solver", "axes"),
+    [
+        (solvers.QuasiDEER(tiles=8), {}),
+        (solvers.ConvDEER(solvers.Scale(0.9), tiles=8), {}),
+        (solvers.ConvDEER(tiles=8), {"spectrum": spectra.S4DInv()}),
+    ],
+    ids=repr,
+)
+def test_a_sweep_that_does_not_fit_is_refused(solver, axes):
+    with pytest.raises(errors.IncompatibleError, match=r"tiles=8.*Drop tiles="):
+        layer_of(6, **axes).solve(torch.randn(1, 20, 6), solver=solver)
+
+
+def test_gradients_do_not_depend_on_the_pass():
+    layer, x = layer_of(5), torch.randn(2, 30, 5)
+    found = []
+    for solver in (solvers.ConvDEER(), solvers.ForwardDEER(tiles=4), solvers.Sequential()):
+        y, _ = layer(x, solver=solver)
+        found.append(torch.autograd.grad(y.square().sum(), list(layer.parameters())))
+    for gradients in found[:2]:
+        for a, b in zip(gradients, found[2], strict=True):
+            assert_close(a, b, atol=1e-9, rtol=1e-9)

@@ -1,5 +1,7 @@
 """The loop of every parallel solver: s ← scan(A, f(s) - A s), with steps and sequences dropped as they converge."""
 
+import abc
+import copy
 import dataclasses
 import math
 from collections.abc import Callable
@@ -16,6 +18,8 @@ __all__ = [
     "History",
     "Iterate",
     "Loop",
+    "Measure",
+    "Measured",
     "System",
     "Tolerance",
     "default_rtol",
@@ -193,7 +197,10 @@ class Tolerance(NamedTuple):
 
     def allowed(self, entering: Tensor, values: Tensor) -> Tensor:
         """(batch, time)."""
-        scale = torch.maximum(_largest(entering), _largest(values))
+        return self.at(torch.maximum(_largest(entering), _largest(values)))
+
+    def at(self, scale: Tensor) -> Tensor:
+        """The same, from the scale of each step."""
         if self.absolute is not None or not scale.shape[1]:
             return (self.absolute or 0.0) + self.relative * scale
         return torch.finfo(scale.dtype).eps * scale.cummax(1).values + self.relative * scale
@@ -284,6 +291,7 @@ def solve(
     strength: Tensor,
     adapt: Adapt,
     least: int = 1,
+    measure: "Measure | None" = None,
 ) -> Found:
     """Iterates until every step of every sequence is right, or until it is clear that it will not be.
 
@@ -298,7 +306,13 @@ def solve(
         strength: (batch,) of damping, at the start.
         adapt: From strength, residual and the residual before, to the strength of the next update.
         least: Updates at least.
+        measure: What an iterate is measured by, and the next one found, instead of `linearise` and `advance`.
     """
+
+    def evaluated(part: System, rows: Tensor | None, start: int, states: Tensor, limits: Tolerance) -> Measured:
+        return _Evaluated(part, states, limits, lambda entering: linearise(part, rows, start, entering), advance)
+
+    measure = measure or evaluated
     batch, steps, numbers = guess.shape
     device = guess.device
     kept: Tensor | None = None  # what is settled, once anything is
@@ -307,30 +321,24 @@ def solve(
     rows: Tensor | None = None  # None: all are left
     start = 0
     frozen = guess.new_zeros(batch)  # the largest residual among dropped steps
-    part, current = system, guess
-    del guess  # as large as the states; the caller keeps none either
     slack = tolerance.slack(steps)
-    entering, values, residual, right = measured(part, current, tolerance)
-    totals.record(rows, start, residual.amax(-1) if steps else frozen, right, frozen)
+    at = measure(system, rows, start, guess, tolerance)
+    del guess  # as large as the states; the caller keeps none either
+    totals.record(rows, start, at.residual.amax(-1) if steps else frozen, at.right, frozen)
     first = previous = totals.last_residual.clone()
     rises = torch.zeros(batch, dtype=torch.int64, device=device)
     for iteration in range(1, max_iterations + 1):
         if not batch or not steps:
             break
-        if iteration == 1:
-            transition = linearise(part, rows, start, entering)
-        current = advance(transition, part, Iterate(current, entering, values), strength)
-        del entering, values, transition  # as large as the states
-        entering, values, residual, right = measured(part, current, tolerance)
-        transition = linearise(part, rows, start, entering)
-        move = _move(transition, part, current, values, right)
-        reach = tolerance.allowed(entering[:, : move.shape[1]], values[:, : move.shape[1]])
-        size, valid = _largest(move), part.valid
-        if valid is not None:
-            size = torch.where(valid[:, : move.shape[1]], size, 0.0)
-        settling = right[:, : move.shape[1]] & (size <= reach)
-        right[:, : move.shape[1]] &= size <= slack * reach
-        worst = residual.amax(-1)
+        part, current = at.system, at.following(strength)
+        del at  # several times as large as the states
+        at = measure(part, rows, start, current, tolerance)
+        del current
+        size, reach = at.moved()
+        right, near = at.right, slice(0, size.shape[1])
+        settling = right[:, near] & (size <= reach)
+        right[:, near] &= size <= slack * reach
+        worst = at.residual.amax(-1)
         totals.count(rows)
         totals.record(rows, start, worst, right, frozen)
         finite = worst.isfinite()
@@ -345,35 +353,102 @@ def solve(
             break
         if bool(stop.any()):
             index = torch.arange(batch, device=device) if rows is None else rows
-            kept = current.new_empty(batch, steps, numbers) if kept is None else kept
-            kept[index[stop], start:] = current[stop]
+            kept = at.states.new_empty(batch, steps, numbers) if kept is None else kept
+            kept[index[stop], start:] = at.states[stop]
             keep = (~stop).nonzero().squeeze(-1)
             rows = index.index_select(0, keep)
             if not len(keep):
                 finished = True
                 break
-            current, residual, frozen, strength, previous, first, rises, entering, values, settling = (
-                every.index_select(0, keep)
-                for every in (current, residual, frozen, strength, previous, first, rises, entering, values, settling)
+            frozen, strength, previous, first, rises, settling = (
+                every.index_select(0, keep) for every in (frozen, strength, previous, first, rises, settling)
             )
-            part = part.part(keep, 0, part.initial.index_select(0, keep))
-            transition = transition.part(keep, 0)
+            at = at.part(keep, 0)
         # Steps that are right in every sequence that is left need not be done again.
         settled = int(settling.long().cumprod(-1).sum(-1).min()) if iteration >= least else 0
-        settled = min(settled, current.shape[1] - 1)
+        settled = min(settled, at.states.shape[1] - 1)
         if settled:
-            transition = transition.part(None, settled)
-            kept = current.new_empty(batch, steps, numbers) if kept is None else kept
-            kept[slice(None) if rows is None else rows, start : start + settled] = current[:, :settled]
-            frozen = torch.maximum(frozen, residual[:, :settled].amax(-1))
-            part = part.part(None, settled, current[:, settled - 1])
-            current, entering, values = current[:, settled:], entering[:, settled:], values[:, settled:]
+            kept = at.states.new_empty(batch, steps, numbers) if kept is None else kept
+            kept[slice(None) if rows is None else rows, start : start + settled] = at.states[:, :settled]
+            frozen = torch.maximum(frozen, at.residual[:, :settled].amax(-1))
+            at = at.part(None, settled)
             start += settled
     if kept is None:
-        return totals.found(current)
+        return totals.found(at.states)
     if not finished:
-        kept[slice(None) if rows is None else rows, start:] = current
+        kept[slice(None) if rows is None else rows, start:] = at.states
     return totals.found(kept)
+
+
+class Measured(abc.ABC):
+    """An iterate of a system, how far each of its steps is from right, and what follows it."""
+
+    system: System
+    states: Tensor
+    residual: Tensor  # (batch, time)
+    right: Tensor  # (batch, time), bool: whether the residual is small enough
+
+    @abc.abstractmethod
+    def following(self, strength: Tensor) -> Tensor:
+        """The next states, with so much damping (batch,). What was measured may be overwritten."""
+
+    @abc.abstractmethod
+    def moved(self) -> tuple[Tensor, Tensor]:
+        """How far the next iteration would move each step up to the last that is right so far, and what is near."""
+
+    @abc.abstractmethod
+    def part(self, rows: Tensor | None, start: int) -> "Measured":
+        """Of the sequences `rows` (all if None), the steps from `start`."""
+
+    def left(self, rows: Tensor | None, start: int) -> System:
+        """The system of such a part."""
+        initial = self.states[:, start - 1] if start else self.system.initial
+        return self.system.part(rows, start, initial if rows is None else initial.index_select(0, rows))
+
+
+# From the system, the sequences and the first step left of the whole, the iterate and the tolerance
+Measure = Callable[[System, Tensor | None, int, Tensor, Tolerance], Measured]
+
+
+class _Evaluated(Measured):
+    """By f of what enters each step, and a transition."""
+
+    def __init__(
+        self,
+        system: System,
+        states: Tensor,
+        tolerance: Tolerance,
+        linearise: Callable[[Tensor], Transition],
+        advance: Advance,
+    ):
+        self.system, self.states, self.tolerance, self.advance = system, states, tolerance, advance
+        self.entering, self.values, self.residual, self.right = measured(system, states, tolerance)
+        self.linearise = linearise
+        self.transition: Transition | None = None
+
+    def linear(self) -> Transition:
+        if self.transition is None:
+            self.transition = self.linearise(self.entering)
+        return self.transition
+
+    def following(self, strength: Tensor) -> Tensor:
+        return self.advance(self.linear(), self.system, Iterate(self.states, self.entering, self.values), strength)
+
+    def moved(self) -> tuple[Tensor, Tensor]:
+        move = _move(self.linear(), self.system, self.states, self.values, self.right)
+        steps = move.shape[1]
+        size, valid = _largest(move), self.system.valid
+        if valid is not None:
+            size = torch.where(valid[:, :steps], size, 0.0)
+        return size, self.tolerance.allowed(self.entering[:, :steps], self.values[:, :steps])
+
+    def part(self, rows: Tensor | None, start: int) -> "_Evaluated":
+        left = copy.copy(self)
+        left.system, left.transition = self.left(rows, start), self.linear().part(rows, start)
+        for name in ("states", "entering", "values", "residual", "right"):
+            every = getattr(self, name)[:, start:]
+            setattr(left, name, every if rows is None else every.index_select(0, rows))
+        return left
 
 
 def measured(system: System, states: Tensor, tolerance: Tolerance) -> tuple[Tensor, Tensor, Tensor, Tensor]:

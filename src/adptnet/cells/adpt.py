@@ -1,5 +1,6 @@
 """The ADPT cell: x_t = M(x_{t-1}) x_{t-1} + drive_t with M = Q Λ̄ Q' (eq:recurrence_eq)."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -10,7 +11,9 @@ from ..conjugates import block_diagonal, dense_step
 from ..directions import Directions, FromInput
 from ..drive import Drive
 from ..errors import IncompatibleError, InputError
+from ..ops import adpt_step
 from ..ops.adpt_scan import Constants, Form
+from ..ops.adpt_step import Pass
 from ..projections import Orthogonal
 from ..spectra import BlockDiagonal
 from ..typing import Device, DType, Matrix, Positions, Vector
@@ -103,6 +106,12 @@ class ADPTCell(BoundCell):
     def jacobians(self, states: Tensor, drive: Tensor) -> Callable[[int, int], Tensor]:
         found = fused.jacobians(self.spec, *self.constants(beta=False), states, drive)
         return super().jacobians(states, drive) if found is None else found
+
+    def newton_pass(self, state: Tensor, drive: Tensor, *, diagonal: bool) -> Callable[..., Pass] | None:
+        constants, form = self.constants(beta=False)
+        if not fused.own_steps(self, ADPTCell) or not fused.steps_known(self.spec, state, drive, constants, form):
+            return None
+        return functools.partial(adpt_step.newton_pass, constants=constants, form=form, diagonal=diagonal)
 
     def define_conjugate(self, state: Vector, drive: Tensor) -> Matrix:
         """M by its definition, with dense matrices: the slow reference of `conjugate`."""

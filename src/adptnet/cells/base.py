@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..conjugates import Conjugate, nearest_blocks
 from ..errors import IncompatibleError
+from ..ops.adpt_step import Pass
 from ..spec import ModuleSpec
 from ..spectra import BlockDiagonal
 from ..spectra.base import compute_dtype
@@ -127,6 +128,13 @@ class Cell(nn.Module, abc.ABC):
     def jacobian_diagonal(self, state: Vector, drive: Tensor) -> Vector:
         """The diagonal of `jacobian`, not its row sums."""
         return self.jacobian(state, drive).diagonal(dim1=-2, dim2=-1)
+
+    def newton_pass(self, state: Tensor, drive: Tensor, *, diagonal: bool) -> Callable[..., Pass] | None:
+        """A pass of Newton's method with A = Λ̄, or `diagonal` diag M, as one operation; None where there is none.
+
+        `state` and `drive` are such as it would be called with, see `ops.adpt_step`.
+        """
+        return None
 
     def radius(self, state: Vector, drive: Tensor, fresh: Vector, reset: Tensor | None) -> Tensor | None:
         """A ball that provably holds each state of a sequence from `state`, (batch, time); None if none is known."""

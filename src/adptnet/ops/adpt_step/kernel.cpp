@@ -32,7 +32,7 @@ constexpr int numbers = 4;  // y1, y2, m1, m2 of a turn
 template <class T> struct Task {
   T *real, *bias;
   T *x, *projections, *scratch;              // of a tile
-  T *now, *plus, *delta;                     // of a pass: states of a tile and one before, the new state, its correction
+  T *now, *plus, *delta;                     // of a pass: states of a tile and one before, the new state, corrections
   T *cotangents, *rows;                      // of Jacobians
   Row<T>* row;
 
@@ -171,15 +171,10 @@ template <class T> void run_pass(const Step& s, Task<T>& task, const T* weights,
     const int64_t last = first + s.tile < s.steps ? first + s.tile : s.steps, count = last - first;
     for (int64_t r = 0; r <= count; ++r) fetch<T>(first + r ? states + (first + r - 1) * m : initial, m, task.now + r * pad, pad);
     if (s.sweep && first) {  // the guess of this tile, moved as its entry was: by L, L^2, ...
-      std::memcpy(task.delta, task.plus, pad * sizeof(T));
-      for (int64_t i = 0; i < pad; ++i) task.delta[i] -= task.now[i];
-      for (int64_t r = 0; r < count; ++r) {
-        if (reset && reset[first + r]) std::memset(task.delta, 0, pad * sizeof(T));
-        if (r) {
-          for (int64_t i = 0; i < pad; ++i) task.now[r * pad + i] += task.delta[i] *= task.real[i];
-        } else {
-          std::memcpy(task.now, task.plus, pad * sizeof(T));
-        }
+      for (int64_t i = 0; i < pad; ++i) task.delta[i] = task.plus[i] - task.delta[i];
+      for (int64_t r = 1; r < count; ++r) {
+        if (reset && reset[first + r - 1]) std::memset(task.delta, 0, pad * sizeof(T));
+        for (int64_t i = 0; i < pad; ++i) task.now[r * pad + i] += task.delta[i] *= task.real[i];
         put<T>(task.now + r * pad, m, states + (first + r - 1) * m);
       }
     }
@@ -193,7 +188,10 @@ template <class T> void run_pass(const Step& s, Task<T>& task, const T* weights,
     look<T>(s, task, weights, count);
     for (int64_t r = 0; r < count; ++r)
       advance<T>(s, task, sequence, first + r, r, reset && reset[first + r], r + 1 == count);
-    if (s.sweep) put<T>(task.plus, m, states + (last - 1) * m);
+    if (s.sweep) {  // the next tile is entered by the new state, and measures how far that is from the old one
+      std::memcpy(task.delta, task.now + count * pad, pad * sizeof(T));
+      put<T>(task.plus, m, states + (last - 1) * m);
+    }
   }
 }
 

@@ -48,22 +48,21 @@ def newton_pass(
             passes, but one tile after another.
     """
     length = states.shape[1] if tiles is None else tiles
-    entry, parts = initial, []
+    entry = expected = initial  # the state that enters a tile, and what it was before this pass
+    parts = []
     for start in range(0, states.shape[1], max(1, length)):
         at = slice(start, min(start + length, states.shape[1]))
         guess, resets = states[:, at], None if reset is None else reset[:, at]
         before = states[:, start - 1] if start else initial
         if tiles is not None and start:
-            moved = linear_scan(shift, torch.zeros_like(guess), entry - before, reset=resets)
-            guess[:, :-1] += moved[:, :-1]
-            before.copy_(entry)
+            guess[:, :-1] += linear_scan(shift, torch.zeros_like(guess), entry - expected, reset=resets)[:, :-1]
         entering = torch.cat((before.unsqueeze(1), guess[:, :-1]), 1)
         if resets is not None:
             entering = torch.where(resets.unsqueeze(-1), fresh.unsqueeze(1), entering)
         values = step(entering, drive[:, at])
         correction = linear_scan(transition(entering, drive[:, at]), values - guess, entry - before, reset=resets)
         following = guess + correction
-        entry = following[:, -1].clone()
+        entry, expected = following[:, -1].clone(), guess[:, -1].clone()
         if tiles is not None:
             guess[:, -1] = entry
         sizes = (values - guess, torch.maximum(entering.abs(), values.abs()), following - guess)
