@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..beta import Beta
 from ..conjugates import ConjugateSpec, Diagonal, Exact, Product, Taylor
 from ..directions import Directions, FromInput, FromState
-from ..ops import adpt_step, native
+from ..ops import adpt_step, gpu, native
 from ..ops.adpt_scan import Constants, Form, Retracted, Source, adpt_scan, ready
 from ..ops.transforms import transformed, watched
 from ..projections import Projection
@@ -37,14 +37,16 @@ def covers(spec: ADPTSpec, drive: Tensor, *, dt: Tensor | None = None, beta: Ten
         reason = "the kernel has no beta= with heads."
     if reason is not None and native.wanted():
         native.notice(reason)
-    return reason is None and ready(drive.dtype)
+    return reason is None and ready(drive.dtype, drive.device.type)
 
 
 def _uncovered(spec: ADPTSpec, drive: Tensor) -> str | None:
     direction = spec.direction
     from_state = spec.conjugate.turns and isinstance(direction, FromState)
     if drive.device.type != "cpu":
-        return f"there is no kernel for {drive.device.type}."
+        missing = gpu.why_not(drive.device.type)
+        if missing is not None:
+            return missing
     if drive.dtype not in (torch.float32, torch.float64):
         return f"there is no kernel for {drive.dtype}."
     if not isinstance(spec.conjugate, (Exact, Taylor, Diagonal)) and spec.conjugate != Product(1):
@@ -163,7 +165,8 @@ def steps_known(spec: ADPTSpec, states: Tensor, drive: Tensor, constants: Consta
     tensors = (states, drive, *constants)
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     return (
-        not (recorded or spec.start or watched() or transformed(*tensors))
+        states.device.type == "cpu"
+        and not (recorded or spec.start or watched() or transformed(*tensors))
         and _uncovered(spec, drive) is None
         and adpt_step.covers(constants, form)
         and adpt_step.ready(states.dtype)

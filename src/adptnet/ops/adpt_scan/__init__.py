@@ -9,14 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import native
+from .. import gpu, native
 from ..transforms import constant_when_compiled
 from . import cpu, reference
 from .form import PLAIN, Constants, Form, Retracted, Source, check
 
 __all__ = ["Constants", "Form", "Retracted", "Source", "adpt_scan", "ready"]
 
-ready = constant_when_compiled(cpu.ready)  # whether there is a kernel
+
+def _ready(dtype: torch.dtype, device: str = "cpu") -> bool:
+    """Whether there is a kernel."""
+    return cpu.ready(dtype) if device == "cpu" else gpu.ready(device) and dtype == torch.float32
+
+
+ready = constant_when_compiled(_ready)
+
+
+def _by_triton(drive: Tensor, constants: Constants, form: Form) -> Any:
+    """The Triton kernel, if it knows such a recurrence on such a device."""
+    if not gpu.ready(drive.device.type):
+        return None
+    from . import triton  # not installed everywhere, and slow to import
+
+    if triton.covers(constants, form):
+        return triton
+    native.notice("the Triton kernel is for float32, one head, a real spectrum and plain directions of the state.")
+    return None
 
 
 def adpt_scan(
@@ -43,7 +61,7 @@ def adpt_scan(
     return states
 
 
-@torch.library.custom_op("adptnet::adpt_scan", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("adptnet::adpt_scan", mutates_args=(), device_types=["cpu", "cuda"])
 def _scan(
     drive: Tensor,
     state: Tensor,
@@ -71,13 +89,16 @@ def _scan(
 ) -> tuple[Tensor, Tensor]:
     constants = Constants(real, imag, weight, bias, beta, feed_real, feed_imag, decay, charge)
     form = Form(heads, turns, given, beta_given, source, spike, retracted, dot, aware)
-    if cpu.ready(drive.dtype):
+    if drive.device.type == "cpu" and cpu.ready(drive.dtype):
         return cpu.forward(drive, state, constants, form, reset, lengths, save)
+    kernel = _by_triton(drive, constants, form)
+    if kernel is not None:
+        return kernel.forward(drive, state, constants, form, reset, lengths), drive.new_empty(0)
     states = reference.adpt_scan(drive, state, constants, form, reset=reset, lengths=lengths)
     return states, drive.new_full(cpu.kept(drive, constants, form, save), torch.nan)  # nobody may take them for numbers
 
 
-@torch.library.custom_op("adptnet::adpt_scan_backward", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("adptnet::adpt_scan_backward", mutates_args=(), device_types=["cpu", "cuda"])
 def _scan_backward(
     gradient: Tensor,
     states: Tensor,
@@ -107,9 +128,11 @@ def _scan_backward(
 ) -> list[Tensor]:
     constants = Constants(real, imag, weight, bias, beta, feed_real, feed_imag, decay, charge)
     form = Form(heads, turns, given, beta_given, source, spike, retracted, dot, aware)
-    to_drive, to_state, to_constants = cpu.backward(
-        gradient, drive, state, constants, form, reset, lengths, states, projections
-    )
+    if drive.device.type == "cpu":
+        found = cpu.backward(gradient, drive, state, constants, form, reset, lengths, states, projections)
+    else:
+        found = _by_triton(drive, constants, form).backward(gradient, states, state, constants, form, reset, lengths)
+    to_drive, to_state, to_constants = found
     return [to_drive, to_state, *(t for t in to_constants if t is not None)]
 
 
@@ -135,10 +158,16 @@ def _differentiate(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Any, ...
     rest = (None,) * 12  # reset, lengths, form and save have no derivative
     if gradient is None:
         return (None,) * 11 + rest
-    if torch.is_grad_enabled() or not cpu.ready(gradient.dtype):
+    if torch.is_grad_enabled() or not _has_backward(inputs[0], Constants(*inputs[2:11]), ctx.form):
         return *_by_reference(gradient, inputs, ctx.form, ctx.needs_input_grad), *rest
     found = iter(_scan_backward(gradient, states, projections, *inputs, *ctx.form))
     return *(None if t is None else next(found) for t in inputs[:11]), *rest
+
+
+def _has_backward(drive: Tensor, constants: Constants, form: Form) -> bool:
+    if drive.device.type == "cpu":
+        return cpu.ready(drive.dtype)
+    return _by_triton(drive, constants, form) is not None
 
 
 def _by_reference(gradient: Tensor, inputs: list[Any], form: Form, needed: Sequence[bool]) -> list[Tensor | None]:

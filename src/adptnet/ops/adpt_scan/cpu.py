@@ -42,7 +42,7 @@ def ready(dtype: torch.dtype) -> bool:
 
 def kept(drive: Tensor, constants: Constants, form: Form, save: bool) -> tuple[int, ...]:
     """The shape of what the forward saves: K x and V x of every step."""
-    if not save or not form.turns or form.given:
+    if not save or not form.turns or form.given or drive.device.type not in ("cpu", "meta"):
         return (0,)
     batch, steps = drive.shape[:2]
     return form.heads, steps, batch, 2 * _padded(constants.real.shape[0] // form.heads, drive.dtype)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...errors import InputError
 
-__all__ = ["PLAIN", "Constants", "Form", "Retracted", "Source", "check"]
+__all__ = ["PLAIN", "Constants", "Form", "Retracted", "Source", "check", "is_plain"]
 
 
 class Source(enum.IntEnum):
@@ -58,6 +58,20 @@ class Constants(NamedTuple):
     feed_imag: Tensor | None = None
     decay: Tensor | None = None
     charge: Tensor | None = None
+
+
+def is_plain(constants: Constants, form: Form) -> bool:
+    """One head, a real spectrum, unit key and value along K and V of the state, a rotation, and nothing else."""
+    return (
+        form.heads == 1
+        and form.turns
+        and not (form.given or form.beta_given or form.aware)
+        and form.source == Source.STATE
+        and form.dot is None
+        and form.retracted in (Retracted.EXPONENTIAL, Retracted.CAYLEY)
+        and constants.imag is None
+        and constants.decay is None
+    )
 
 
 def check(

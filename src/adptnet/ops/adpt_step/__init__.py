@@ -3,7 +3,8 @@
 Without derivatives of their own: solvers and analyses call them where none are recorded.
 """
 
-from .cpu import Jacobians, covers, newton_pass, ready
+from ..adpt_scan.form import is_plain as covers
+from .cpu import Jacobians, newton_pass, ready
 from .reference import Pass
 
 __all__ = ["Jacobians", "Pass", "covers", "newton_pass", "ready"]

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from .. import memory, native
-from ..adpt_scan.form import Constants, Form, Retracted, Source
+from ..adpt_scan.form import Constants, Form
 from .reference import Pass
 
-__all__ = ["Jacobians", "covers", "newton_pass", "ready"]
+__all__ = ["Jacobians", "newton_pass", "ready"]
 
 _NAMES = {torch.float32: "float", torch.float64: "double"}
 TILE = 16  # steps whose projections are one product
@@ -33,20 +33,6 @@ class _Step(ctypes.Structure):
 def ready(dtype: torch.dtype) -> bool:
     """Whether there is a kernel for `dtype`; builds it at the first question."""
     return dtype in _NAMES and native.wanted() and native.load("adpt_step", _NAMES[dtype]) is not None
-
-
-def covers(constants: Constants, form: Form) -> bool:
-    """Whether the kernel knows such a step: one head, a real spectrum, K and V of the state, a rotation."""
-    return (
-        form.heads == 1
-        and form.turns
-        and not (form.given or form.beta_given or form.aware)
-        and form.source == Source.STATE
-        and form.dot is None
-        and form.retracted in (Retracted.EXPONENTIAL, Retracted.CAYLEY)
-        and constants.imag is None
-        and constants.decay is None
-    )
 
 
 class Jacobians:

@@ -9,12 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import gpu
 from ..transforms import constant_when_compiled, transformed
 from . import chunked, cpu
 
 __all__ = ["linear_scan"]
 
-_ready = constant_when_compiled(cpu.ready)
+
+def _has_kernel(dtype: torch.dtype, device: str) -> bool:
+    return cpu.ready(dtype) if device == "cpu" else gpu.ready(device) and dtype in cpu.NAMES
+
+
+_ready = constant_when_compiled(_has_kernel)
 
 
 def linear_scan(
@@ -45,11 +51,11 @@ def linear_scan(
 def _covered(transition: Tensor, offset: Tensor, initial: Tensor | None, reset: Tensor | None) -> bool:
     given = [transition, offset] + ([] if initial is None else [initial])
     return (
-        all(t.device.type == "cpu" and t.dtype == offset.dtype for t in given)
-        and (reset is None or reset.device.type == "cpu")
+        all(t.device == offset.device and t.dtype == offset.dtype for t in given)
+        and (reset is None or reset.device == offset.device)
         and transition.dim() <= offset.dim()
         and offset.numel() > 0
-        and _ready(offset.dtype)
+        and _ready(offset.dtype, offset.device.type)
         and not transformed(*given, reset)
     )
 
@@ -59,17 +65,27 @@ def _own_places(offset: Tensor) -> bool:
     return all(stride or count <= 1 for stride, count in zip(offset.stride(), offset.shape, strict=True))
 
 
-@torch.library.custom_op("adptnet::linear_scan", mutates_args=(), device_types="cpu")
+def _kernel(values: Tensor) -> Any:
+    """The module that runs there: both have the same functions."""
+    if values.device.type == "cpu":
+        return cpu
+    from . import triton  # not installed everywhere, and slow to import
+
+    return triton
+
+
+@torch.library.custom_op("adptnet::linear_scan", mutates_args=(), device_types=["cpu", "cuda"])
 def _scan(transition: Tensor, offset: Tensor, initial: Tensor | None, reset: Tensor | None, reverse: bool) -> Tensor:
-    return cpu.forward(transition, offset, initial, reset, reverse)
+    states: Tensor = _kernel(offset).forward(transition, offset, initial, reset, reverse)
+    return states
 
 
-@torch.library.custom_op("adptnet::linear_scan_over", mutates_args=("offset",), device_types="cpu")
+@torch.library.custom_op("adptnet::linear_scan_over", mutates_args=("offset",), device_types=["cpu", "cuda"])
 def _scan_over(transition: Tensor, offset: Tensor, initial: Tensor | None, reset: Tensor | None, reverse: bool) -> None:
-    cpu.forward(transition, offset, initial, reset, reverse, over=True)
+    _kernel(offset).forward(transition, offset, initial, reset, reverse, over=True)
 
 
-@torch.library.custom_op("adptnet::linear_scan_backward", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("adptnet::linear_scan_backward", mutates_args=(), device_types=["cpu", "cuda"])
 def _scan_backward(
     gradient: Tensor,
     states: Tensor,
@@ -79,7 +95,10 @@ def _scan_backward(
     reverse: bool,
     to_transition: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return cpu.backward(gradient, states, transition, initial, reset, reverse, to_transition=to_transition)
+    found: tuple[Tensor, Tensor, Tensor] = _kernel(gradient).backward(
+        gradient, states, transition, initial, reset, reverse, to_transition=to_transition
+    )
+    return found
 
 
 @_scan.register_fake

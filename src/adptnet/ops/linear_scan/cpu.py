@@ -9,9 +9,9 @@ from torch import Tensor
 
 from .. import memory, native
 
-__all__ = ["backward", "forward", "ready"]
+__all__ = ["NAMES", "backward", "forward", "ready"]
 
-_NAMES = {
+NAMES = {
     torch.float32: "float",
     torch.float64: "double",
     torch.complex64: "float",
@@ -39,7 +39,7 @@ class _Scan(ctypes.Structure):
 
 def ready(dtype: torch.dtype) -> bool:
     """Whether there is a kernel for `dtype`; builds it at the first question."""
-    return dtype in _NAMES and native.wanted() and native.load("linear_scan", _NAMES[dtype]) is not None
+    return dtype in NAMES and native.wanted() and native.load("linear_scan", NAMES[dtype]) is not None
 
 
 def forward(
@@ -119,7 +119,7 @@ class _Call:
     """A `struct Scan` and the tensors it points to."""
 
     def __init__(self, transition: Tensor, rows: Tensor, reset: Tensor | None, reverse: bool):
-        self.library = _declared(native.load("linear_scan", _NAMES[rows.dtype]))
+        self.library = _declared(native.load("linear_scan", NAMES[rows.dtype]))
         lead, (steps, width) = rows.shape[:-2], rows.shape[-2:]
         whole = _numbers(rows)
         # (batch, time, numbers) without a copy, if it lies so
