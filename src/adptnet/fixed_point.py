@@ -150,7 +150,7 @@ class System:
 
 def _version(state: Tensor) -> int | None:
     """How often the tensor has been written to; None where that is not counted."""
-    return None if state.is_inference() or torch.compiler.is_compiling() else state._version
+    return None if torch.compiler.is_compiling() or state.is_inference() else state._version
 
 
 def _check_kept(before: Tensor, after: Tensor, version: int | None) -> None:
