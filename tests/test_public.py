@@ -17,7 +17,7 @@ PROJECT = Path(__file__).parent.parent
 
 PUBLIC = [
     *("ADPTNet", "ADPTState", "Bidirectional", "CoupledADPTNet", "LinearADPTNet", "Recurrent", "SequenceModel"),
-    *("Spec", "Stack", "TaylorADPTNet", "TrainableBeta"),
+    *("Spec", "SpikingADPTNet", "Stack", "TaylorADPTNet", "TrainableBeta"),
     *("__version__", "adjoints", "analysis", "backends", "cells", "conjugates", "directions", "drive", "errors"),
     *("load", "mixers", "nn"),
     *("projections", "retractions", "save", "solvers", "spectra", "tasks", "training", "verify"),
