@@ -4,6 +4,7 @@ The constants are in centimetres, grams and seconds. Channel 0 is the base, whic
 """
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +47,7 @@ def transfer(samples: int, rate: int, channels: int, single: bool) -> Complex:
     return found
 
 
-def _special():  # type: ignore[no-untyped-def]
+def _special() -> Any:
     try:
         from scipy import special
     except ImportError:
@@ -62,7 +63,7 @@ def _stiffness(places: npt.NDArray[np.float64], frequency: npt.NDArray[np.float6
     return np.asarray(elastic - 1j * frequency * resistance * np.exp(-DECLINE * x / 2))
 
 
-def _pressure(special, places, frequency):  # type: ignore[no-untyped-def]
+def _pressure(special: Any, places: npt.NDArray[np.float64], frequency: npt.NDArray[np.float64]) -> Any:
     """√(G/g) H₀(G), with the phase G in closed form."""
     x = places[:, None]
     resistance = DAMPING * np.sqrt(STIFFNESS * MASS)
@@ -76,5 +77,7 @@ def _pressure(special, places, frequency):  # type: ignore[no-untyped-def]
     at_place = at_place + 1j * (2 * OFFSET + frequency * (2 * MASS * frequency + 1j * damped)) / root
     at_place = DECLINE / 2 * np.exp(DECLINE * x / 2) * at_place
     phase = 2 * wave_at_base / DECLINE
-    phase = phase - 2 * np.sqrt(2) * 1j * frequency / (DECLINE * np.sqrt(2 * HEIGHT) * root) * np.log(at_base / at_place)
+    phase = phase - 2 * np.sqrt(2) * 1j * frequency / (DECLINE * np.sqrt(2 * HEIGHT) * root) * np.log(
+        at_base / at_place
+    )
     return np.sqrt(phase / wave) * special.hankel1(0, phase)
