@@ -1,6 +1,7 @@
 """What the package shows, and how light it is."""
 
 import importlib
+import importlib.util
 import operator
 import os
 import pkgutil
@@ -74,6 +75,8 @@ def blocks(page: str) -> list[str]:
 
 CODE_IN = ("recurrence", "choosing", "dynamics", "solvers", "tasks", "baselines", "training")
 PAGES = ["README.md", *(f"docs/{name}.md" for name in CODE_IN)]
+if importlib.util.find_spec("scipy"):
+    PAGES.append("docs/spiking.md")
 
 
 @pytest.mark.parametrize("page", PAGES)
