@@ -28,10 +28,10 @@ from .stateful import StatefulCell
 from .wrap import from_function, from_torch
 
 __all__ = [
-    "GRU",
-    "LSTM",
     "ALIF",
+    "GRU",
     "LIF",
+    "LSTM",
     "ADPTCell",
     "ADPTSpec",
     "ADPTState",
