@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..errors import InputError
-from ..files import write_whole
+from ..files import drafted, write_whole
 from .augment import Augmentation
-from .heidelberg import draft_of
 from .stream import Bins, Events
 
 __all__ = ["EventBatch", "EventDataset", "collate"]
@@ -106,7 +105,7 @@ class EventDataset(Dataset[Example]):
                 )
         else:
             labels, lengths = [], []
-            with draft_of(cache) as draft:
+            with drafted(cache) as draft:
                 shape = (len(self), self.bins.steps, self.bins.features)
                 frames = np.lib.format.open_memmap(draft, mode="w+", dtype=np.uint8, shape=shape)
                 for i in range(len(self)):

@@ -8,7 +8,6 @@ import gzip
 import hashlib
 import json
 import os
-import secrets
 import shutil
 import zipfile
 from collections.abc import Iterable, Iterator
@@ -19,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..errors import InputError
-from ..files import write_whole
+from ..files import drafted, write_whole
 from ..spec import nearest
 from .stream import Events
 
@@ -133,7 +132,7 @@ def _verify(path: Path) -> None:
 
 def _unpack(archive: Path, target: Path) -> None:
     """Whole or not at all."""
-    with draft_of(target) as draft:
+    with drafted(target) as draft:
         try:
             with _member(archive, target.name) as source, open(draft, "xb") as file:
                 shutil.copyfileobj(source, file, 1 << 20)
@@ -155,17 +154,6 @@ def _member(archive: Path, name: str) -> Iterator[Any]:
             yield member
 
 
-@contextmanager
-def draft_of(target: Path) -> Iterator[Path]:
-    """A name to write under, which becomes `target` if all goes well and vanishes if not."""
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    try:
-        yield draft
-        os.replace(draft, target)
-    finally:
-        draft.unlink(missing_ok=True)
-
-
 def write_spikes(
     path: str | Path,
     recordings: Iterable[tuple[Events, int]],
@@ -176,7 +164,7 @@ def write_spikes(
     """Writes recordings in the layout of SHD and SSC, times as float16, whole or not at all; returns how many."""
     h5py, path = _h5py(), Path(path)
     floats, shorts = h5py.vlen_dtype(np.dtype("float16")), h5py.vlen_dtype(np.dtype("uint16"))
-    with draft_of(path) as draft:
+    with drafted(path) as draft:
         labels: list[int] = []
         with h5py.File(draft, "w") as file:
             times = file.create_dataset("spikes/times", (0,), maxshape=(None,), dtype=floats)

@@ -18,6 +18,7 @@ from ..cells.coupled import CoupledCell
 from ..cells.spiking import LIFCell
 from ..conjugates import Diagonal
 from ..errors import IncompatibleError, InputError
+from ..files import drafted
 from ..nn.block import Norm
 from ..nn.spiking import SpikingModel
 from ..projections import Projection
@@ -64,9 +65,7 @@ def to_nir(model: SpikingModel, *, dt: float, allow_approximation: bool = False)
 
 def write_nir(graph: Any, path: str | Path) -> None:
     """Writes a graph, whole or not at all."""
-    from ..events.heidelberg import draft_of
-
-    with draft_of(Path(path)) as draft:
+    with drafted(Path(path)) as draft:
         _nir().write(draft, graph)
 
 

@@ -134,7 +134,7 @@ class Trace(NamedTuple):
 
 
 class _Currents(nn.Module):
-    """A projection without a bias of its own, Xavier-uniform where it is dense, and a batch norm."""
+    """A projection, Xavier-uniform where it is dense, and a batch norm."""
 
     def __init__(
         self, projection: ProjectionSpec, inputs: int, outputs: int, momentum: float, device: Device, dtype: DType
