@@ -1,6 +1,7 @@
 """What the package shows, and how light it is."""
 
 import importlib
+import importlib.util
 import operator
 import os
 import pkgutil
@@ -17,7 +18,7 @@ PROJECT = Path(__file__).parent.parent
 
 PUBLIC = [
     *("ADPTNet", "ADPTState", "Bidirectional", "CoupledADPTNet", "LinearADPTNet", "Recurrent", "SequenceModel"),
-    *("Spec", "Stack", "TaylorADPTNet", "TrainableBeta"),
+    *("Spec", "SpikingADPTNet", "Stack", "TaylorADPTNet", "TrainableBeta"),
     *("__version__", "adjoints", "analysis", "backends", "cells", "conjugates", "directions", "drive", "errors"),
     *("load", "mixers", "nn"),
     *("projections", "retractions", "save", "solvers", "spectra", "tasks", "training", "verify"),
@@ -76,6 +77,8 @@ def blocks(page: str) -> list[str]:
 
 CODE_IN = ("recurrence", "choosing", "dynamics", "solvers", "tasks", "baselines", "training")
 PAGES = ["README.md", *(f"docs/{name}.md" for name in CODE_IN)]
+if importlib.util.find_spec("scipy"):
+    PAGES.append("docs/spiking.md")
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -2,21 +2,28 @@
 
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["write_whole"]
+__all__ = ["drafted", "write_whole"]
+
+
+@contextmanager
+def drafted(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A name beside `path` to write under; it takes the place of `path` at the end, or is gone. A link is followed."""
+    target = Path(os.path.realpath(path))
+    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    try:
+        yield draft
+        os.replace(draft, target)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
     """Writes `content` beside `path` and puts it in its place at once. A link is followed, not replaced."""
-    target = Path(os.path.realpath(path))
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    try:
-        with open(draft, "xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, target)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
+    with drafted(path) as draft, open(draft, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())

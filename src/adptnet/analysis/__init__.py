@@ -12,6 +12,7 @@ from .convergence import (
     quadratic_basin,
 )
 from .cost import Cost, cost
+from .efficiency import ActivityWarning, Efficiency, efficiency
 from .entropy import materialised, offdiagonal_entropy
 from .flossing import gradient_flossing_loss
 from .jacobians import jacobians, propagators
@@ -21,9 +22,11 @@ from .prediction import predicted_iterations
 from .timescales import KeyValueStatistics, eigenvalue_spread, key_value_statistics, memory_horizon
 
 __all__ = [
+    "ActivityWarning",
     "Ball",
     "Certificate",
     "Cost",
+    "Efficiency",
     "KeyValueStatistics",
     "LocalErrors",
     "LyapunovSpectrum",
@@ -34,6 +37,7 @@ __all__ = [
     "certificate",
     "cost",
     "deviation_bounds",
+    "efficiency",
     "eigenvalue_spread",
     "gradient_flossing_loss",
     "jacobian_lipschitz",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["iterations", "matrices", "save", "shifts", "spectra"]
+__all__ = ["iterations", "matrices", "membranes", "raster", "save", "shifts", "spectra"]
 
 _COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00"]
 _SHADE = "#f0e442"
@@ -144,6 +144,36 @@ def iterations(counts: Mapping[str, Tensor], *, steps: int | None = None) -> "Fi
     axes[-1].set(xlabel="iterations", xlim=(0, edges[-1] + 0.5))
     axes[-1].locator_params(axis="x", integer=True)
     axes[0].set_title("Iterations of each sequence" + (f" of {steps} steps" if steps else ""), fontsize=10)
+    return figure
+
+
+def raster(spikes: Tensor, *, seconds_per_step: float | None = None, title: str = "") -> "Figure":
+    """A dot for each spike of one recording, (time, neurons)."""
+    if spikes.dim() != 2:
+        raise InputError(f"a raster is of one recording, (time, neurons); got {tuple(spikes.shape)}. Pass spikes[0].")
+    figure = _figure(7, 3.5)
+    axis = figure.add_subplot()
+    step, neuron = (part.cpu() for part in spikes.nonzero(as_tuple=True))
+    axis.scatter(step * (seconds_per_step or 1), neuron, s=2, color=_COLOURS[0], linewidths=0)
+    axis.set(xlabel="step" if seconds_per_step is None else "seconds", ylabel="neuron", title=title)
+    axis.set(xlim=(0, len(spikes) * (seconds_per_step or 1)), ylim=(-1, spikes.shape[1]))
+    _plain(axis)
+    return figure
+
+
+def membranes(membrane: Tensor, threshold: float, *, neurons: tuple[int, ...] = (0, 1, 2), title: str = "") -> "Figure":
+    """The membranes of some neurons of one recording, (time, neurons), with the threshold."""
+    if membrane.dim() != 2:
+        raise InputError(f"membranes are of one recording, (time, neurons); got shape {tuple(membrane.shape)}.")
+    figure = _figure(7, 3.5)
+    axis = figure.add_subplot()
+    for place, neuron in enumerate(neurons):
+        values = membrane[:, neuron].detach().cpu()
+        axis.plot(values, color=_COLOURS[place % len(_COLOURS)], label=f"neuron {neuron}")
+    axis.axhline(threshold, color="black", linewidth=0.8, linestyle="--")
+    axis.set(xlabel="step", ylabel="membrane", title=title)
+    axis.legend(frameon=False, fontsize=8)
+    _plain(axis)
     return figure
 
 

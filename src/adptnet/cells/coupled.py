@@ -1,6 +1,7 @@
 """The coupled cell: an ADPT state and a slow linear memory that feeds back into it (eq:coupled_ADPTNet)."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,16 @@ from .adpt import ADPTCell
 from .base import Cell
 from .spec import ADPTSpec
 
-__all__ = ["CoupledCell"]
+__all__ = ["CoupledCell", "Memory"]
+
+
+class Memory(NamedTuple):
+    """What a slow memory is at every step: fast += gain (feedback ⊙ slow), slow ← decay slow + charge ⊙ fast."""
+
+    gain: BlockDiagonal
+    feedback: Tensor
+    decay: BlockDiagonal
+    charge: Tensor
 
 
 class CoupledCell(Cell):
@@ -31,7 +41,9 @@ class CoupledCell(Cell):
         self.output_size = spec.size
         self.fast = ADPTCell(spec, device=device, dtype=dtype)
         self.slow = spec.memory.spectrum.build(spec.size, device=device, dtype=dtype)
-        self.feedback = nn.Parameter(torch.full((spec.size,), float(spec.memory.feedback), device=device, dtype=dtype))
+        start = spec.memory.feedback
+        feedback = torch.empty(spec.size, device=device, dtype=dtype)
+        self.feedback = nn.Parameter(feedback.uniform_(*start) if isinstance(start, tuple) else feedback.fill_(start))
 
     def prepare(self, inputs: Tensor, position: Positions) -> Tensor:
         return self.fast.prepare(inputs, position)
@@ -42,9 +54,7 @@ class CoupledCell(Cell):
     def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
         size = self.spec.size
         bound = self.fast.bind()
-        gain, decay = self.fast.drive.gain(self.fast.spectrum), self.slow()
-        charge = -torch.expm1(self.slow.log_modulus())
-        feedback = self.feedback.to(decay.real.dtype)
+        gain, feedback, decay, charge = self.evaluated()
 
         def step(state: Tensor, drive: Tensor) -> Tensor:
             fast, slow = state.split(size, -1)
@@ -67,11 +77,15 @@ class CoupledCell(Cell):
         if not own or not fused.covers(self.spec, drive):
             return None
         constants, form = self.fast.constants(beta=False)
-        gain, decay = self.fast.drive.gain(self.fast.spectrum), self.slow()
-        charge = -torch.expm1(self.slow.log_modulus())
-        feedback = self.feedback.to(decay.real.dtype)
+        gain, feedback, decay, charge = self.evaluated()
         constants = fused.coupled(constants, gain, feedback, decay.real, charge)
         return fused.scan(constants, form, drive, state, reset, lengths, lean)
+
+    def evaluated(self) -> Memory:
+        """The slow memory, with its parameters evaluated."""
+        decay: BlockDiagonal = self.slow()
+        charge = -torch.expm1(self.slow.log_modulus())
+        return Memory(self.fast.drive.gain(self.fast.spectrum), self.feedback.to(charge.dtype), decay, charge)
 
     def define_step(self, state: Vector, drive: Tensor) -> Vector:
         """`step` by its definition, with dense matrices."""

@@ -28,11 +28,12 @@ class SlowMemory(Spec):
 
     Attributes:
         spectrum: Γ; real, non-negative eigenvalues, slower than the state's.
-        feedback: Where the feedback starts, the same for every number of the state. It learns.
+        feedback: Where the feedback starts: one number for all of the state, or a range (low, high) to draw each from.
+            It learns.
     """
 
     spectrum: SpectrumSpec = Linspace(dt_min=1e-4, dt_max=1e-2)
-    feedback: float = 0.1
+    feedback: float | tuple[float, float] = 0.1
 
     def __post_init__(self) -> None:
         check_kind(self, SpectrumSpec, "spectra.Linspace(dt_min=1e-4, dt_max=1e-2)", spectrum=self.spectrum)
@@ -40,8 +41,13 @@ class SlowMemory(Spec):
             raise SpecError(
                 f"SlowMemory(spectrum={self.spectrum}): Γ must be real, in [0, 1). Pass spectra.Linspace(...)."
             )
-        if isinstance(self.feedback, bool) or not math.isfinite(self.feedback):
-            raise SpecError(f"SlowMemory(feedback={self.feedback!r}): must be a finite number.")
+        given = self.feedback if isinstance(self.feedback, tuple) else (self.feedback, self.feedback)
+        if len(given) != 2 or any(isinstance(end, bool) or not math.isfinite(end) for end in given):
+            raise SpecError(
+                f"SlowMemory(feedback={self.feedback!r}): must be a finite number, or two of them: (low, high)."
+            )
+        if given[0] > given[1]:
+            raise SpecError(f"SlowMemory(feedback={self.feedback!r}): low is the larger. Exchange the two.")
 
 
 @spec

@@ -6,6 +6,13 @@ from .bidirectional import Bidirectional, BidirectionalSpec
 from .block import BlockSpec, ResidualBlock
 from .layer import ADPTNet, LayerSpec, Recurrent, RecurrentLayer
 from .model import ModelSpec, SequenceModel
+from .spiking import (
+    SpikingADPTNet,
+    SpikingModel,
+    SpikingModelSpec,
+    silif_for_speech,
+    spiking_adpt_for_speech,
+)
 from .stack import Stack, StackSpec
 from .swiglu import SwiGLUBlock, SwiGLUBlockSpec
 from .variants import CoupledADPTNet, LinearADPTNet, TaylorADPTNet
@@ -27,6 +34,9 @@ __all__ = [
     "RecurrentLayer",
     "ResidualBlock",
     "SequenceModel",
+    "SpikingADPTNet",
+    "SpikingModel",
+    "SpikingModelSpec",
     "Stack",
     "StackSpec",
     "SwiGLUBlock",
@@ -38,5 +48,7 @@ __all__ = [
     "matched",
     "parameter_count",
     "s4d",
+    "silif_for_speech",
+    "spiking_adpt_for_speech",
     "verify",
 ]

@@ -1,5 +1,6 @@
 """Layers on top of one another, as `num_layers` of `nn.GRU` does."""
 
+from collections.abc import Sized
 from typing import Any
 
 from torch import Tensor, nn
@@ -78,7 +79,7 @@ class Stack(nn.Module):
         return x, tuple(leaving)
 
 
-def states_of(layers: nn.ModuleList, state: tuple[Any, ...] | None) -> tuple[Any, ...]:
+def states_of(layers: Sized, state: tuple[Any, ...] | None) -> tuple[Any, ...]:
     """One state for each layer: those given, or none."""
     if state is None:
         return (None,) * len(layers)

@@ -4,5 +4,16 @@ from .base import Projection, ProjectionSpec
 from .dense import Dense, Orthogonal
 from .expand import Expand
 from .factored import Kronecker, LowParam, LowRank
+from .identity import Identity
 
-__all__ = ["Dense", "Expand", "Kronecker", "LowParam", "LowRank", "Orthogonal", "Projection", "ProjectionSpec"]
+__all__ = [
+    "Dense",
+    "Expand",
+    "Identity",
+    "Kronecker",
+    "LowParam",
+    "LowRank",
+    "Orthogonal",
+    "Projection",
+    "ProjectionSpec",
+]

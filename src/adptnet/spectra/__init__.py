@@ -1,7 +1,7 @@
 """Spectra: which timescales the state has. Each is a spec whose `build` makes the eigenvalues Λ̄."""
 
 from .base import BlockDiagonal, Spectrum, SpectrumSpec
-from .continuous import Linspace, LRURing, S4DInv, S4DLin, S4DReal, UniformDecay
+from .continuous import Linspace, LogUniformDecay, LRURing, S4DInv, S4DLin, S4DReal, UniformDecay
 from .exponents import FromExponents
 from .wrappers import ContinuousPM, Negative, Sparse
 
@@ -11,6 +11,7 @@ __all__ = [
     "FromExponents",
     "LRURing",
     "Linspace",
+    "LogUniformDecay",
     "Negative",
     "S4DInv",
     "S4DLin",

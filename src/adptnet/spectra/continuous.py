@@ -15,7 +15,16 @@ from ..spec import check_positive, check_scale, spec
 from ..typing import Device, DType
 from .base import BlockDiagonal, Spectrum, SpectrumSpec, compute_dtype
 
-__all__ = ["ContinuousSpectrum", "LRURing", "Linspace", "S4DInv", "S4DLin", "S4DReal", "UniformDecay"]
+__all__ = [
+    "ContinuousSpectrum",
+    "LRURing",
+    "Linspace",
+    "LogUniformDecay",
+    "S4DInv",
+    "S4DLin",
+    "S4DReal",
+    "UniformDecay",
+]
 
 PerWhat = Literal["state", "channel"]
 
@@ -269,6 +278,32 @@ class UniformDecay(_Family):
         steps = self._steps(state_size, state_size, expansion)
         log_dt = torch.linspace(self.dt_min, self.dt_max, steps, dtype=torch.float64).log()
         return self._made(log_decay, log_dt, device, dtype)
+
+
+@spec
+class LogUniformDecay(SpectrumSpec):
+    """Decay rates drawn evenly in the logarithm, one step size for all: the start of SiLIF's neurons.
+
+    The defaults are those of its membranes for steps of 4 ms: λ̄ from exp(-1) to exp(-0.04). Both learn.
+    """
+
+    decay_min: float = 10.0
+    decay_max: float = 250.0
+    dt: float = 0.004
+    trainable: bool = True
+
+    def __post_init__(self) -> None:
+        check_scale(self, decay_min=self.decay_min, decay_max=self.decay_max, dt=self.dt)
+        if self.decay_min > self.decay_max:
+            raise SpecError(f"{self}: decay_min is the larger. Exchange the two.")
+
+    def build(self, state_size: int, *, expansion: int = 1, device: Device = None, dtype: DType = None) -> Spectrum:
+        low, high = math.log(self.decay_min), math.log(self.decay_max)
+        log_decay = low + (high - low) * torch.rand(state_size, dtype=torch.float64)
+        dtype = dtype or torch.get_default_dtype()
+        return ContinuousSpectrum(
+            log_decay.to(device, dtype), _constant(self.dt, state_size).to(device, dtype), trainable=self.trainable
+        )
 
 
 @spec

@@ -1,0 +1,128 @@
+"""What a spiking network would cost where only spikes cost: rates, operations, energy."""
+
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..cells import SpikingADPTCell
+from ..cells.coupled import CoupledCell
+from ..directions import FromState
+from ..nn.spiking import SpikingModel, Trace
+from ..projections import Projection
+
+__all__ = ["AC_ENERGY", "MAC_ENERGY", "ActivityWarning", "Efficiency", "LayerActivity", "efficiency"]
+
+MAC_ENERGY = 4.6e-12  # joules of a 32-bit multiply and add at 45 nm (Horowitz 2014)
+AC_ENERGY = 0.9e-12  # joules of the addition alone
+SILENT, SATURATED = 1e-4, 0.5  # spikes for each neuron and step
+
+
+class ActivityWarning(UserWarning):
+    """A layer hardly ever fires, or almost always: nothing is learned through it."""
+
+
+class LayerActivity(NamedTuple):
+    """Of one layer; operations are for one step of one sequence, on average."""
+
+    rate: float  # spikes for each neuron and step
+    silent_neurons: float  # share of neurons that never fired
+    synaptic_operations: float  # additions: inputs that are not zero, times the neurons they reach
+    dense_operations: int  # multiply-accumulates of the same map without events
+    direction_macs: int  # of K and V as they are stored; 0 where a state does not turn
+    direction_additions: float | None  # of K and V where they are taken of spikes, as dense matrices; else None
+
+
+class Efficiency(NamedTuple):
+    """Of a network on given frames; energies are in joules for one step of one sequence."""
+
+    layers: tuple[LayerActivity, ...]
+    readout_operations: float  # additions of the read-out
+    readout_macs: int
+    energy: float  # additions for events; K and V as multiply-accumulates unless they are of spikes
+    dense_energy: float  # every map as multiply-accumulates
+
+    def __str__(self) -> str:
+        lines = ["layer     rate   silent   additions   dense MACs   K, V MACs   K, V additions"]
+        for i, layer in enumerate(self.layers):
+            added = "—" if layer.direction_additions is None else f"{layer.direction_additions:,.0f}"
+            lines.append(
+                f"{i:<5}  {layer.rate:7.4f}  {layer.silent_neurons:6.1%}  {layer.synaptic_operations:10,.0f}  "
+                f"{layer.dense_operations:11,}  {layer.direction_macs:10,}  {added:>15}"
+            )
+        lines.append(f"read-out: {self.readout_operations:,.0f} additions, {self.readout_macs:,} dense MACs")
+        lines.append(
+            f"energy a step: {self.energy:.2e} J, dense {self.dense_energy:.2e} J "
+            f"({AC_ENERGY * 1e12} pJ an addition, {MAC_ENERGY * 1e12} pJ a multiply-accumulate)"
+        )
+        return "\n".join(lines)
+
+
+@torch.no_grad()
+def efficiency(model: SpikingModel, frames: Tensor, *, lengths: Tensor | None = None) -> Efficiency:
+    """Rates, operations and energy on `frames`, (batch, time, channels), in evaluation mode.
+
+    An event costs an addition for each neuron that it reaches, however many it counts. The elementwise work of the
+    neurons is left out, as is usual. Warns of layers that are silent or saturated.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        traces = model.trace(frames, lengths=lengths)
+    finally:
+        model.train(was_training)
+    steps = float(frames.shape[0] * frames.shape[1] if lengths is None else torch.as_tensor(lengths).sum())
+    layers = tuple(_activity(model, i, trace, steps) for i, trace in enumerate(traces))
+    fired = float(traces[-1].spikes.sum()) / steps
+    decoder = model.decoder.projection
+    readout = fired * decoder.out_features
+    directions = sum(
+        layer.direction_macs * MAC_ENERGY
+        if layer.direction_additions is None
+        else layer.direction_additions * AC_ENERGY
+        for layer in layers
+    )
+    events = AC_ENERGY * (sum(layer.synaptic_operations for layer in layers) + readout)
+    dense = sum(layer.dense_operations + layer.direction_macs for layer in layers) + decoder.macs
+    for i, layer in enumerate(layers):
+        if not SILENT <= layer.rate <= SATURATED:
+            what = "hardly ever fires" if layer.rate < SILENT else "fires almost always"
+            warnings.warn(
+                f"layer {i} {what}: {layer.rate:.2g} spikes for each neuron and step. Change the threshold, "
+                "the scale of the batch norm before it, or the surrogate's width.",
+                ActivityWarning,
+                stacklevel=2,
+            )
+    return Efficiency(layers, readout, decoder.macs, events + directions, dense * MAC_ENERGY)
+
+
+def _activity(model: SpikingModel, i: int, trace: Trace, steps: float) -> LayerActivity:
+    layer: Any = model.layers[i]
+    projection: Projection = layer.currents.projection
+    spikes = trace.spikes
+    arriving = float((trace.inputs != 0).sum()) / steps
+    macs, additions = _directions(layer.neurons.cell, float(spikes.sum()) / steps)
+    return LayerActivity(
+        rate=float(spikes.sum()) / (steps * spikes.shape[-1]),
+        silent_neurons=float((spikes.sum((0, 1)) == 0).float().mean()),
+        synaptic_operations=arriving * projection.out_features,
+        dense_operations=projection.macs,
+        direction_macs=macs,
+        direction_additions=additions,
+    )
+
+
+def _directions(cell: object, fired: float) -> tuple[int, float | None]:
+    """Multiply-accumulates of K and V, and their additions if they are of spikes."""
+    if not isinstance(cell, SpikingADPTCell):
+        return 0, None
+    fast = cell.inner.fast if isinstance(cell.inner, CoupledCell) else cell.inner
+    axes = cell.spec.cell
+    if not axes.conjugate.turns or max(fast.beta.report()["used"]) == 0:
+        return 0, None
+    planes: Any = fast.directions
+    macs = sum(plane.key_projection.macs + plane.value_projection.macs for plane in planes)
+    of_spikes = isinstance(axes.direction, FromState) and axes.direction.spike is not None
+    additions = 2 * len(fast.directions) * fired * axes.size / axes.heads
+    return int(macs), additions if of_spikes else None

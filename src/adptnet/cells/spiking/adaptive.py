@@ -1,0 +1,255 @@
+"""Neurons with a slow variable beside the membrane: ALIF, adLIF and SiLIF. The state is the membrane, then it."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ...projections import Projection, ProjectionSpec
+from ...spec import check_kind, check_nonnegative, check_scale, spec
+from ...spectra import BlockDiagonal
+from ...transitions import Coupled, Transition
+from ...typing import Device, DType
+from .base import (
+    SLOW_DECAY,
+    USUAL_DECAY,
+    Initial,
+    NeuronSpec,
+    Range,
+    Rates,
+    Reset,
+    SpikingCell,
+    carried,
+    check_choice,
+    check_decay,
+    check_range,
+    drawn,
+    full,
+)
+from .surrogate import Boxcar, Spike
+
+__all__ = ["ALIF", "ALIFCell", "AdLIF", "AdLIFCell", "SiLIF", "SiLIFCell"]
+
+
+class _AdaptiveCell(SpikingCell):
+    """A membrane and one slow variable for each neuron."""
+
+    def __init__(self, spec: NeuronSpec):
+        super().__init__(spec.width, 2, spec.spike, spec.initial)
+        self.threshold = spec.threshold
+        self.size = spec.width
+
+    def membrane(self, state: Tensor) -> Tensor:
+        return state[..., : self.size]
+
+    def slow_state(self, state: Tensor) -> Tensor:
+        """The slow variable of each neuron."""
+        return state[..., self.size :]
+
+    def above(self, state: Tensor) -> Tensor:
+        return self.membrane(state) - self.threshold
+
+
+def _pairs(above: tuple[Tensor, Tensor], below: tuple[Tensor, Tensor]) -> Transition:
+    """The transition of membrane and slow variable without spikes, neuron by neuron."""
+    rows = [torch.stack(torch.broadcast_tensors(*row), -1) for row in (above, below)]
+    return Coupled(torch.stack(rows, -2)[None, None])
+
+
+@spec
+class ALIF(NeuronSpec):
+    """A threshold θ + strength · a that rises with each spike (eq:alif): a[t] = α a[t-1] + (1 - α) s[t-1].
+
+    The membrane is that of `LIF`, reset by the threshold at t. As printed the threshold has no resting value and decays
+    to zero; here it rests at θ.
+
+    Attributes:
+        strength: How far a steady stream of spikes raises the threshold.
+        slow_decay: The range that α is drawn from. It learns.
+        recurrent, decay, reset: See `LIF`.
+        width, threshold, spike, initial: See `NeuronSpec`.
+    """
+
+    width: int
+    recurrent: ProjectionSpec | None = None
+    decay: Range = USUAL_DECAY
+    slow_decay: Range = SLOW_DECAY
+    strength: float = 1.8
+    threshold: float = 1.0
+    reset: Reset = "subtract"
+    spike: Spike = Boxcar()
+    initial: Initial = "zero"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_decay(self, decay=self.decay, slow_decay=self.slow_decay)
+        check_nonnegative(self, strength=self.strength)
+        check_choice(self, Reset, reset=self.reset)
+        if self.recurrent is not None:
+            check_kind(self, ProjectionSpec, "projections.Dense()", recurrent=self.recurrent)
+
+    def build(self, *, device: Device = None, dtype: DType = None) -> "ALIFCell":
+        return ALIFCell(self, device=device, dtype=dtype)
+
+
+class ALIFCell(_AdaptiveCell):
+    def __init__(self, spec: ALIF, *, device: Device = None, dtype: DType = None):
+        super().__init__(spec)
+        self.spec = spec
+        self.decay = Rates(spec.width, spec.decay, device, dtype)
+        self.slow_decay = Rates(spec.width, spec.slow_decay, device, dtype)
+        self.recurrent: Projection | None = None
+        if spec.recurrent is not None:
+            self.recurrent = spec.recurrent.build(spec.width, spec.width, device=device, dtype=dtype)
+
+    def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
+        spec, decay, slow_decay = self.spec, self.decay(), self.slow_decay()
+        heard = None if self.recurrent is None else self.recurrent.bound(decay.dtype)
+
+        def step(state: Tensor, drive: Tensor) -> Tensor:
+            membrane, raised = state.split(self.size, -1)
+            spikes = self.output(state)
+            current = drive if heard is None else drive + heard(spikes)
+            raised = slow_decay * raised + (1 - slow_decay) * spikes
+            threshold = spec.threshold + spec.strength * raised
+            membrane = carried(spec.reset, decay, membrane, spikes, threshold) + (1 - decay) * current
+            return torch.cat((membrane, raised), -1)
+
+        return step
+
+    def eigenvalues(self) -> BlockDiagonal:
+        """Both decays: what the state is multiplied by between spikes."""
+        return BlockDiagonal(torch.cat((self.decay(), self.slow_decay())))
+
+    def above(self, state: Tensor) -> Tensor:
+        return self.membrane(state) - self.threshold - self.spec.strength * self.slow_state(state)
+
+
+@spec
+class AdLIF(NeuronSpec):
+    """A slow current w beside the membrane (eq:adlif), with a weight for each of its two sources.
+
+    u[t] = d u[t-1] + (1 - d)(I[t] + w[t-1]) - θ s[t-1],  w[t] = α w[t-1] + (1 - α)(a u[t-1] + b s[t-1]).
+
+    Attributes:
+        coupling: The range that a is drawn from. It learns. (1, 1) is the equation as printed.
+        jump: The range that b is drawn from, likewise. By default as adLIF's authors, whose w is subtracted.
+        slow_decay: The range that α is drawn from. It learns.
+        decay, reset: See `LIF`.
+        width, threshold, spike, initial: See `NeuronSpec`.
+    """
+
+    width: int
+    decay: Range = USUAL_DECAY
+    slow_decay: Range = SLOW_DECAY
+    coupling: Range = (-1.0, 1.0)
+    jump: Range = (-2.0, 0.0)
+    threshold: float = 1.0
+    reset: Reset = "subtract"
+    spike: Spike = Boxcar()
+    initial: Initial = "zero"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_decay(self, decay=self.decay, slow_decay=self.slow_decay)
+        check_range(self, -math.inf, math.inf, coupling=self.coupling, jump=self.jump)
+        check_choice(self, Reset, reset=self.reset)
+
+    def build(self, *, device: Device = None, dtype: DType = None) -> "AdLIFCell":
+        return AdLIFCell(self, device=device, dtype=dtype)
+
+
+class AdLIFCell(_AdaptiveCell):
+    def __init__(self, spec: AdLIF, *, device: Device = None, dtype: DType = None):
+        super().__init__(spec)
+        self.spec = spec
+        self.decay = Rates(spec.width, spec.decay, device, dtype)
+        self.slow_decay = Rates(spec.width, spec.slow_decay, device, dtype)
+        self.coupling = drawn(spec.width, *spec.coupling, device, dtype)
+        self.jump = drawn(spec.width, *spec.jump, device, dtype)
+
+    def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
+        spec, decay, slow_decay = self.spec, self.decay(), self.slow_decay()
+        coupling, jump = full(self.coupling), full(self.jump)
+
+        def step(state: Tensor, drive: Tensor) -> Tensor:
+            membrane, slow = state.split(self.size, -1)
+            spikes = self.output(state)
+            after = carried(spec.reset, decay, membrane, spikes, spec.threshold) + (1 - decay) * (drive + slow)
+            slow = slow_decay * slow + (1 - slow_decay) * (coupling * membrane + jump * spikes)
+            return torch.cat((after, slow), -1)
+
+        return step
+
+    def linear_transition(self, drive: Tensor) -> Transition:
+        decay, slow_decay = self.decay(), self.slow_decay()
+        return _pairs((decay, 1 - decay), ((1 - slow_decay) * full(self.coupling), slow_decay))
+
+
+@spec
+class SiLIF(NeuronSpec):
+    """The neuron of Fabre et al. 2025, as its program has it: rates in logarithms, the reset inside the decay.
+
+    w[t] = β w[t-1] + a u[t-1] + b s[t-1],  u[t] = α (u[t-1] - s[t-1]) + (1 - α)(I[t] - w[t]),  s = [u > θ].
+
+    α = exp(-exp(log_decay + log_dt)), β likewise with log_slow_decay and the same log_dt; a is clamped to [0, 1], b to
+    [0, 2]. Its authors start u, w and s uniform in [0, 1) at every call: `initial="uniform"` does so for u and w.
+
+    Attributes:
+        dt: Where the step size starts, in seconds.
+        decay: The range of the membrane's rates, in 1/s, drawn evenly in the logarithm.
+        slow_decay: That of w.
+        width, threshold, spike, initial: See `NeuronSpec`.
+    """
+
+    width: int
+    dt: float = 0.004
+    decay: Range = (10.0, 250.0)
+    slow_decay: Range = (2.5, 10.0)
+    threshold: float = 1.0
+    spike: Spike = Boxcar(strict=True)
+    initial: Initial = "zero"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_scale(self, dt=self.dt)
+        check_range(self, 1e-15, 1e15, decay=self.decay, slow_decay=self.slow_decay)
+
+    def build(self, *, device: Device = None, dtype: DType = None) -> "SiLIFCell":
+        return SiLIFCell(self, device=device, dtype=dtype)
+
+
+class SiLIFCell(_AdaptiveCell):
+    def __init__(self, spec: SiLIF, *, device: Device = None, dtype: DType = None):
+        super().__init__(spec)
+        self.spec = spec
+
+        def rates(low: float, high: float) -> nn.Parameter:
+            return drawn(spec.width, math.log(low), math.log(high), device, dtype)
+
+        self.log_dt = nn.Parameter(torch.full((spec.width,), math.log(spec.dt), device=device, dtype=dtype))
+        self.log_decay, self.log_slow_decay = rates(*spec.decay), rates(*spec.slow_decay)
+        self.coupling = drawn(spec.width, 0.0, 1.0, device, dtype)
+        self.jump = drawn(spec.width, 0.0, 2.0, device, dtype)
+
+    def _evaluated(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        step = full(self.log_dt).exp()
+        decay, slow_decay = (torch.exp(-full(rate).exp() * step) for rate in (self.log_decay, self.log_slow_decay))
+        return decay, slow_decay, full(self.coupling).clamp(0, 1), full(self.jump).clamp(0, 2)
+
+    def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
+        decay, slow_decay, coupling, jump = self._evaluated()
+
+        def step(state: Tensor, drive: Tensor) -> Tensor:
+            membrane, slow = state.split(self.size, -1)
+            spikes = self.output(state)
+            slow = slow_decay * slow + coupling * membrane + jump * spikes
+            membrane = decay * (membrane - spikes) + (1 - decay) * (drive - slow)
+            return torch.cat((membrane, slow), -1)
+
+        return step
+
+    def linear_transition(self, drive: Tensor) -> Transition:
+        decay, slow_decay, coupling, _ = self._evaluated()
+        return _pairs((decay - (1 - decay) * coupling, -(1 - decay) * slow_decay), (coupling, slow_decay))

@@ -1,0 +1,172 @@
+"""The spiking ADPT cell: its state is read out as spikes (sec:spiking_ADPTNet)."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...conjugates import Conjugate, Stateful
+from ...errors import IncompatibleError
+from ...spec import check_kind, check_positive, spec
+from ...spectra import BlockDiagonal
+from ...transitions import Transition
+from ...typing import Device, DType, Matrix, Positions, Vector
+from ..adpt import ADPTCell
+from ..base import Cell, CellSpec
+from ..coupled import CoupledCell
+from ..spec import ADPTSpec
+from .base import Initial, SpikeReset, SpikingCell, check_choice, drawn, full
+from .surrogate import Boxcar, Spike, check_spike
+
+__all__ = ["SpikingADPT", "SpikingADPTCell"]
+
+
+@spec
+class SpikingADPT(CellSpec):
+    """An ADPT cell, with or without a slow memory, whose output is the spikes [x >= θ] of its state.
+
+    Attributes:
+        cell: The recurrence. `directions.FromState(spike=θ)` takes K and V of the spikes, too.
+        threshold: θ.
+        spike: The step and its surrogate derivative, on x - θ; a spec, or any callable.
+        reset: What a spike does to the state that M is applied to (M itself is that of the state before): "none", as in
+            the paper; "subtract" takes θ off; "zero" clears it.
+        adaptation: Let the slow memory follow x_t + b ⊙ s_t instead of x_t, with a b that starts in [0, 2) and learns.
+        initial: See `NeuronSpec`.
+    """
+
+    cell: ADPTSpec
+    threshold: float = 1.0
+    spike: Spike = Boxcar()
+    reset: SpikeReset = "none"
+    adaptation: bool = False
+    initial: Initial = "zero"
+
+    def __post_init__(self) -> None:
+        check_kind(self, ADPTSpec, "cells.ADPTSpec(width=64)", cell=self.cell)
+        check_positive(self, threshold=self.threshold)
+        check_spike(self, self.spike)
+        check_choice(self, SpikeReset, reset=self.reset)
+        check_choice(self, Initial, initial=self.initial)
+        if isinstance(self.cell.conjugate, Stateful):
+            raise IncompatibleError(
+                "SpikingADPT(cell=...): Stateful() carries its rotation in the state. Pass conjugates.Exact()."
+            )
+        if self.adaptation and self.cell.memory is None:
+            raise IncompatibleError(
+                "SpikingADPT(adaptation=True): spikes adapt the slow memory, and the cell has none. "
+                "Pass ADPTSpec(..., memory=cells.SlowMemory())."
+            )
+
+    @property
+    def width(self) -> int:  # type: ignore[override]
+        """Features of the input."""
+        return self.cell.width
+
+    @property
+    def changes_the_step(self) -> bool:
+        """Whether spikes act back on the state; otherwise they are a read-out and nothing else."""
+        return self.reset != "none" or self.adaptation
+
+    def build(self, *, device: Device = None, dtype: DType = None) -> "SpikingADPTCell":
+        return SpikingADPTCell(self, device=device, dtype=dtype)
+
+
+class SpikingADPTCell(SpikingCell):
+    """`inner` with its state read out as spikes; where they are a read-out only, all that `inner` can do."""
+
+    def __init__(self, spec: SpikingADPT, *, device: Device = None, dtype: DType = None):
+        inner = spec.cell.build(device=device, dtype=dtype)
+        assert isinstance(inner, (ADPTCell, CoupledCell))
+        size = spec.cell.size
+        super().__init__(size, inner.state_size // size, spec.spike, spec.initial)
+        self.spec = spec
+        self.input_size = spec.width
+        self.inner = inner
+        self.jump = drawn(size, 0.0, 2.0, device, dtype) if spec.adaptation else None
+
+    def prepare(self, inputs: Tensor, position: Positions) -> Tensor:
+        return self.inner.prepare(inputs, position)
+
+    def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
+        if not self.spec.changes_the_step:
+            return self.inner.stepper()
+        size, fast = self.spec.cell.size, self._fast
+        bound, reset, threshold = fast.bind(), self.spec.reset, self.spec.threshold
+        memory = self.inner.evaluated() if isinstance(self.inner, CoupledCell) else None
+        jump = None if self.jump is None else full(self.jump)
+
+        def step(state: Tensor, drive: Tensor) -> Tensor:
+            x, slow = state[..., :size], state[..., size:]
+            if memory is not None:
+                fed = drive[..., :size] + memory.gain.mv(memory.feedback * slow)
+                drive = torch.cat((fed, drive[..., size:]), -1)
+            parts = bound.parts(drive)
+            conjugate = bound.conjugate(x, parts)
+            driven = conjugate.turn(parts.drive) if bound.spec.rotation_aware else parts.drive
+            after = conjugate.mv(self._reset(x, reset, threshold)) + driven
+            if memory is None:
+                return after
+            followed = after if jump is None else after + jump * self.spike(after - threshold)
+            return torch.cat((after, memory.decay.mv(slow) + memory.charge * followed), -1)
+
+        return step
+
+    def _reset(self, x: Tensor, reset: SpikeReset, threshold: float) -> Tensor:
+        if reset == "none":
+            return x
+        spikes = self.spike(x - threshold)
+        return x - threshold * spikes if reset == "subtract" else x * (1 - spikes)
+
+    @property
+    def _fast(self) -> ADPTCell:
+        return self.inner.fast if isinstance(self.inner, CoupledCell) else self.inner
+
+    def membrane(self, state: Tensor) -> Tensor:
+        return state[..., : self.spec.cell.size]
+
+    def above(self, state: Tensor) -> Tensor:
+        return self.membrane(state) - self.spec.threshold
+
+    # What `inner` knows of itself: as it is where spikes are a read-out, and as an approximation where any will do.
+
+    def scan(
+        self,
+        drive: Tensor,
+        state: Tensor,
+        *,
+        reset: Tensor | None = None,
+        lengths: Tensor | None = None,
+        lean: bool = False,
+    ) -> Tensor | None:
+        if self.spec.changes_the_step or (reset is not None and self.initial != "zero"):
+            return None
+        return self.inner.scan(drive, state, reset=reset, lengths=lengths, lean=lean)
+
+    def given(self, *, dt: Tensor | None = None, beta: Tensor | None = None) -> Cell:
+        if (dt is None and beta is None) or self.spec.changes_the_step:
+            return super().given(dt=dt, beta=beta)
+        return self.inner.given(dt=dt, beta=beta)
+
+    def eigenvalues(self) -> BlockDiagonal | None:
+        return self.inner.eigenvalues()
+
+    def linear_transition(self, drive: Tensor) -> Transition | None:
+        return self.inner.linear_transition(drive)
+
+    def forward_transition(self, state: Vector, drive: Tensor) -> Transition | None:
+        return self.inner.forward_transition(state, drive)
+
+    def conjugate(self, state: Vector, drive: Tensor) -> Conjugate | None:
+        return None if self.spec.changes_the_step else self.inner.conjugate(state, drive)
+
+    def jacobian(self, state: Vector, drive: Tensor) -> Matrix:
+        return super().jacobian(state, drive) if self.spec.changes_the_step else self.inner.jacobian(state, drive)
+
+    def jacobian_blocks(self, state: Vector, drive: Tensor) -> BlockDiagonal:
+        if self.spec.changes_the_step:
+            return super().jacobian_blocks(state, drive)
+        return self.inner.jacobian_blocks(state, drive)
+
+    def radius(self, state: Vector, drive: Tensor, fresh: Vector, reset: Tensor | None) -> Tensor | None:
+        return None if self.spec.changes_the_step else self.inner.radius(state, drive, fresh, reset)

@@ -1,0 +1,215 @@
+"""Leaky integrate-and-fire neurons: alone, recurrent, and with delays."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...errors import SpecError
+from ...projections import Dense, Projection, ProjectionSpec
+from ...spec import check_kind, check_size, spec
+from ...spectra import BlockDiagonal
+from ...typing import Device, DType, Vector
+from ..base import Cell, CellSpec
+from .base import (
+    USUAL_DECAY,
+    Initial,
+    NeuronSpec,
+    Range,
+    Rates,
+    Reset,
+    SpikingCell,
+    carried,
+    check_choice,
+    check_decay,
+    check_range,
+    drawn,
+    full,
+)
+from .surrogate import Boxcar, Spike
+
+__all__ = ["LIF", "DelayedLIF", "DelayedLIFCell", "LIFCell", "LeakyIntegrator", "LeakyIntegratorCell"]
+
+
+@spec
+class LIF(NeuronSpec):
+    """u[t] = d u[t-1] + (1 - d)(I[t] + W s[t-1]) - θ s[t-1] (discrete_lif, spiking, rsnn).
+
+    Attributes:
+        recurrent: What W is; None for neurons that do not hear each other.
+        decay: The range that d is drawn from. It learns.
+        reset: "subtract" as above and in snnTorch; "decayed" takes d θ s[t-1] instead, as eq:fpt_matrix and SiLIF do;
+            "zero" starts the membrane anew; "none" never resets.
+        width, threshold, spike, initial: See `NeuronSpec`.
+    """
+
+    width: int
+    recurrent: ProjectionSpec | None = None
+    decay: Range = USUAL_DECAY
+    threshold: float = 1.0
+    reset: Reset = "subtract"
+    spike: Spike = Boxcar()
+    initial: Initial = "zero"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_decay(self, decay=self.decay)
+        check_choice(self, Reset, reset=self.reset)
+        if self.recurrent is not None:
+            check_kind(self, ProjectionSpec, "projections.Dense()", recurrent=self.recurrent)
+
+    def build(self, *, device: Device = None, dtype: DType = None) -> "LIFCell":
+        return LIFCell(self, device=device, dtype=dtype)
+
+
+class LIFCell(SpikingCell):
+    def __init__(self, spec: LIF, *, device: Device = None, dtype: DType = None):
+        super().__init__(spec.width, 1, spec.spike, spec.initial)
+        self.spec = spec
+        self.decay = Rates(spec.width, spec.decay, device, dtype)
+        self.recurrent: Projection | None = None
+        if spec.recurrent is not None:
+            self.recurrent = spec.recurrent.build(spec.width, spec.width, device=device, dtype=dtype)
+
+    def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
+        spec, decay = self.spec, self.decay()
+        heard = None if self.recurrent is None else self.recurrent.bound(decay.dtype)
+
+        def step(state: Tensor, drive: Tensor) -> Tensor:
+            spikes = self.output(state)
+            current = drive if heard is None else drive + heard(spikes)
+            after: Tensor = carried(spec.reset, decay, state, spikes, spec.threshold) + (1 - decay) * current
+            return after
+
+        return step
+
+    def eigenvalues(self) -> BlockDiagonal:
+        """d, what a membrane is multiplied by between spikes: with it Conv-DEER is fixed-point training (fpt)."""
+        return BlockDiagonal(self.decay())
+
+    def membrane(self, state: Tensor) -> Tensor:
+        return state
+
+    def above(self, state: Tensor) -> Tensor:
+        return state - self.spec.threshold
+
+
+@spec
+class DelayedLIF(NeuronSpec):
+    """u[t] = d u[t-1] + (1 - d)(I[t] + W s[t-1-τ]) - θ s[t-1] (eq:delay_lif). The state holds the spikes on their way.
+
+    Attributes:
+        delay: τ in steps, the same for every neuron; or a range (low, high) to draw each neuron's own from, once.
+        recurrent, decay, reset: See `LIF`.
+        width, threshold, spike, initial: See `NeuronSpec`.
+    """
+
+    width: int
+    delay: int | tuple[int, int] = 10
+    recurrent: ProjectionSpec = Dense()
+    decay: Range = USUAL_DECAY
+    threshold: float = 1.0
+    reset: Reset = "subtract"
+    spike: Spike = Boxcar()
+    initial: Initial = "zero"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_decay(self, decay=self.decay)
+        check_choice(self, Reset, reset=self.reset)
+        check_kind(self, ProjectionSpec, "projections.Dense()", recurrent=self.recurrent)
+        for end in self.delays:
+            check_size(self, delay=end)
+        if len(self.delays) != 2 or self.delays[0] > self.delays[1]:
+            raise SpecError(f"DelayedLIF(delay={self.delay!r}): must be a whole number from 1, or a range (low, high).")
+
+    @property
+    def delays(self) -> tuple[int, int]:
+        """The shortest and the longest."""
+        return self.delay if isinstance(self.delay, tuple) else (self.delay, self.delay)
+
+    def build(self, *, device: Device = None, dtype: DType = None) -> "DelayedLIFCell":
+        return DelayedLIFCell(self, device=device, dtype=dtype)
+
+
+class DelayedLIFCell(SpikingCell):
+    delays: Tensor
+
+    def __init__(self, spec: DelayedLIF, *, device: Device = None, dtype: DType = None):
+        low, high = spec.delays
+        super().__init__(spec.width, 1 + high, spec.spike, spec.initial)
+        self.spec = spec
+        self.decay = Rates(spec.width, spec.decay, device, dtype)
+        self.recurrent = spec.recurrent.build(spec.width, spec.width, device=device, dtype=dtype)
+        self.register_buffer("delays", torch.randint(low, high + 1, (spec.width,)).to(device))
+
+    def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
+        spec, decay = self.spec, self.decay()
+        heard, size = self.recurrent.bound(decay.dtype), self.spec.width
+        arriving = (self.delays - 1) * size + torch.arange(size, device=self.delays.device)
+
+        def step(state: Tensor, drive: Tensor) -> Tensor:
+            membrane, sent = state[..., :size], state[..., size:]  # sent: the spikes of 1, 2, … steps before the last
+            spikes = self.output(state)
+            current = drive + heard(sent[..., arriving])
+            after = carried(spec.reset, decay, membrane, spikes, spec.threshold) + (1 - decay) * current
+            return torch.cat((after, spikes, sent[..., :-size]), -1)
+
+        return step
+
+    def initial_state(self, batch: int, *, device: Device = None, dtype: DType = None) -> Tensor:
+        """As the spec says, with no spike on its way."""
+        state = super().initial_state(batch, device=device, dtype=dtype)
+        state[:, self.spec.width :] = 0.0
+        return state
+
+    def membrane(self, state: Tensor) -> Tensor:
+        return state[..., : self.spec.width]
+
+    def above(self, state: Tensor) -> Tensor:
+        return self.membrane(state) - self.spec.threshold
+
+
+@spec
+class LeakyIntegrator(CellSpec):
+    """u[t] = d u[t-1] + (1 - d) I[t], without spikes: a read-out.
+
+    Attributes:
+        width: Number of integrators.
+        decay: The range that d is drawn from, and clamped to while it learns.
+        initial: See `NeuronSpec`.
+    """
+
+    width: int
+    decay: Range = USUAL_DECAY
+    initial: Initial = "zero"
+
+    def __post_init__(self) -> None:
+        check_size(self, width=self.width)
+        check_range(self, 0.0, 1.0, decay=self.decay)
+        check_choice(self, Initial, initial=self.initial)
+
+    def build(self, *, device: Device = None, dtype: DType = None) -> "LeakyIntegratorCell":
+        return LeakyIntegratorCell(self, device=device, dtype=dtype)
+
+
+class LeakyIntegratorCell(Cell):
+    def __init__(self, spec: LeakyIntegrator, *, device: Device = None, dtype: DType = None):
+        super().__init__()
+        self.spec = spec
+        self.input_size = self.state_size = spec.width
+        self.decay = drawn(spec.width, *spec.decay, device, dtype)
+
+    def step(self, state: Vector, drive: Vector) -> Vector:
+        return self.stepper()(state, drive)
+
+    def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
+        decay = self.eigenvalues().real
+        return lambda state, drive: decay * state + (1 - decay) * drive
+
+    def eigenvalues(self) -> BlockDiagonal:
+        return BlockDiagonal(full(self.decay).clamp(*self.spec.decay))
+
+    def initial_state(self, batch: int, *, device: Device = None, dtype: DType = None) -> Tensor:
+        zero = super().initial_state(batch, device=device, dtype=dtype)
+        return zero if self.spec.initial == "zero" else zero.uniform_(0, 1)

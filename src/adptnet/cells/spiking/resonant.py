@@ -1,0 +1,143 @@
+"""Neurons that oscillate: C-SiLIF and resonate-and-fire. The state is a complex number each, as a pair of real ones."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ...spec import check_scale, spec
+from ...spectra import BlockDiagonal
+from ...typing import Device, DType
+from .base import Initial, NeuronSpec, Range, SpikeReset, SpikingCell, check_choice, check_range, drawn, full
+from .surrogate import Boxcar, Spike
+
+__all__ = ["CSiLIF", "CSiLIFCell", "ResonateAndFire", "ResonateAndFireCell"]
+
+
+class _ResonantCell(SpikingCell):
+    """λ̄ = exp(Δt (-decay + i frequency)) on a pair of numbers of the state."""
+
+    def __init__(self, spec: NeuronSpec, *, dt: Range, decay: Range, frequency: Range, device: Device, dtype: DType):
+        super().__init__(spec.width, 2, spec.spike, spec.initial)
+
+        def logarithms(low: float, high: float) -> nn.Parameter:
+            return drawn(spec.width, math.log(low), math.log(high), device, dtype)
+
+        self.threshold = spec.threshold
+        self.log_dt, self.log_decay = logarithms(*dt), logarithms(*decay)
+        self.frequency = drawn(spec.width, *frequency, device, dtype)
+
+    def eigenvalues(self) -> BlockDiagonal:
+        """λ̄, what a state is multiplied by between spikes."""
+        step = full(self.log_dt).exp()
+        modulus, phase = torch.exp(-full(self.log_decay).exp() * step), full(self.frequency) * step
+        return BlockDiagonal((modulus * phase.cos()).repeat_interleave(2), (modulus * phase.sin()).repeat_interleave(2))
+
+
+def _on_first(values: Tensor) -> Tensor:
+    """Real numbers as pairs with nothing in the second place."""
+    return torch.stack((values, torch.zeros_like(values)), -1).flatten(-2)
+
+
+@spec
+class CSiLIF(NeuronSpec):
+    """The complex neuron of Fabre et al. 2025: u[t] = λ̄ (u[t-1] - s[t-1]/2) + b I[t], s = [2 Re u > θ].
+
+    Attributes:
+        dt: The range of the step sizes, drawn evenly in the logarithm.
+        decay: Where the rate of decay starts.
+        frequency: Where the frequency starts.
+        width, threshold, spike, initial: See `NeuronSpec`.
+    """
+
+    width: int
+    dt: Range = (0.01, 5.0)
+    decay: float = 0.5
+    frequency: float = math.pi
+    threshold: float = 1.0
+    spike: Spike = Boxcar(strict=True)
+    initial: Initial = "zero"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, 1e-15, 1e15, dt=self.dt)
+        check_scale(self, decay=self.decay, frequency=self.frequency)
+
+    def build(self, *, device: Device = None, dtype: DType = None) -> "CSiLIFCell":
+        return CSiLIFCell(self, device=device, dtype=dtype)
+
+
+class CSiLIFCell(_ResonantCell):
+    def __init__(self, spec: CSiLIF, *, device: Device = None, dtype: DType = None):
+        decay, frequency = (spec.decay, spec.decay), (spec.frequency, spec.frequency)
+        super().__init__(spec, dt=spec.dt, decay=decay, frequency=frequency, device=device, dtype=dtype)
+        self.spec = spec
+        self.gain = drawn(spec.width, 0.0, 1.0, device, dtype)
+
+    def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
+        lambda_bar, gain = self.eigenvalues(), full(self.gain)
+        return lambda state, drive: lambda_bar.mv(state - _on_first(self.output(state) / 2)) + _on_first(gain * drive)
+
+    def membrane(self, state: Tensor) -> Tensor:
+        return 2 * state[..., ::2]
+
+    def above(self, state: Tensor) -> Tensor:
+        return self.membrane(state) - self.threshold
+
+
+@spec
+class ResonateAndFire(NeuronSpec):
+    """Izhikevich's resonate-and-fire: z[t] = λ̄ z[t-1] + I[t] on the real part, a spike where the imaginary is high.
+
+    Attributes:
+        dt: The length of a step, in seconds.
+        decay: The range of the rates of decay, in 1/s, drawn evenly in the logarithm.
+        frequency: The range of the angular frequencies, in 1/s.
+        reset: "subtract" takes θ off the imaginary part before it turns; "zero" starts anew; "none" never resets.
+        width, threshold, spike, initial: See `NeuronSpec`.
+    """
+
+    width: int
+    dt: float = 0.004
+    decay: Range = (1.0, 10.0)
+    frequency: Range = (30.0, 60.0)
+    threshold: float = 1.0
+    reset: SpikeReset = "subtract"
+    spike: Spike = Boxcar()
+    initial: Initial = "zero"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_scale(self, dt=self.dt)
+        check_range(self, 1e-15, 1e15, decay=self.decay, frequency=self.frequency)
+        check_choice(self, SpikeReset, reset=self.reset)
+
+    def build(self, *, device: Device = None, dtype: DType = None) -> "ResonateAndFireCell":
+        return ResonateAndFireCell(self, device=device, dtype=dtype)
+
+
+class ResonateAndFireCell(_ResonantCell):
+    def __init__(self, spec: ResonateAndFire, *, device: Device = None, dtype: DType = None):
+        dt, decay, frequency = (spec.dt, spec.dt), spec.decay, spec.frequency
+        super().__init__(spec, dt=dt, decay=decay, frequency=frequency, device=device, dtype=dtype)
+        self.spec = spec
+
+    def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
+        lambda_bar, reset, threshold = self.eigenvalues(), self.spec.reset, self.threshold
+
+        def step(state: Tensor, drive: Tensor) -> Tensor:
+            spikes = self.output(state)
+            if reset == "zero":
+                state = state * (1 - spikes.repeat_interleave(2, -1))
+            elif reset != "none":
+                state = state - threshold * torch.stack((torch.zeros_like(spikes), spikes), -1).flatten(-2)
+            return lambda_bar.mv(state) + _on_first(drive)
+
+        return step
+
+    def membrane(self, state: Tensor) -> Tensor:
+        return state[..., 1::2]
+
+    def above(self, state: Tensor) -> Tensor:
+        return self.membrane(state) - self.threshold

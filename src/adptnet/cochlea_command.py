@@ -1,0 +1,88 @@
+"""`adptnet cochlea`: from sound files to spikes in the layout of SHD and SSC."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from tyro.conf import Positional, arg
+
+from .errors import InputError
+from .events import Cochlea, Events, read_wav, write_spikes
+
+__all__ = ["Listen", "run"]
+
+
+@dataclass(frozen=True)
+class Listen:
+    """Turn wav files into spikes of 700 channels, an HDF5 file in the layout of SHD and SSC."""
+
+    sounds: Positional[Path]
+    """A wav file, or a folder: its wav files, and those of its folders. A file's label is its folder's number among the
+    folders that hold files, in the order of their names, which are the words."""
+    output: Positional[Path]
+    """The HDF5 file to write; it appears when all is done."""
+    seconds: float | None = None
+    """Centre each sound in this length, cutting off what is longer; as it is if not given."""
+    rate: int = 16_000
+    """Samples a second that the cochlea hears; other sounds are resampled."""
+    loudness: float = 0.3
+    """Root mean square that each sound is brought to."""
+    mix: bool = False
+    """Take the mean of several channels."""
+    seed: int = 0
+    """Of the nerve fibres; each file also counts."""
+    overwrite: Annotated[bool, arg(aliases=["-f"])] = False
+    """Replace a file that exists."""
+
+
+def run(options: Listen) -> int:
+    """Writes the file and returns the number of recordings."""
+    files, words = _found(options.sounds)
+    if options.output.exists() and not options.overwrite:
+        raise InputError(f"{options.output} exists. Pass another name, or --overwrite.")
+    if not options.output.parent.is_dir():
+        raise InputError(f"{options.output.parent} is no folder.")
+    cochlea = Cochlea(rate=options.rate, loudness=options.loudness)
+    count = write_spikes(options.output, _recordings(options, cochlea, files), words=words)
+    print(f"{count} recordings, {len(words)} words: {options.output}")
+    return count
+
+
+def _found(sounds: Path) -> tuple[list[tuple[Path, int]], list[str]]:
+    """Files with their labels, and the words."""
+    if sounds.is_file():
+        return [(sounds, 0)], [sounds.stem]
+    paths = sorted(path for path in sounds.rglob("*") if path.suffix.lower() == ".wav") if sounds.is_dir() else []
+    if not paths:
+        raise InputError(f"{sounds} is neither a wav file nor a folder that holds some.")
+    folders = sorted({path.parent for path in paths})
+    return [(path, folders.index(path.parent)) for path in paths], [folder.name for folder in folders]
+
+
+def _recordings(options: Listen, cochlea: Cochlea, files: list[tuple[Path, int]]) -> Iterator[tuple[Events, int]]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("listening", total=len(files))
+        for number, (path, label) in enumerate(files):
+            sound, rate = read_wav(path, mix=options.mix)
+            if options.seconds is not None:
+                sound = centred(sound, round(options.seconds * rate))
+            seed = int(np.random.SeedSequence([options.seed, number]).generate_state(1)[0])
+            yield cochlea(sound, rate, seed=seed), label
+            progress.advance(bar)
+            if not console.is_terminal and (number + 1) % max(1, len(files) // 10) == 0:
+                print(f"{number + 1} of {len(files)}", flush=True)
+
+
+def centred(sound: np.ndarray, samples: int) -> np.ndarray:
+    """The sound in the middle of `samples` samples, cut off alike at both ends if it is longer."""
+    extra = len(sound) - samples
+    if extra >= 0:
+        return sound[extra // 2 : extra // 2 + samples]
+    before = -extra // 2
+    return np.pad(sound, (before, -extra - before))

@@ -1,0 +1,158 @@
+"""A cochlea: from sound to spikes of 700 channels in the manner of SHD and SSC (Cramer et al. 2020)."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import InputError
+from .basilar import transfer
+from .hearing import BushyCells, HairCells
+from .stream import Events
+
+__all__ = ["Cochlea"]
+
+Sound = npt.NDArray[np.float64]
+WHOLE = 2.0  # seconds of sound that are filtered at once; what is longer goes through in pieces
+STRETCH = 500  # samples that the nerve is simulated at a time: their numbers stay in the cache
+PIECE, LEAD = 0.75, 0.25  # seconds of a piece, and of silence before it: this membrane answers ahead of the sound
+
+
+@dataclasses.dataclass(frozen=True)
+class Cochlea:
+    """Basilar membrane, hair cells and bushy cells; the membrane runs at half of `rate`.
+
+    The first sound takes some seconds, in which the membrane's response is computed; then about a quarter to a half of
+    the sound's length.
+
+    Args:
+        rate: Samples a second that it hears. Sounds at another rate are resampled.
+        channels: Places along the membrane; channel 0 is the highest frequency.
+        loudness: The root mean square that a sound is brought to; 0.3 is right for networks trained on SSC. Of
+            silence come only spontaneous spikes.
+        ramp: Seconds of fading in and out; None fades over the whole sound, as the program lauscher does.
+    """
+
+    rate: int = 16_000
+    channels: int = 700
+    loudness: float = 0.3
+    ramp: float | None = 0.03
+
+    def __post_init__(self) -> None:
+        if not 8000 <= self.rate <= 192_000:
+            raise InputError(
+                f"Cochlea(rate={self.rate}): hair cells need 8000 samples a second or more, at most 192000."
+            )
+        if self.channels < 2 or self.channels * 40 > 2**16:
+            raise InputError(f"Cochlea(channels={self.channels}): must be from 2 to 1638.")
+        if not self.loudness > 0 or (self.ramp is not None and not self.ramp >= 0):
+            raise InputError(
+                f"Cochlea(loudness={self.loudness}, ramp={self.ramp}): loudness is above 0, ramp from 0 or None."
+            )
+
+    @property
+    def dt(self) -> float:
+        """Seconds between samples of membrane and nerve."""
+        return 1 / (self.rate // 2)
+
+    def velocity(self, sound: npt.ArrayLike, rate: int | None = None) -> Sound:
+        """Of each channel, (channels, samples // 2 + 1), in double precision, as the program lauscher has it.
+
+        The half of a spectrum with its last frequency makes one sample more than half of the sound's.
+        """
+        conditioned = self._conditioned(sound, rate)
+        spectrum = np.fft.fft(conditioned)[: len(conditioned) // 2 + 1]
+        moved: Sound = np.fft.ifft(transfer(len(conditioned), self.rate, self.channels, False) * spectrum).real
+        return moved
+
+    def probabilities(self, sound: npt.ArrayLike, rate: int | None = None) -> npt.NDArray[np.floating]:
+        """That a nerve fibre of each channel fires at each sample, (channels, samples // 2 + 1): nothing random."""
+        velocity = np.ascontiguousarray(self.velocity(sound, rate).T)
+        return HairCells(self.channels, self.dt).probabilities(velocity).T
+
+    def __call__(self, sound: npt.ArrayLike, rate: int | None = None, *, seed: int = 0) -> Events:
+        """The spikes of a sound. The same seed gives the same spikes.
+
+        Args:
+            sound: Samples of one channel; whole numbers are fine.
+            rate: Samples a second; the cochlea's own if not given.
+            seed: Of the nerve fibres.
+        """
+        conditioned = self._conditioned(sound, rate)
+        hair = HairCells(self.channels, self.dt)
+        bushy = BushyCells(self.channels, self.dt, np.random.default_rng(seed))
+        parts = [
+            bushy.spikes(hair.probabilities(moved[start : start + STRETCH]))
+            for moved in self._moving(conditioned)
+            for start in range(0, len(moved), STRETCH)
+        ]
+        when, where = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        return Events(when * self.dt, where)
+
+    def _conditioned(self, sound: npt.ArrayLike, rate: int | None) -> Sound:
+        samples = np.asarray(sound)
+        if samples.ndim != 1:
+            raise InputError(
+                f"a sound is one row of samples; got shape {samples.shape}. For stereo pass sound.mean(-1)."
+            )
+        samples = samples.astype(np.float64)
+        if samples.size < 64:
+            raise InputError(f"a sound of {samples.size} samples is too short to hear; 64 at least.")
+        if not np.isfinite(samples).all():
+            raise InputError("the sound holds NaN or infinity.")
+        if rate is not None and rate != self.rate:
+            samples = _resampled(samples, rate, self.rate)
+        level = math.sqrt(float((samples**2).mean()))
+        samples = samples * (self.loudness / level) if level > 0 else samples
+        half = len(samples) // 2
+        fade = half if self.ramp is None else min(half, round(self.ramp * self.rate))
+        window = np.hanning(2 * fade)
+        samples[:fade] *= window[:fade]
+        samples[len(samples) - fade :] *= window[fade:]
+        return samples
+
+    def _moving(self, sound: Sound) -> Iterator[npt.NDArray[np.float32]]:
+        """The velocity, (time, channels), a stretch after another."""
+        if len(sound) <= WHOLE * self.rate:
+            grid = self.rate // 4  # sounds of about the same length share a response
+            yield self._padded(sound, -(-len(sound) // grid) * grid)[: (len(sound) + 1) // 2]
+            return
+        piece, lead = 2 * round(PIECE * self.rate / 2), 2 * round(LEAD * self.rate / 2)
+        waiting: npt.NDArray[np.float32] | None = None  # for what the next piece adds to its end
+        for start in range(0, len(sound), piece):
+            part = np.pad(sound[start : start + piece], (lead, 0))
+            moved = self._padded(part, lead + piece)[: (len(part) + 1) // 2]
+            if waiting is not None:
+                waiting[-lead // 2 :] += moved[: lead // 2]
+                yield waiting
+            waiting = moved[lead // 2 :]
+        assert waiting is not None
+        yield waiting
+
+    def _padded(self, sound: Sound, least: int) -> npt.NDArray[np.float32]:
+        """The velocity of a sound followed by silence, (time, channels), at exactly half of the rate."""
+        half = int(_fft().next_fast_len(-(-least // 2)))
+        spectrum = np.fft.fft(sound, 2 * half)[:half].astype(np.complex64)
+        response = transfer(2 * half, self.rate, self.channels, True)[:, :half]
+        return np.ascontiguousarray(_fft().ifft(response * spectrum, axis=-1, overwrite_x=True).real.T)
+
+
+def _fft() -> Any:
+    try:
+        from scipy import fft
+    except ImportError:
+        raise InputError("the cochlea needs scipy: pip install 'adptnet[events]'.") from None
+    return fft
+
+
+def _resampled(samples: Sound, given: int, wanted: int) -> Sound:
+    if given < 1000:
+        raise InputError(f"a rate of {given} samples a second is no sound. Pass the rate of the recording.")
+    from scipy import signal
+
+    common = math.gcd(given, wanted)
+    resampled: Sound = signal.resample_poly(samples, wanted // common, given // common)
+    return resampled

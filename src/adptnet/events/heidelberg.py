@@ -1,0 +1,201 @@
+"""The Spiking Heidelberg Digits and Spiking Speech Commands (Cramer et al. 2020): HDF5 files of spikes.
+
+Layout: spikes/times and spikes/units of variable length, labels, extra/keys (the words), extra/speaker. Unit 0 is the
+highest frequency. The data are CC BY 4.0; get them from zenkelab.org/datasets.
+"""
+
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from ..errors import InputError
+from ..files import drafted, write_whole
+from ..spec import nearest
+from .stream import Events
+
+__all__ = ["MD5", "SpikeFile", "find", "write_spikes"]
+
+MD5 = {  # as published beside the files
+    "shd_train.h5.zip": "f3252aeb598ac776c1b526422d90eecb",
+    "shd_test.h5.zip": "1503a5064faa34311c398fb0a1ed0a6f",
+    "ssc_train.h5.zip": "d102be95e7144fcc0553d1f45ba94170",
+    "ssc_valid.h5.zip": "b4eee3516a4a90dd0c71a6ac23a8ae43",
+    "ssc_test.h5.zip": "a35ff1e9cffdd02a20eb850c17c37748",
+    "shd_train.h5.gz": "d47c9825dee33347913e8ce0f2be08b0",
+    "shd_test.h5.gz": "3062a80ec0c5719404d5b02e166543b1",
+    "shd_train.h5": "8e9877c85f29a28dd353ea6a54402667",
+    "shd_test.h5": "207ad1295a0ab611e22d1734989c254e",
+}
+SplitName = Literal["shd_train", "shd_test", "ssc_train", "ssc_valid", "ssc_test"]
+SPLITS = ("shd_train", "shd_test", "ssc_train", "ssc_valid", "ssc_test")
+
+
+class SpikeFile:
+    """The recordings of one file: `len(file)`, `file[i]` as (events, label).
+
+    The file is opened at the first look, in each process by itself, so that it may be handed to data-loader workers.
+    """
+
+    def __init__(self, path: str | Path, *, channels: int = 700):
+        self.path = Path(path)
+        self.channels = channels
+        self._file: Any = None
+        self._owner: int | None = None
+        with _explained(self.path):
+            for name in ("spikes/times", "spikes/units", "labels"):
+                if name not in self._open():
+                    raise InputError(f"{self.path} has no {name}; it is not in the layout of SHD and SSC.")
+            self.labels = np.asarray(self._open()["labels"]).astype(np.int64)
+            times, units = (len(self._open()[f"spikes/{name}"]) for name in ("times", "units"))
+            if not times == units == len(self.labels):
+                raise InputError(f"{self.path} has {times} times, {units} units and {len(self.labels)} labels.")
+            self.words = [key.decode() if isinstance(key, bytes) else str(key) for key in self._extra("keys")]
+            self.speakers = self._extra("speaker")
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Events, int]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"recording {index} of {len(self)}")
+        with _explained(self.path):
+            spikes = self._open()["spikes"]
+            times, units = spikes["times"][index], spikes["units"][index]
+        where = f"{self.path.name}, recording {index}"
+        return Events.of(times, units, channels=self.channels, where=where), int(self.labels[index])
+
+    def _extra(self, name: str) -> Any:
+        file = self._open()
+        return np.asarray(file[f"extra/{name}"]) if f"extra/{name}" in file else np.zeros(0)
+
+    def _open(self) -> Any:
+        if self._file is None or self._owner != os.getpid():  # a handle does not survive a fork
+            self._file, self._owner = _h5py().File(self.path, "r"), os.getpid()
+        return self._file
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_file": None, "_owner": None}
+
+
+def find(folder: str | Path, split: SplitName, *, verify: bool = True) -> Path:
+    """The `.h5` file of a split in `folder`, unpacked beside its `.zip` or `.gz` if need be.
+
+    With `verify` a file is compared with its published MD5 once; a note beside it remembers that.
+    """
+    if split not in SPLITS:
+        raise InputError(f"split={split!r} is unknown.{nearest(str(split), SPLITS)}")
+    folder = Path(folder)
+    target = folder / f"{split}.h5"
+    if target.exists():
+        if verify:
+            _verify(target)
+        return target
+    for suffix in (".zip", ".gz"):
+        archive = folder / f"{split}.h5{suffix}"
+        if archive.exists():
+            if verify:
+                _verify(archive)
+            _unpack(archive, target)
+            return target
+    raise InputError(
+        f"{folder} has neither {target.name} nor {target.name}.zip or .gz. Download it from "
+        f"https://zenkelab.org/datasets/{target.name}.zip (CC BY 4.0) into that folder."
+    )
+
+
+def _verify(path: Path) -> None:
+    expected = MD5.get(path.name)
+    if expected is None:
+        return
+    note, status = path.with_name(path.name + ".checked"), path.stat()
+    seen = {"md5": expected, "bytes": status.st_size, "modified": status.st_mtime_ns}
+    if note.exists() and note.read_text() == json.dumps(seen):
+        return
+    with open(path, "rb") as file:
+        found = hashlib.file_digest(file, "md5").hexdigest()
+    if found != expected:
+        raise InputError(
+            f"{path} has the MD5 {found}, published is {expected}: the download is damaged or another release. Get it "
+            "again, or pass verify=False."
+        )
+    write_whole(note, json.dumps(seen).encode())
+
+
+def _unpack(archive: Path, target: Path) -> None:
+    """Whole or not at all."""
+    with drafted(target) as draft:
+        try:
+            with _member(archive, target.name) as source, open(draft, "xb") as file:
+                shutil.copyfileobj(source, file, 1 << 20)
+        except (zipfile.BadZipFile, gzip.BadGzipFile, EOFError, OSError, KeyError) as error:
+            raise InputError(f"{archive} cannot be unpacked: {error}. Get it again.") from None
+
+
+@contextmanager
+def _member(archive: Path, name: str) -> Iterator[Any]:
+    if archive.suffix == ".gz":
+        with gzip.open(archive, "rb") as file:
+            yield file
+        return
+    with zipfile.ZipFile(archive) as files:
+        inside = [item for item in files.namelist() if Path(item).name == name]
+        if not inside:
+            raise KeyError(f"there is no {name} in it")
+        with files.open(inside[0]) as member:
+            yield member
+
+
+def write_spikes(
+    path: str | Path,
+    recordings: Iterable[tuple[Events, int]],
+    *,
+    words: Iterable[str] = (),
+    speakers: Iterable[int] | None = None,
+) -> int:
+    """Writes recordings in the layout of SHD and SSC, times as float16, whole or not at all; returns how many."""
+    h5py, path = _h5py(), Path(path)
+    floats, shorts = h5py.vlen_dtype(np.dtype("float16")), h5py.vlen_dtype(np.dtype("uint16"))
+    with drafted(path) as draft:
+        labels: list[int] = []
+        with h5py.File(draft, "w") as file:
+            times = file.create_dataset("spikes/times", (0,), maxshape=(None,), dtype=floats)
+            units = file.create_dataset("spikes/units", (0,), maxshape=(None,), dtype=shorts)
+            for events, label in recordings:
+                ordered = Events.of(*events, channels=2**16).sorted()
+                times.resize((len(labels) + 1,))
+                units.resize((len(labels) + 1,))
+                times[-1], units[-1] = ordered.times.astype(np.float16), ordered.units.astype(np.uint16)
+                labels.append(label)
+            file.create_dataset("labels", data=np.asarray(labels, np.uint16))
+            file.create_dataset("extra/keys", data=np.asarray([word.encode() for word in words], "S"))
+            if speakers is not None:
+                file.create_dataset("extra/speaker", data=np.asarray(list(speakers), np.uint16))
+    return len(labels)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """What HDF5 says of a file that it cannot read, as an error that says what to do."""
+    if not path.exists():
+        raise InputError(f"{path} does not exist.")
+    try:
+        yield
+    except (OSError, KeyError, RuntimeError) as error:
+        raise InputError(f"{path} cannot be read as HDF5, it may be cut off: {error}. Get the file again.") from None
+
+
+def _h5py() -> Any:
+    try:
+        import h5py
+    except ImportError:
+        raise InputError("HDF5 files need h5py: pip install 'adptnet[events]'.") from None
+    return h5py

@@ -1,0 +1,57 @@
+"""Weights of the SiLIF authors' networks (Maxtimer97/SSM-inspired-LIF), by the names they have there."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..cells import SiLIF
+from ..errors import CheckpointError
+from ..nn.spiking import SpikingModel, SpikingModelSpec
+
+__all__ = ["from_silif"]
+
+_NEURON = {"dt": "log_dt", "alpha": "log_decay", "beta": "log_slow_decay", "a": "coupling", "b": "jump"}
+_NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+
+
+def from_silif(weights: str | Path | Mapping[str, Any]) -> SpikingModel:
+    """A SiLIF network with trained weights, in evaluation mode.
+
+    Args:
+        weights: Their state dict, as a mapping of tensors or arrays, or the path of an `.npz` file of it.
+    """
+    if isinstance(weights, (str, Path)):
+        try:
+            with np.load(weights) as file:
+                weights = {name: file[name] for name in file.files}
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{weights} is no .npz file of arrays: {error}.") from None
+    arrays = {name: torch.as_tensor(value) for name, value in weights.items()}
+    depth = sum(name.endswith(".dt") for name in arrays)
+    named = dict(_names(depth))
+    missing, unknown = sorted(set(named) - set(arrays)), sorted(set(arrays) - set(named))
+    if not depth or missing or unknown:
+        raise CheckpointError(
+            f"these are not the weights of a SiLIF network: missing {missing[:3]}, unknown {unknown[:3]}. "
+            "Names are like snn.0.dt, snn.0.W.weight, snn.0.norm.weight; the last layer is the read-out."
+        )
+    width, channels = arrays["snn.0.W.weight"].shape
+    spec = SpikingModelSpec(SiLIF(width), channels, arrays[f"snn.{depth}.W.weight"].shape[0], depth=depth)
+    model = spec.build(dtype=arrays["snn.0.W.weight"].dtype)
+    model.load_state_dict({ours: arrays[theirs] for theirs, ours in named.items()})
+    return model.eval()
+
+
+def _names(depth: int) -> list[tuple[str, str]]:
+    """Their names and ours."""
+    pairs = [(f"snn.{depth}.alpha", "integrators.cell.decay")]
+    for i in range(depth + 1):
+        currents = f"layers.{i}.currents" if i < depth else "decoder"
+        pairs.append((f"snn.{i}.W.weight", f"{currents}.projection.weight"))
+        pairs += [(f"snn.{i}.norm.{name}", f"{currents}.norm.norm.{name}") for name in _NORM]
+        if i < depth:
+            pairs += [(f"snn.{i}.{theirs}", f"layers.{i}.neurons.cell.{ours}") for theirs, ours in _NEURON.items()]
+    return pairs

@@ -1,0 +1,81 @@
+"""What a spiking network costs, counted one event at a time."""
+
+import pytest
+import torch
+
+from adptnet import analysis, cells
+from adptnet.analysis.efficiency import AC_ENERGY, MAC_ENERGY
+from adptnet.errors import InputError
+from adptnet.nn import SpikingModelSpec, spiking_adpt_for_speech
+
+
+def firing(spec: SpikingModelSpec, scale: float = 4.0):
+    model = spec.build()
+    for layer in model.layers:
+        torch.nn.init.constant_(layer.currents.norm.norm.weight, scale)
+        torch.nn.init.normal_(layer.currents.norm.norm.bias, 0.3 * scale)
+    frames = (torch.rand(3, 20, 6) < 0.3).double() * 2
+    for _ in range(10):
+        model(frames)
+    return model.eval(), frames
+
+
+def test_operations_are_those_counted_event_by_event():
+    model, frames = firing(SpikingModelSpec(cells.SiLIF(8), 6, 3))
+    lengths = torch.tensor([20, 11, 5])
+    report = analysis.efficiency(model, frames, lengths=lengths)
+    additions, spikes = [0, 0], [0, 0]
+    traces = model.trace(frames, lengths=lengths)
+    for i, trace in enumerate(traces):
+        for k, length in enumerate(lengths.tolist()):
+            for t in range(length):
+                additions[i] += 8 * sum(1 for value in trace.inputs[k, t].tolist() if value != 0)
+                spikes[i] += int(trace.spikes[k, t].sum())
+    for i, layer in enumerate(report.layers):
+        assert layer.synaptic_operations == pytest.approx(additions[i] / 36)
+        assert layer.rate == pytest.approx(spikes[i] / 36 / 8)
+    assert [layer.dense_operations for layer in report.layers] == [48, 64]
+    assert report.readout_operations == pytest.approx(3 * spikes[1] / 36)
+    assert report.energy == pytest.approx(AC_ENERGY * (sum(additions) + 3 * spikes[1]) / 36)
+    assert report.dense_energy == pytest.approx(MAC_ENERGY * (48 + 64 + 24))
+    assert "read-out" in str(report)
+
+
+def test_spiking_directions_turn_multiplications_into_additions():
+    common = {"beta": 0.5, "input_size": 6, "output_size": 3, "threshold": 0.8, "layer_norm": False}
+    dense, frames = firing(spiking_adpt_for_speech(8, **common), 1.5)
+    sparse, _ = firing(spiking_adpt_for_speech(8, spiking_directions=True, **common), 1.5)
+    plain, events = (analysis.efficiency(model, frames).layers[0] for model in (dense, sparse))
+    assert plain.direction_additions is None
+    assert plain.direction_macs == events.direction_macs > 0
+    assert events.direction_additions == pytest.approx(2 * 8 * 8 * events.rate)
+    straight, _ = firing(spiking_adpt_for_speech(8, **{**common, "beta": 0.0}), 1.5)
+    assert analysis.efficiency(straight, frames).layers[0].direction_macs == 0
+
+
+def test_silent_and_saturated_layers_are_named():
+    model, frames = firing(SpikingModelSpec(cells.LIF(8), 6, 3, depth=1), scale=0.01)
+    with pytest.warns(analysis.ActivityWarning, match="layer 0 hardly ever fires"):
+        report = analysis.efficiency(model, frames)
+    assert report.layers[0].silent_neurons == 1
+    model, frames = firing(SpikingModelSpec(cells.LIF(8, reset="none", threshold=0.1), 6, 3, depth=1))
+    torch.nn.init.constant_(model.layers[0].currents.norm.norm.bias, 10.0)
+    model.train()
+    with pytest.warns(analysis.ActivityWarning, match="fires almost always"):
+        analysis.efficiency(model, frames)
+    assert model.training
+
+
+def test_figures_of_spikes_and_membranes(tmp_path):
+    pytest.importorskip("matplotlib")
+    from adptnet.analysis import figures
+
+    model, frames = firing(SpikingModelSpec(cells.SiLIF(8), 6, 3))
+    trace = model.trace(frames)[0]
+    drawn = figures.raster(trace.spikes[0], seconds_per_step=0.004, title="first layer")
+    assert len(drawn.axes[0].collections[0].get_offsets()) == int(trace.spikes[0].sum())
+    lines = figures.membranes(trace.membrane[0], 1.0, neurons=(0, 3)).axes[0].lines
+    assert torch.equal(torch.as_tensor(lines[1].get_ydata()), trace.membrane[0, :, 3])
+    figures.save(drawn, tmp_path / "raster")
+    with pytest.raises(InputError, match=r"Pass spikes\[0\]"):
+        figures.raster(trace.spikes)
