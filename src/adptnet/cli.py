@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from . import analyse, data_command, quickstart, sweep, train
     from .errors import AdptnetError
+    from .paper import compare, report, reproduce
     from .training import Interrupted
 
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -48,6 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "kernels": (Kernels, kernels),
             "analyse": (analyse.Analyse, analyse.run),
             "data": (data_command.Data, data_command.run),
+            "reproduce": (reproduce.Reproduce, reproduce.run),
+            "compare": (compare.Compare, compare.run),
+            "report": (report.Report, report.run),
         }
         options = subcommand_cli_from_dict(
             {name: kind for name, (kind, _) in commands.items()},
