@@ -9,6 +9,7 @@ from ... import analysis, projections, solvers, spectra
 from ...analysis import figures
 from ...analysis.cost import macs
 from ...nn import ADPTNet
+from ...ops.linear_scan import linear_scan
 from ...ops.lti_convolution import lti_convolution
 from ..evidence import rank_correlation
 from ..recipe import Check, Finding, Point, Recipe, Rows, Scale, Table, Verdict
@@ -40,10 +41,14 @@ def _run_cost(point: Point) -> Finding:
     size = point.settings["size"]
     layer = ADPTNet(size, beta=0.125).requires_grad_(False)
     counted = analysis.cost(layer)
-    state, drive = torch.randn(1, size), torch.zeros(1, size)
     x = torch.randn(1, point.settings["steps"], size)
-    by_scan, by_fft = (solvers.ConvDEER(fixed_iterations=3, on_failure=solvers.Return(), **by)(layer.cell, x).states for by in ({}, {"by": lti_convolution}))  # type: ignore[arg-type] # fmt: skip
-    conv = macs(lambda: layer.cell.linear_transition()) - macs(layer.cell.eigenvalues)
+    by_scan, by_fft = (
+        solvers.ConvDEER(by=by, fixed_iterations=3, on_failure=solvers.Return())(layer.cell, x).states
+        for by in (linear_scan, lti_convolution)
+    )
+    drive = layer.cell.prepare(x[:, :1], torch.zeros(1, 1, dtype=torch.int64))
+    bound = layer.cell.bind()  # what a step needs is evaluated here
+    conv = macs(lambda: bound.linear_transition(drive))
     numbers: dict[str, Any] = {
         "listing": _listing(size),
         "Conv": conv,
@@ -52,8 +57,6 @@ def _run_cost(point: Point) -> Finding:
         "step": counted.step,
         "fft": float((by_scan - by_fft).abs().max() / by_scan.abs().max()),
     }
-    del state, drive
-    assert layer.spec is not None
     return Finding(numbers, layer.spec.to_json())
 
 
