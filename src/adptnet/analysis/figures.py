@@ -155,16 +155,16 @@ def _low_end(matrix: Tensor) -> float:
     return float(off.quantile(0.1)) if off.numel() else 0.0
 
 
-def _spectrum(axis: "Axes", exponents: Tensor, log_eigenvalues: Tensor | None, held: tuple[float, float] | None) -> None:
+def _spectrum(
+    axis: "Axes", exponents: Tensor, log_eigenvalues: Tensor | None, held: tuple[float, float] | None
+) -> None:
     rows = exponents.detach().double().cpu().reshape(-1, exponents.shape[-1])
     mean = rows.mean(0)
     place = torch.arange(1, rows.shape[-1] + 1)
     finite = mean.isfinite()
     shown = [mean[finite]]
     if len(rows) > 1:
-        axis.fill_between(
-            place[finite], rows.amin(0)[finite], rows.amax(0)[finite], color=COLOURS[0], alpha=0.25, lw=0
-        )
+        axis.fill_between(place[finite], rows.amin(0)[finite], rows.amax(0)[finite], color=COLOURS[0], alpha=0.25, lw=0)
     if log_eigenvalues is not None:
         wanted = log_eigenvalues.detach().double().cpu().reshape(-1).sort(descending=True).values
         alive = wanted.isfinite()

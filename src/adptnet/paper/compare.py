@@ -43,7 +43,9 @@ def judge(result: Result, shelf: Shelf, scale: Scale | None = None) -> Judged:
     found = {at: shelf.rows(result, at) for at in ([scale] if scale else reversed(SCALES))}
     chosen = next((at for at, (rows, left) in found.items() if rows and not left), None)
     if chosen is None:
-        begun = [f"{left} of {len(rows) + left} points left at scale {at}" for at, (rows, left) in found.items() if rows]
+        begun = [
+            f"{left} of {len(rows) + left} points left at scale {at}" for at, (rows, left) in found.items() if rows
+        ]
         return _unrun(result, "; ".join(begun) or f"adptnet reproduce {result.name}")
     rows = found[chosen][0]
     verdicts = []

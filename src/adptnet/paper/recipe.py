@@ -1,7 +1,7 @@
 """What a recipe is: points to run, one row of numbers from each, a figure, a table and a test for each claim.
 
-A recipe is one file in `recipes/` with a mapping `RECIPES` from the name of a result to its `Recipe`. It is found there;
-nothing else has to know of it.
+A recipe is one file in `recipes/` with a mapping `RECIPES` from the name of a result to its `Recipe`. It is found
+there; nothing else has to know of it.
 """
 
 import dataclasses
@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+
+from ..spec import Spec
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,7 +37,7 @@ class Finding(NamedTuple):
     """What a run found."""
 
     numbers: dict[str, Any]  # the same for the same point, always; tensors are stored as lists
-    spec: str | None = None  # of the model, as JSON
+    spec: Spec | None = None  # of the model
     times: Mapping[str, Any] = {}  # measured times, which are never the same
 
 

@@ -81,7 +81,7 @@ def labels() -> Mapping[str, Label]:
     """Every label, in the order of the paper."""
     listed = tomllib.loads(resources.files(__package__).joinpath("labels.toml").read_text("utf-8"))
     return {
-        name: Label(name, **{key: tuple(value) if key == "results" else value for key, value in entry.items()})
+        name: Label(name, tuple(entry.get("results", [])), entry.get("configuration", ""), entry.get("literature", ""))
         for name, entry in listed.items()
     }
 
@@ -115,7 +115,9 @@ def find(names: Sequence[str]) -> list[Result]:
         label = labels()[name]
         if label.kind != "result":
             why = "sets up other results" if label.configuration else "quotes the numbers of others"
-            raise ReproductionError(f"{name} {why}: {label.configuration or label.literature}. There is nothing to run.")
+            raise ReproductionError(
+                f"{name} {why}: {label.configuration or label.literature}. There is nothing to run."
+            )
         found |= {result: results()[result] for result in label.results}
     return list(found.values())
 

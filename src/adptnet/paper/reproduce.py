@@ -1,5 +1,6 @@
 """`adptnet reproduce LABEL…`: runs what has not been run yet, a row at a time."""
 
+import json
 import multiprocessing
 import time
 from collections.abc import Iterator
@@ -115,7 +116,7 @@ def _row(name: str, point: Point, scale: Scale) -> dict[str, Any]:
         "seed": point.seed,
         "recipe": result.recipe.version,
         "numbers": finding.numbers,
-        "spec": finding.spec,
+        "spec": None if finding.spec is None else json.loads(finding.spec.to_json()),
         "versions": versions,
         "machine": machine,
         "time": {"began": began, "seconds": time.monotonic() - clock, **finding.times},
@@ -158,9 +159,7 @@ def _list(folder: Path) -> None:
         for name in label.results:
             result = results()[name]
             runs = " / ".join(progress(result, Shelf(folder))) if result.recipe else ""
-            table.add_row(
-                label.name, "" if name == label.name else name, result.status, str(len(result.claims)), runs
-            )
+            table.add_row(label.name, "" if name == label.name else name, result.status, str(len(result.claims)), runs)
     Console(width=None).print(table)
     ready = sum(result.recipe is not None for result in results().values())
     print(f"{len(labels())} labels, {len(results())} results, {ready} with a recipe.")

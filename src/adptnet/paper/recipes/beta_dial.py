@@ -41,22 +41,27 @@ def _run(point: Point) -> Finding:
     beta = point.settings["beta"]
     # A wide spectrum: were the eigenvalues all alike, M would be a multiple of the identity for every Q.
     cell = cells.ADPTSpec(SIZE, spectrum=spectra.Linspace(dt_min=1e-2, dt_max=4.0)).build()
+    assert isinstance(cell, cells.ADPTCell)
     plane = cell.directions[0](torch.randn(SIZE))
-    numbers: dict[str, Any] = {"key": plane.key, "value": plane.value, "eigenvalues": cell.eigenvalues().real}
+    numbers: dict[str, Any] = {"key": plane.key, "value": plane.value, "eigenvalues": cell.spectrum().real}
     numbers["angle"] = beta * float((1 - (plane.key @ plane.value).square()).sqrt())
     for name, retraction in RETRACTIONS.items():
-        numbers[name] = float(_off_diagonal_share(retraction(*plane, beta).dense()))
-    rotation = RETRACTIONS["exponential"](*plane, beta)
-    numbers["M"] = float(_off_diagonal_share(RotatedConjugate([rotation], cell.eigenvalues()).dense()))
+        numbers[name] = float(_off_diagonal_share(retraction(plane.key, plane.value, beta).dense()))
+    rotation = RETRACTIONS["exponential"](plane.key, plane.value, beta)
+    numbers["M"] = float(_off_diagonal_share(RotatedConjugate([rotation], cell.spectrum()).dense()))
     numbers |= _spectrum(beta, point.settings["steps"]) | {"iterations": _iterations(point)}
-    return Finding(numbers, cell.spec.to_json())
+    return Finding(numbers, cell.spec)
 
 
 def _spectrum(beta: float, steps: int) -> dict[str, Any]:
     """Exponents and what is certain of them, with orthogonal K, V and a wide spectrum."""
     torch.manual_seed(1)
-    axes: dict[str, Any] = {"projection": projections.Orthogonal(), "spectrum": spectra.Linspace(dt_min=2e-2, dt_max=1.0)}
+    axes: dict[str, Any] = {
+        "projection": projections.Orthogonal(),
+        "spectrum": spectra.Linspace(dt_min=2e-2, dt_max=1.0),
+    }
     layer = ADPTNet(16, beta=beta, gain=drive.LRU(), **axes).requires_grad_(False)
+    assert isinstance(layer.cell, cells.ADPTCell)
     x = torch.randn(steps, 16)
     return {
         "exponents": analysis.lyapunov_exponents(layer, x).exponents,
@@ -103,7 +108,7 @@ def _every_beta(rows: Rows) -> Verdict:
 def _draw_curves(rows: Rows) -> "Figure":
     figure = figures.blank(9.5, 3.4)
     left, right = figure.subplots(1, 2)
-    for (name, colour) in zip((*RETRACTIONS, "M"), figures.COLOURS, strict=False):
+    for name, colour in zip((*RETRACTIONS, "M"), figures.COLOURS, strict=False):
         label = {"M": "M, exponential"}.get(name, f"Q, {name}")
         left.plot(BETAS, [100 * share for share in rows.numbers(name)], "-o", markersize=3, color=colour, label=label)
     first = next(row for row in rows if row.numbers["angle"] > 0)
@@ -112,7 +117,10 @@ def _draw_curves(rows: Rows) -> "Figure":
     left.text(8, 800 / SIZE, "8/n: all that one plane can reach", fontsize=8, ha="right", va="bottom")
     left.set(xlabel="β (dotted: half turn)", ylabel="% of squared entries off the diagonal", ylim=(0, 1000 / SIZE))
     for method, colour in zip(METHODS, figures.COLOURS, strict=False):
-        means = [np.mean(row.numbers["iterations"][method]) if min(row.numbers["iterations"][method]) > 0 else np.nan for row in rows]
+        means = [
+            np.mean(row.numbers["iterations"][method]) if min(row.numbers["iterations"][method]) > 0 else np.nan
+            for row in rows
+        ]
         right.plot(BETAS, means, "-o", markersize=3, color=colour, label=method)
     right.set(xlabel="β", ylabel="iterations")
     for axis in (left, right):
@@ -131,8 +139,10 @@ def _draw_matrices(rows: Rows) -> "Figure":
     axes = figure.subplots(2, len(SHOWN))
     for column, beta in enumerate(SHOWN):
         rotation = RETRACTIONS["exponential"](key, value, beta).dense()
-        for axis, matrix, name in zip(axes[:, column], (rotation, rotation * eigen @ rotation.mT), ("|Q|", "|M|"), strict=True):
-            shown = axis.imshow(matrix.abs().numpy(), cmap="magma", norm=PowerNorm(0.5, 0, 1), interpolation="nearest")
+        for axis, matrix, name in zip(
+            axes[:, column], (rotation, rotation * eigen @ rotation.mT), ("|Q|", "|M|"), strict=True
+        ):
+            shown = axis.imshow(matrix.abs().numpy(), cmap="magma", norm=PowerNorm(0.5, 0, 1), interpolation="none")
             axis.set(xticks=[], yticks=[], title=f"{name}, β = {beta:g}")
     figure.colorbar(shown, ax=axes, ticks=[0, 0.01, 0.05, 0.2, 0.5, 1], shrink=0.9)
     return figure

@@ -88,7 +88,7 @@ def _run(point: Point) -> Finding:
             solve()
         numbers[method] = {"iterations": each, "median": median, "bytes": memory.peak}
         times[method] = _seconds(solve, settings["trials"])
-    return Finding(numbers, layer.spec.to_json(), times)
+    return Finding(numbers, layer.spec, times)
 
 
 def _seconds(solve: Callable[[], object], trials: int) -> float:
@@ -151,7 +151,9 @@ def _slower(rows: Rows) -> Verdict:
 def _faster(rows: Rows) -> Verdict:
     """The median over lengths and blocks of the time of Conv-DEER relative to Forward-DEER is below 0.75."""
     ratios = [_time(row, "Conv") / _time(row, "Forward") for row in rows]
-    return Verdict.of(float(np.median(ratios)) < 0.75, f"median ratio {np.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}")
+    return Verdict.of(
+        float(np.median(ratios)) < 0.75, f"median ratio {np.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}"
+    )
 
 
 def _advantage(rows: Rows) -> Verdict:
@@ -171,7 +173,9 @@ def _draw(rows: Rows) -> "Figure":
     for axis, steps in zip(axes, lengths, strict=False):
         seconds, memory = _series(rows, steps, _time), _series(rows, steps, _bytes)
         for method, colour in zip(COMPARED, figures.COLOURS, strict=False):
-            axis.plot(np.multiply(1e3, seconds[method]), np.divide(memory[method], 2**20), "-o", color=colour, label=method)
+            axis.plot(
+                np.multiply(1e3, seconds[method]), np.divide(memory[method], 2**20), "-o", color=colour, label=method
+            )
         for x, y, blocks in zip(seconds["Conv"], memory["Conv"], rows.values("blocks"), strict=True):
             axis.annotate(f"{blocks}", (1e3 * x, y / 2**20), textcoords="offset points", xytext=(0, 6), fontsize=7)
         axis.set(xlabel="time (ms, this machine)", ylabel="peak memory (MiB)", title=f"T = {steps}", yscale="log")
@@ -180,8 +184,14 @@ def _draw(rows: Rows) -> "Figure":
     axis = axes[-1]
     for steps, style in zip(lengths, ("-", "--"), strict=False):
         for method, colour in zip(COMPARED, figures.COLOURS, strict=False):
-            axis.plot(rows.values("blocks"), _series(rows, steps, _median)[method], style + "o", markersize=3, color=colour,
-                      label=f"{method}, T = {steps}")  # fmt: skip
+            axis.plot(
+                rows.values("blocks"),
+                _series(rows, steps, _median)[method],
+                style + "o",
+                markersize=3,
+                color=colour,
+                label=f"{method}, T = {steps}",
+            )
     axis.set_xscale("log", base=2)
     axis.set(xlabel="blocks", ylabel="median iterations", title="Iterations in a block", ylim=(0, None))
     axis.legend(frameon=False, fontsize=8)
@@ -191,10 +201,15 @@ def _draw(rows: Rows) -> "Figure":
 
 def _table(rows: Rows) -> Table:
     lines = [
-        [row.settings["steps"], row.settings["blocks"], *(int(_median(row, m)) for m in COMPARED),
-         *(f"{_bytes(row, m) / 2**20:.2f}" for m in COMPARED), f"{_time(row, 'Conv') / _time(row, 'Forward'):.2f}"]
+        [
+            row.settings["steps"],
+            row.settings["blocks"],
+            *(int(_median(row, m)) for m in COMPARED),
+            *(f"{_bytes(row, m) / 2**20:.2f}" for m in COMPARED),
+            f"{_time(row, 'Conv') / _time(row, 'Forward'):.2f}",
+        ]
         for row in rows
-    ]  # fmt: skip
+    ]
     columns = [f"iterations, {m}" for m in COMPARED] + [f"MiB, {m}" for m in COMPARED]
     return Table(["T", "blocks", *columns, "time, Conv / Forward"], lines)
 
@@ -222,7 +237,7 @@ def _run_savings(point: Point) -> Finding:
         parts.append(solution.history.converged_steps[:, 0])
         state = ADPTState(solution.final, solution.position)
     assert whole is not None
-    return Finding({"whole": whole.converged_steps[:, 0], "parts": parts}, layer.spec.to_json())
+    return Finding({"whole": whole.converged_steps[:, 0], "parts": parts}, layer.spec)
 
 
 def _stored(converged: list[int], steps: int) -> int:
@@ -272,7 +287,7 @@ def _draw_savings(rows: Rows) -> "Figure":
     for axis in (left, right):
         axis.set(xlim=(0, steps))
         figures.bare(axis)
-    left.legend(frameon=False, fontsize=8, loc="lower left")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     left.invert_yaxis()
     return figure
 
@@ -281,9 +296,17 @@ def _shade(axis: Any, converged: list[int], start: int, steps: int) -> None:
     """Rows of iterations: what was right before in one colour, what was still to be found in another."""
     for iteration, done in enumerate(converged[:-1], 1):
         first = iteration == 1 and not start
-        axis.barh(iteration, done, left=start, height=0.85, color=figures.COLOURS[1], label="already right" if first else None)
-        axis.barh(iteration, steps - done, left=start + done, height=0.85, color=figures.COLOURS[4],
-                  label="not yet" if first else None)  # fmt: skip
+        axis.barh(
+            iteration, done, left=start, height=0.85, color=figures.COLOURS[1], label="already right" if first else None
+        )
+        axis.barh(
+            iteration,
+            steps - done,
+            left=start + done,
+            height=0.85,
+            color=figures.COLOURS[4],
+            label="not yet" if first else None,
+        )
 
 
 RECIPES = {

@@ -19,7 +19,9 @@ JACOBIAN_FREE = ("Forward", "Conv")
 
 def _points(scale: Scale) -> list[Point]:
     width, steps, samples = {"smoke": (16, 48, 2), "laptop": (64, 512, 6), "paper": (64, 1024, 30)}[scale]
-    return [Point({"width": width, "steps": steps, "negative": share}, s) for share in (0.25, 0.0) for s in range(samples)]
+    return [
+        Point({"width": width, "steps": steps, "negative": share}, s) for share in (0.25, 0.0) for s in range(samples)
+    ]
 
 
 def _run(point: Point) -> Finding:
@@ -32,10 +34,14 @@ def _run(point: Point) -> Finding:
         found[name] = []
         for factor in factors:
             damping = solvers.Scale(factor) if factor < 1 else None
-            solver: Any = method(damping, rtol=RTOL, patience=None, max_iterations=settings["steps"], on_failure=solvers.Return())
+            solver: Any = method(
+                damping, rtol=RTOL, patience=None, max_iterations=settings["steps"], on_failure=solvers.Return()
+            )
             solution = solver(layer.cell, x)
-            found[name].append(int(solution.iterations) if solution.result == solvers.Result.CONVERGED else settings["steps"])
-    return Finding(found, layer.spec.to_json())
+            found[name].append(
+                int(solution.iterations) if solution.result == solvers.Result.CONVERGED else settings["steps"]
+            )
+    return Finding(found, layer.spec)
 
 
 def _counts(rows: Rows, method: str, factor: float) -> np.ndarray[Any, Any]:
@@ -50,6 +56,7 @@ def _gap(rows: Rows, method: str, factor: float) -> float:
 
 def _outliers(rows: Rows) -> Verdict:
     """The largest count minus the median, at the better of 0.999 and 0.99, is below half of that without damping."""
+
     def tail(method: str, factor: float) -> float:
         counts = _counts(rows, method, factor)
         return float(counts.max() - np.median(counts))
@@ -69,14 +76,18 @@ def _over_damped(rows: Rows) -> Verdict:
 def _aligned(rows: Rows) -> Verdict:
     """The mean relative distance from Quasi-DEER at the strongest damping is below that without, for both."""
     found = {m: (_gap(rows, m, 1.0), _gap(rows, m, FACTORS[-1])) for m in JACOBIAN_FREE}
-    return Verdict.of(all(b < a for a, b in found.values()), "; ".join(f"{m} {a:.2%} → {b:.2%}" for m, (a, b) in found.items()))
+    return Verdict.of(
+        all(b < a for a, b in found.values()), "; ".join(f"{m} {a:.2%} → {b:.2%}" for m, (a, b) in found.items())
+    )
 
 
 def _conv_further(rows: Rows) -> Verdict:
     """The mean relative distance from Quasi-DEER is at least as large for Conv as for Forward at every factor."""
     found = [(_gap(rows, "Conv", f), _gap(rows, "Forward", f)) for f in FACTORS]
     shown = ", ".join(f"{c:.2%} / {f:.2%}" for c, f in found)
-    return Verdict.of(all(c >= f for c, f in found) and any(c > f for c, f in found), f"Conv / Forward by factor {shown}")
+    return Verdict.of(
+        all(c >= f for c, f in found) and any(c > f for c, f in found), f"Conv / Forward by factor {shown}"
+    )
 
 
 def _negative(rows: Rows) -> Verdict:
@@ -93,15 +104,28 @@ def _draw(rows: Rows) -> "Figure":
         for place, factor in enumerate(FACTORS):
             counts = _counts(rows, method, factor)
             where = place + 0.25 * (shift - 1)
-            left.bar(where, np.median(counts), 0.22, color=colour, alpha=0.35, label=None if place else f"{method} (bar: median)")
+            left.bar(
+                where,
+                np.median(counts),
+                0.22,
+                color=colour,
+                alpha=0.35,
+                label=None if place else f"{method} (bar: median)",
+            )
             left.plot(where + 0.06 * rng.standard_normal(len(counts)), counts, ".", color=colour, markersize=4)
     for method, colour in zip(JACOBIAN_FREE, figures.COLOURS[1:], strict=False):
         for place, factor in enumerate(FACTORS):
             quasi = _counts(rows, "Quasi", factor)
             relative = 100 * (_counts(rows, method, factor) - quasi) / quasi
             where = place + (0.12 if method == "Conv" else -0.12)
-            right.plot(where + 0.03 * rng.standard_normal(len(relative)), relative, ".", color=colour, markersize=5,
-                       label=None if place else method)  # fmt: skip
+            right.plot(
+                where + 0.03 * rng.standard_normal(len(relative)),
+                relative,
+                ".",
+                color=colour,
+                markersize=5,
+                label=None if place else method,
+            )
     left.set(ylabel="iterations", title="Iterations", yscale="log")
     right.set(ylabel="% more than Quasi-DEER", title="Difference from Quasi-DEER")
     right.axhline(0, color="black", linewidth=0.7, linestyle=":")

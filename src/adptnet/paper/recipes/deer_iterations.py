@@ -4,6 +4,8 @@ The networks are those of table:baseline_deer_untrained_config. Counts are of up
 iterate is right; -1 where that was not reached.
 """
 
+from collections.abc import Mapping
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -57,7 +59,7 @@ def _run(point: Point) -> Finding:
         history = counts(method, layer, x).history
         assert history is not None
         found[method] = history.iterations_for(point.settings["steps"])
-    return Finding(found, layer.spec.to_json())
+    return Finding(found, layer.spec)
 
 
 def _run_lengths(point: Point) -> Finding:
@@ -68,11 +70,13 @@ def _run_lengths(point: Point) -> Finding:
         history = counts(method, layer, x).history
         assert history is not None
         found[method] = [history.iterations_for(steps) for steps in point.settings["lengths"]]
-    return Finding(found, layer.spec.to_json())
+    return Finding(found, layer.spec)
 
 
 def _eigenvalue_points(scale: Scale) -> list[Point]:
-    width, steps, samples, seeds = {"smoke": (12, 48, 2, 1), "laptop": (64, 512, 2, 3), "paper": (64, 1024, 5, 3)}[scale]
+    width, steps, samples, seeds = {"smoke": (12, 48, 2, 1), "laptop": (64, 512, 2, 3), "paper": (64, 1024, 5, 3)}[
+        scale
+    ]
     pairs = [(1e-2, 1e-1), (1e-3, 1e-1), (1e-3, 1e-2), (1e-3, 5e-3), (1e-3, 1e-3)]
     shared = {"width": width, "steps": steps, "samples": samples}
     return [
@@ -84,7 +88,9 @@ def _eigenvalue_points(scale: Scale) -> list[Point]:
 
 
 def _length_points(scale: Scale) -> list[Point]:
-    width, longest, samples, seeds = {"smoke": (12, 64, 2, 1), "laptop": (64, 4096, 2, 3), "paper": (64, 16384, 5, 3)}[scale]
+    width, longest, samples, seeds = {"smoke": (12, 64, 2, 1), "laptop": (64, 4096, 2, 3), "paper": (64, 16384, 5, 3)}[
+        scale
+    ]
     lengths = [16, 32, 64] if scale == "smoke" else [steps for steps in LENGTHS if steps <= longest]
     settings = {"dt_min": 1e-4, "dt_max": 1e-1, "beta": 0.125, "width": width, "steps": longest, "lengths": lengths}
     return [Point({**settings, "samples": samples}, seed) for seed in range(seeds)]
@@ -95,7 +101,7 @@ def _length_points(scale: Scale) -> list[Point]:
 
 def _samples(rows: Rows) -> dict[str, list[int]]:
     """The counts of the samples where every method converged, by method."""
-    every = list(zip(*(sum(rows.numbers(method), []) for method in METHODS), strict=True))
+    every = list(zip(*(chain.from_iterable(rows.numbers(method)) for method in METHODS), strict=True))
     whole = [sample for sample in every if min(sample) > 0]
     return dict(zip(METHODS, map(list, zip(*whole, strict=True)), strict=True)) if whole else {m: [] for m in METHODS}
 
@@ -109,7 +115,7 @@ def _censored(rows: Rows) -> int:
 
 
 def _beta(rows: Rows) -> Verdict:
-    """Spearman's correlation of β and the mean count is at least 0.6 for each method and pair of Δt that is not linear."""
+    """Spearman's correlation of β and the mean count is at least 0.6 for each method and pair of different Δt."""
     found = []
     for low, high in _pairs(rows):
         group = rows.where(dt_min=low, dt_max=high)
@@ -187,12 +193,14 @@ def _order(rows: Rows) -> Verdict:
 
 def _outliers(rows: Rows) -> Verdict:
     """At β = 1 and 100 and Δt_min = 0.001 the largest count of Conv-DEER is above those of the others."""
-    tops = [{m: max(v) for m, v in _samples(rows.where(dt_min=1e-3, dt_max=1e-1, beta=b)).items()} for b in (1.0, 100.0)]
+    tops = [
+        {m: max(v) for m, v in _samples(rows.where(dt_min=1e-3, dt_max=1e-1, beta=b)).items()} for b in (1.0, 100.0)
+    ]
     holds = all(top["Conv"] > max(top["Quasi"], top["Forward"]) for top in tops)
     return Verdict.of(holds, "largest " + "; ".join(_shown(top) for top in tops))
 
 
-def _shown(values: dict[str, float]) -> str:
+def _shown(values: Mapping[str, float]) -> str:
     return ", ".join(f"{method} {value:.1f}" for method, value in values.items())
 
 
@@ -208,7 +216,7 @@ def _by_length(rows: Rows) -> dict[int, dict[str, list[int]]]:
 
 
 def _grows(rows: Rows) -> Verdict:
-    """The mean count never falls with the length and is larger at the longest than at the shortest, for every method."""
+    """The mean count never falls with the length, and is larger at the longest than the shortest, for all methods."""
     means = {t: {m: float(np.mean(v)) for m, v in c.items()} for t, c in _by_length(rows).items()}
     series = [[means[t][m] for t in means] for m in METHODS]
     holds = all(list(s) == sorted(s) and s[-1] > s[0] for s in series)
@@ -246,15 +254,25 @@ def _draw_eigenvalues(rows: Rows) -> "Figure":
     figure = figures.blank(9.5, 3.4)
     left, right = figure.subplots(1, 2, sharey=True)
     styles = {1e-2: ":", 1e-3: "-", 5e-3: "--"}
-    for axis, pairs, key in ((left, [(1e-2, 1e-1), (1e-3, 1e-1)], 0), (right, [(1e-3, 1e-2), (1e-3, 5e-3), (1e-3, 1e-3)], 1)):
+    for axis, pairs, key in (
+        (left, [(1e-2, 1e-1), (1e-3, 1e-1)], 0),
+        (right, [(1e-3, 1e-2), (1e-3, 5e-3), (1e-3, 1e-3)], 1),
+    ):
         for pair in pairs:
             group = rows.where(dt_min=pair[0], dt_max=pair[1])
             for method in METHODS:
                 means = [_means(group.where(beta=b))[method] for b in BETAS]
                 style = styles[pair[key]] if pair[0] != pair[1] else "-."
                 name = "Δt_min" if key == 0 else "Δt_max"
-                axis.plot(BETAS, means, style, marker="o", markersize=3, color=_COLOUR[method],
-                          label=f"{method}, {name} = {pair[key]:g}")  # fmt: skip
+                axis.plot(
+                    BETAS,
+                    means,
+                    style,
+                    marker="o",
+                    markersize=3,
+                    color=_COLOUR[method],
+                    label=f"{method}, {name} = {pair[key]:g}",
+                )
         axis.set(xscale="log", xlabel="β")
         axis.legend(frameon=False, fontsize=7)
         figures.bare(axis)
@@ -284,9 +302,22 @@ def _draw_lengths(rows: Rows) -> "Figure":
     axis = figure.subplots()
     found = _by_length(rows)
     for method, marker in zip(METHODS, "os^", strict=True):
-        axis.plot(found, [np.mean(found[t][method]) for t in found], marker=marker, color=_COLOUR[method], label=f"{method}, mean")
-        axis.plot(found, [max(found[t][method]) for t in found], ":", marker=marker, markersize=4, color=_COLOUR[method],
-                  label=f"{method}, most")  # fmt: skip
+        axis.plot(
+            list(found),
+            [np.mean(found[t][method]) for t in found],
+            marker=marker,
+            color=_COLOUR[method],
+            label=f"{method}, mean",
+        )
+        axis.plot(
+            list(found),
+            [max(found[t][method]) for t in found],
+            ":",
+            marker=marker,
+            markersize=4,
+            color=_COLOUR[method],
+            label=f"{method}, most",
+        )
     axis.set_xscale("log", base=2)
     axis.set(xlabel="length T", ylabel="iterations", ylim=(0, None))
     axis.legend(frameon=False, fontsize=8, ncols=3)
@@ -300,13 +331,24 @@ def _eigenvalue_table(rows: Rows) -> Table:
         for beta in BETAS:
             group = rows.where(dt_min=low, dt_max=high, beta=beta)
             samples = _samples(group)
-            lines.append([low, high, beta, *(f"{v:.1f}" for v in _means(group).values()),
-                          "/".join(str(max(v)) if v else "–" for v in samples.values()), _censored(group)])  # fmt: skip
+            lines.append(
+                [
+                    low,
+                    high,
+                    beta,
+                    *(f"{v:.1f}" for v in _means(group).values()),
+                    "/".join(str(max(v)) if v else "–" for v in samples.values()),
+                    _censored(group),
+                ]
+            )
     return Table(["Δt_min", "Δt_max", "β", *METHODS, "most (" + "/".join(METHODS) + ")", "censored"], lines)
 
 
 def _length_table(rows: Rows) -> Table:
-    lines = [[t, *(f"{np.mean(v):.1f}" for v in c.values()), *(max(v) for v in c.values())] for t, c in _by_length(rows).items()]
+    lines = [
+        [t, *(f"{np.mean(v):.1f}" for v in c.values()), *(max(v) for v in c.values())]
+        for t, c in _by_length(rows).items()
+    ]
     return Table(["T", *(f"{m}, mean" for m in METHODS), *(f"{m}, most" for m in METHODS)], lines)
 
 
@@ -326,7 +368,10 @@ RECIPES = {
             "order": Check(_order, "laptop"),
             "outliers": Check(_outliers, "laptop"),
         },
-        figures={"Mean iterations by β": _draw_eigenvalues, "Distribution of iterations, Δt_min = 0.001": _draw_distribution},
+        figures={
+            "Mean iterations by β": _draw_eigenvalues,
+            "Distribution of iterations, Δt_min = 0.001": _draw_distribution,
+        },
         table=_eigenvalue_table,
         cost={"smoke": "3 s", "laptop": "3 min", "paper": "20 min"},
         dtype=torch.float32,

@@ -38,8 +38,12 @@ def _draw_tradeoffs(rows: Rows) -> "Figure":
     axis = figure.subplots()
     names, places = list(_QUALITIES), list(_QUALITIES.values())
     for first, second in _CONFLICTS:
-        axis.annotate("", places[second], places[first], arrowprops={
-            "arrowstyle": "<->", "color": RED, "lw": 1.8, "shrinkA": 34, "shrinkB": 34})  # fmt: skip
+        axis.annotate(
+            "",
+            places[second],
+            places[first],
+            arrowprops={"arrowstyle": "<->", "color": RED, "lw": 1.8, "shrinkA": 34, "shrinkB": 34},
+        )
     for name, place in zip(names, places, strict=True):
         axis.text(*place, name, ha="center", va="center", fontsize=10)
     axis.text(0.0, -1.55, "red: at odds with each other", ha="center", fontsize=8, color=RED)
@@ -64,25 +68,34 @@ def _run_planes(point: Point) -> Finding:
         name: [sorted([-2 - 3 * y, 3 - 2 * y]), [float(part) for part in _non_linear(np.array(x), np.array(y))]]
         for name, (x, y) in critical.items()
     }
-    return Finding({
-        "unstable": sorted(np.linalg.eigvals(_GROWING).real.tolist()),
-        "stable": sorted(np.linalg.eigvals(-_GROWING).real.tolist()),
-        "critical": at,
-    })  # fmt: skip
+    return Finding(
+        {
+            "unstable": sorted(np.linalg.eigvals(_GROWING).real.tolist()),
+            "stable": sorted(np.linalg.eigvals(-_GROWING).real.tolist()),
+            "critical": at,
+        }
+    )
 
 
 def _linear(rows: Rows) -> Verdict:
     """Eigenvalues are all positive in the unstable system and all negative in the stable one."""
     numbers = rows[0].numbers
-    return Verdict.of(min(numbers["unstable"]) > 0 > max(numbers["stable"]), f"{numbers['unstable']} and {numbers['stable']}")
+    return Verdict.of(
+        min(numbers["unstable"]) > 0 > max(numbers["stable"]), f"{numbers['unstable']} and {numbers['stable']}"
+    )
 
 
 def _critical(rows: Rows) -> Verdict:
-    """The field is zero at (0, 0) and (0, 3); the Jacobian has eigenvalues of both signs at one, negative at the other."""
+    """The field is zero at (0, 0) and (0, 3); eigenvalues there are of both signs at one, negative at the other."""
     at = rows[0].numbers["critical"]
     rest = all(field == [0, 0] for _, field in at.values())
-    kinds = sorted("sink" if max(values) < 0 else "saddle" if min(values) < 0 < max(values) else "source" for values, _ in at.values())
-    return Verdict.of(rest and kinds == ["saddle", "sink"], f"eigenvalues {at['origin'][0]} at (0, 0), {at['above'][0]} at (0, 3)")
+    kinds = sorted(
+        "sink" if max(values) < 0 else "saddle" if min(values) < 0 < max(values) else "source"
+        for values, _ in at.values()
+    )
+    return Verdict.of(
+        rest and kinds == ["saddle", "sink"], f"eigenvalues {at['origin'][0]} at (0, 0), {at['above'][0]} at (0, 3)"
+    )
 
 
 def _draw_planes(rows: Rows) -> "Figure":
@@ -90,8 +103,15 @@ def _draw_planes(rows: Rows) -> "Figure":
     axes = figure.subplots(1, 3)
     y, x = np.mgrid[-2:2:24j, -2:2:24j]
     for axis, matrix, title in zip(axes, (_GROWING, -_GROWING), ("Unstable, linear", "Stable, linear"), strict=False):
-        axis.streamplot(x, y, matrix[0, 0] * x + matrix[0, 1] * y, matrix[1, 0] * x + matrix[1, 1] * y,
-                        color=BLUE, density=0.8, linewidth=0.8)  # fmt: skip
+        axis.streamplot(
+            x,
+            y,
+            matrix[0, 0] * x + matrix[0, 1] * y,
+            matrix[1, 0] * x + matrix[1, 1] * y,
+            color=BLUE,
+            density=0.8,
+            linewidth=0.8,
+        )
         axis.plot(0, 0, "o", color=RED)
         axis.set(title=title)
     y, x = np.mgrid[-1:4.5:24j, -2:2:24j]
@@ -109,12 +129,11 @@ def _draw_planes(rows: Rows) -> "Figure":
 
 
 def _run_descent(point: Point) -> Finding:
-    """Descent to a random orthogonal matrix, by four kinds of step."""
-    torch.manual_seed(point.seed)
-    size, rate = point.settings["size"], point.settings["rate"]
-    target, start = (torch.linalg.qr(torch.randn(size, size))[0] for _ in range(2))
-    target, start = (q * torch.sign(torch.linalg.det(q)) for q in (target, start))
-    eye = torch.eye(size)
+    """Descent to an orthogonal matrix two radians away, by four kinds of step."""
+    rate, eye = point.settings["rate"], torch.eye(3)
+    start = torch.linalg.qr(torch.randn(3, 3))[0]
+    turn = torch.tensor([[0.0, -1.0, 0.3], [1.0, 0.0, -0.3], [-0.3, 0.3, 0.0]])
+    target = torch.linalg.matrix_exp(2 * turn / torch.linalg.matrix_norm(turn, 2)) @ start
     found: dict[str, Any] = {}
     for kind in ("Euclidean", "exponential", "Cayley", "Cayley as printed"):
         q, away, distance, path = start, [], [], []
@@ -147,7 +166,10 @@ def _stays(rows: Rows) -> Verdict:
     numbers = [rows[0].numbers[kind] for kind in ("exponential", "Cayley")]
     worst = max(max(n["away"]) for n in numbers)
     closer = all(n["distance"][-1] < 0.5 * n["distance"][0] for n in numbers)
-    return Verdict.of(worst < 1e-9 and closer, f"up to {worst:.1g}; distance {numbers[0]['distance'][0]:.2f} → {numbers[0]['distance'][-1]:.2f}")
+    return Verdict.of(
+        worst < 1e-9 and closer,
+        f"up to {worst:.1g}; distance {numbers[0]['distance'][0]:.2f} → {numbers[0]['distance'][-1]:.2f}",
+    )
 
 
 def _printed(rows: Rows) -> Verdict:
@@ -205,13 +227,17 @@ def _run_conjugates(point: Point) -> Finding:
     matrices = [_oscillator(), *(_conjugate(rng) for _ in range(3))]
     stitched = _trajectory(matrices[1:])
     pieces = stitched.reshape(3, -1, 3)
-    return Finding({
-        "eigenvalues": [[[e.real, e.imag] for e in sorted(np.linalg.eigvals(m), key=lambda e: e.imag)] for m in matrices],
-        "frequencies": [_frequency(piece) for piece in pieces],
-        "paths": [_trajectory([m] * 3)[::5].tolist() for m in matrices[:2]],
-        "stitched": stitched[::5].tolist(),
-        "planes": [np.linalg.svd(piece - piece.mean(0))[2][2].tolist() for piece in pieces],
-    })  # fmt: skip
+    return Finding(
+        {
+            "eigenvalues": [
+                [[e.real, e.imag] for e in sorted(np.linalg.eigvals(m), key=lambda e: e.imag)] for m in matrices
+            ],
+            "frequencies": [_frequency(piece) for piece in pieces],
+            "paths": [_trajectory([m] * 3)[::5].tolist() for m in matrices[:2]],
+            "stitched": stitched[::5].tolist(),
+            "planes": [np.linalg.svd(piece - piece.mean(0))[2][2].tolist() for piece in pieces],
+        }
+    )
 
 
 def _frequency(piece: Array) -> float:
@@ -226,7 +252,9 @@ def _shared(rows: Rows) -> Verdict:
     """The eigenvalues of all four matrices agree to 10⁻⁸, and the normals of their planes differ by more than 5°."""
     eigenvalues = np.asarray(rows[0].numbers["eigenvalues"])
     worst = float(np.abs(eigenvalues - eigenvalues[0]).max())
-    return Verdict.of(worst < 1e-8 and _turns(rows) > 5, f"eigenvalues differ by {worst:.1g}; planes by at least {_turns(rows):.0f}°")
+    return Verdict.of(
+        worst < 1e-8 and _turns(rows) > 5, f"eigenvalues differ by {worst:.1g}; planes by at least {_turns(rows):.0f}°"
+    )
 
 
 def _turns(rows: Rows) -> float:
@@ -246,7 +274,9 @@ def _draw_conjugates(rows: Rows) -> "Figure":
     left, right = (figure.add_subplot(1, 2, place, projection="3d") for place in (1, 2))
     for path, colour, name in zip(rows[0].numbers["paths"], (BLUE, RED), ("x' = Ax", "x' = C⁻¹AC x"), strict=True):
         left.plot(*np.asarray(path).T, color=colour, linewidth=1, label=name)
-    for number, (piece, colour) in enumerate(zip(np.array_split(np.asarray(rows[0].numbers["stitched"]), 3), (BLUE, RED, GREEN), strict=True)):
+    for number, (piece, colour) in enumerate(
+        zip(np.array_split(np.asarray(rows[0].numbers["stitched"]), 3), (BLUE, RED, GREEN), strict=True)
+    ):
         right.plot(*piece.T, color=colour, linewidth=1.2, label=f"C{number + 1}")
     left.set(title="Two conjugate systems")
     right.set(title="Switching every 450 ms")
@@ -297,15 +327,26 @@ def _draw_copy(rows: Rows) -> "Figure":
         axis.bar(t, 1, 0.9, color=RED)
         axis.text(t, 0.5, str(value), ha="center", va="center", fontsize=6, color="white")
     axis.set_yticks([0.5, 1.7], ["target", "input"])
-    axis.set(xlabel="step", title="Blue: to remember. Grey: distractors. Green: prompts. Red: the loss.", xlim=(-1, len(inputs)))
+    axis.set(
+        xlabel="step",
+        title="Blue: to remember. Grey: distractors. Green: prompts. Red: the loss.",
+        xlim=(-1, len(inputs)),
+    )
     figures.bare(axis)
     return figure
 
 
-_SECONDS = {"smoke": "1 s", "laptop": "1 s", "paper": "1 s"}
+_SECONDS: dict[Scale, str] = {"smoke": "1 s", "laptop": "1 s", "paper": "1 s"}
 
 RECIPES = {
-    "fig:tradeoffs": Recipe(1, _one(drawing="four qualities"), lambda point: Finding({}), {}, {"Four qualities": _draw_tradeoffs}, cost=_SECONDS),
+    "fig:tradeoffs": Recipe(
+        1,
+        _one(drawing="four qualities"),
+        lambda point: Finding({}),
+        {},
+        {"Four qualities": _draw_tradeoffs},
+        cost=_SECONDS,
+    ),
     "fig:dynamical_system": Recipe(
         1,
         _one(growing=_GROWING.tolist()),
@@ -316,7 +357,7 @@ RECIPES = {
     ),
     "fig:ortho_gd": Recipe(
         1,
-        _one(size=3, rate=0.1, steps=30),
+        _one(rate=0.1, steps=30),
         _run_descent,
         {"leaves": Check(_leaves), "stays": Check(_stays), "printed": Check(_printed)},
         {"Descent on the orthogonal matrices": _draw_descent},
@@ -331,9 +372,19 @@ RECIPES = {
         cost=_SECONDS,
     ),
     "fig:copy_memory": Recipe(
-        1, _one(tokens=10, symbols=8, distractors=44, spread=False), _run_copy, {"length": Check(_length)}, {"Copy Memory": _draw_copy}, cost=_SECONDS
+        1,
+        _one(tokens=10, symbols=8, distractors=44, spread=False),
+        _run_copy,
+        {"length": Check(_length)},
+        {"Copy Memory": _draw_copy},
+        cost=_SECONDS,
     ),
     "fig:selective_copy_memory": Recipe(
-        1, _one(tokens=16, symbols=14, distractors=96, spread=True), _run_copy, {}, {"Selective Copy": _draw_copy}, cost=_SECONDS
+        1,
+        _one(tokens=16, symbols=14, distractors=96, spread=True),
+        _run_copy,
+        {},
+        {"Selective Copy": _draw_copy},
+        cost=_SECONDS,
     ),
-}  # fmt: skip
+}

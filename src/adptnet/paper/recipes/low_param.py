@@ -64,7 +64,7 @@ def _run_picture(point: Point) -> Finding:
         "variance": float(target.var()),
         "image": _packed(image),
     }
-    return Finding(numbers, spec.to_json())
+    return Finding(numbers, spec)
 
 
 def _packed(image: Tensor) -> str:
@@ -121,16 +121,21 @@ def _draw_pictures(rows: Rows) -> "Figure":
     shown = [("the picture", _packed(picture()), f"{SIZE**2:,} numbers")]
     for row in rows:
         numbers = row.numbers
-        shown.append((row.settings["matrix"], numbers["image"], f"{numbers['parameters']:,} numbers, MSE {numbers['error']:.4f}"))
+        shown.append(
+            (row.settings["matrix"], numbers["image"], f"{numbers['parameters']:,} numbers, MSE {numbers['error']:.4f}")
+        )
     for axis, (name, image, below) in zip(figure.subplots(3, 4).flat, shown, strict=True):
-        axis.imshow(_unpacked(image), cmap="gray", vmin=0, vmax=255)
+        axis.imshow(_unpacked(image), cmap="gray", vmin=0, vmax=255, interpolation="none")
         axis.set_title(f"{name}\n{below}", fontsize=9)
         axis.set_axis_off()
     return figure
 
 
 def _picture_table(rows: Rows) -> Table:
-    return Table(["matrix", "parameters", "MSE"], [[r.settings["matrix"], r.numbers["parameters"], f"{r.numbers['error']:.4f}"] for r in rows])  # fmt: skip
+    return Table(
+        ["matrix", "parameters", "MSE"],
+        [[r.settings["matrix"], r.numbers["parameters"], f"{r.numbers['error']:.4f}"] for r in rows],
+    )
 
 
 # fig:pre_activation_distribution
@@ -184,7 +189,9 @@ def _draw_outputs(rows: Rows) -> "Figure":
     edges = np.linspace(-END, END, BINS + 1)
     labels = {"LowParam": "LowParam 128×8 + 16", "default": "dense, ±1/√n", "printed": "dense, ±√(3/n)"}
     for (name, share), colour in zip(rows[0].numbers["shares"].items(), ("#d55e00", "#0072b2", "#999999"), strict=True):
-        label = labels[name] + (f": KL {np.mean([r.numbers['divergence'][name] for r in rows]):.3f}" if name in DENSE else "")
+        label = labels[name] + (
+            f": KL {np.mean([r.numbers['divergence'][name] for r in rows]):.3f}" if name in DENSE else ""
+        )
         axis.stairs(np.asarray(share) / (2 * END / BINS), edges, color=colour, linewidth=1.8, label=label)
     axis.set(xlabel="output", ylabel="density", xlim=(-0.94 * END, 0.94 * END))  # without the bins of the tails
     axis.set_ylim(0, 1.35 * axis.get_ylim()[1])

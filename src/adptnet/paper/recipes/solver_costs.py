@@ -8,6 +8,7 @@ import torch
 from ... import analysis, projections, solvers, spectra
 from ...analysis import figures
 from ...analysis.cost import macs
+from ...cells import ADPTCell
 from ...nn import ADPTNet
 from ...ops.linear_scan import linear_scan
 from ...ops.lti_convolution import lti_convolution
@@ -47,6 +48,7 @@ def _run_cost(point: Point) -> Finding:
         for by in (linear_scan, lti_convolution)
     )
     drive = layer.cell.prepare(x[:, :1], torch.zeros(1, 1, dtype=torch.int64))
+    assert isinstance(layer.cell, ADPTCell)
     bound = layer.cell.bind()  # what a step needs is evaluated here
     conv = macs(lambda: bound.linear_transition(drive))
     numbers: dict[str, Any] = {
@@ -57,7 +59,7 @@ def _run_cost(point: Point) -> Finding:
         "step": counted.step,
         "fft": float((by_scan - by_fft).abs().max() / by_scan.abs().max()),
     }
-    return Finding(numbers, layer.spec.to_json())
+    return Finding(numbers, layer.spec)
 
 
 def _conv(rows: Rows) -> Verdict:
@@ -96,7 +98,9 @@ def _fft(rows: Rows) -> Verdict:
 def _cost_table(rows: Rows) -> Table:
     keys = ["Conv", "listing", "Forward", "Quasi", "step"]
     lines = [[row.settings["size"], *(row.numbers[key] for key in keys), f"{row.numbers['fft']:.1g}"] for row in rows]
-    return Table(["D", "Conv", "Forward, the paper's listing", "Forward, ours", "Quasi, ours", "a step", "FFT − scan"], lines)
+    return Table(
+        ["D", "Conv", "Forward, the paper's listing", "Forward, ours", "Quasi, ours", "a step", "FFT − scan"], lines
+    )
 
 
 # table:error_summary
@@ -118,15 +122,20 @@ def _error_points(scale: Scale) -> list[Point]:
 def _run_errors(point: Point) -> Finding:
     low, high = SPREADS[point.settings["spread"]]
     spectrum = spectra.Linspace(dt_min=low, dt_max=high)
-    layer = ADPTNet(16, beta=point.settings["beta"], projection=projections.Orthogonal(), spectrum=spectrum).requires_grad_(False)
+    layer = ADPTNet(
+        16, beta=point.settings["beta"], projection=projections.Orthogonal(), spectrum=spectrum
+    ).requires_grad_(False)
     found = analysis.local_errors(layer, torch.randn(point.settings["steps"], 16))
     keep = slice(1, None)  # the first state is zero
-    numbers: dict[str, Any] = {name: float(getattr(found, name)[keep].max()) for name in ("similarity", "derivative", "forward")}
+    numbers: dict[str, Any] = {
+        name: float(getattr(found, name)[keep].max()) for name in ("similarity", "derivative", "forward")
+    }
     for name in ("conv_to_deer", "derivative_to_state", "forward_to_quasi", "conv_to_quasi"):
         numbers[name] = float((getattr(found, name)[keep] / found.state_norm[keep]).mean())
+    assert isinstance(layer.cell, ADPTCell)
     modulus = layer.cell.spectrum.log_modulus().exp()
     numbers |= {"largest": float(modulus.max()), "spread": analysis.eigenvalue_spread(layer)}
-    return Finding(numbers, layer.spec.to_json())
+    return Finding(numbers, layer.spec)
 
 
 def _similarity(rows: Rows) -> Verdict:
@@ -139,7 +148,9 @@ def _derivative(rows: Rows) -> Verdict:
     """The largest ‖J - M‖ along every trajectory is at most 8βλ̄_max."""
     ratios = [row.numbers["derivative"] / (8 * row.settings["beta"] * row.numbers["largest"]) for row in rows]
     exact = [row.numbers["derivative"] / (2 * row.settings["beta"] * row.numbers["spread"]) for row in rows]
-    return Verdict.of(max(ratios) <= 1, f"at most {max(ratios):.2g} of it (of our bound 2β(λ̄_max − λ̄_min): {max(exact):.2g})")
+    return Verdict.of(
+        max(ratios) <= 1, f"at most {max(ratios):.2g} of it (of our bound 2β(λ̄_max − λ̄_min): {max(exact):.2g})"
+    )
 
 
 def _derivative_acts(rows: Rows) -> Verdict:
@@ -167,8 +178,13 @@ def _smaller(rows: Rows) -> Verdict:
 
 def _draw_errors(rows: Rows) -> "Figure":
     figure = figures.blank(9, 3.3)
-    labels = {"similarity": "ε_sim = ‖Λ̄ − M‖", "derivative": "ε_der = ‖J − M‖", "forward": "ε_fwd = ‖diag M − Λ̄‖",
-              "conv_to_deer": "‖(Λ̄ − J)s‖ / ‖s‖", "derivative_to_state": "‖(J − M)s‖ / ‖s‖"}  # fmt: skip
+    labels = {
+        "similarity": "ε_sim = ‖Λ̄ − M‖",
+        "derivative": "ε_der = ‖J − M‖",
+        "forward": "ε_fwd = ‖diag M − Λ̄‖",
+        "conv_to_deer": "‖(Λ̄ − J)s‖ / ‖s‖",
+        "derivative_to_state": "‖(J − M)s‖ / ‖s‖",
+    }
     for axis, spread in zip(figure.subplots(1, 2, sharey=True), SPREADS, strict=True):
         for (name, label), colour in zip(labels.items(), figures.COLOURS, strict=False):
             means = [max(float(np.mean(rows.where(spread=spread, beta=b).numbers(name))), 1e-18) for b in BETAS]

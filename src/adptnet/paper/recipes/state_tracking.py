@@ -64,7 +64,9 @@ def _spectrum(settings: Any) -> SpectrumSpec:
 def _cell(settings: Any) -> CellSpec:
     if settings["spectrum"] is None:
         return ReLURNN(settings["width"])
-    return ADPTSpec(settings["width"], beta=settings["beta"], spectrum=_spectrum(settings), gain=LRU(), gate=SoftplusGate())
+    return ADPTSpec(
+        settings["width"], beta=settings["beta"], spectrum=_spectrum(settings), gain=LRU(), gate=SoftplusGate()
+    )
 
 
 def _run(point: Point) -> Finding:
@@ -82,7 +84,7 @@ def _run(point: Point) -> Finding:
         "parameters": sum(p.numel() for p in model.parameters()),
         "training": config.to_json(),
     }
-    return Finding(numbers, spec.to_json())
+    return Finding(numbers, spec)
 
 
 def _mean(rows: Rows, place: int = 0) -> float:
@@ -97,7 +99,10 @@ def _groups(rows: Rows) -> list[Rows]:
 
 def _beta(rows: Rows) -> Verdict:
     """Spearman's correlation of β and mean accuracy at the training length is at least 0.8 for every spectrum."""
-    found = [rank_correlation(group.values("beta"), [_mean(group.where(beta=b)) for b in group.values("beta")]) for group in _groups(rows)]
+    found = [
+        rank_correlation(group.values("beta"), [_mean(group.where(beta=b)) for b in group.values("beta")])
+        for group in _groups(rows)
+    ]
     means = [_mean(rows.where(beta=b)) for b in rows.values("beta")]
     shown = ", ".join(f"{b:g}: {mean:.1f}" for b, mean in zip(rows.values("beta"), means, strict=True))
     return Verdict.of(min(found) >= 0.8, f"smallest correlation {min(found):.2f}; mean accuracy by β {shown}")
@@ -111,11 +116,14 @@ def _linear(rows: Rows) -> Verdict:
 
 def _difference(rows: Rows, first: dict[str, Any], second: dict[str, Any], place: int = 0) -> Any:
     """Paired by all settings but those that differ, and by seed."""
+
     def keyed(chosen: dict[str, Any]) -> dict[Any, float]:
         return {
-            (row.seed, *(value for key, value in sorted(row.settings.items()) if key not in chosen)): row.numbers["accuracy"][place]
+            (row.seed, *(value for key, value in sorted(row.settings.items()) if key not in chosen)): row.numbers[
+                "accuracy"
+            ][place]
             for row in rows.where(**chosen)
-        }  # fmt: skip
+        }
 
     left, right = keyed(first), keyed(second)
     pairs = [key for key in left if key in right]
@@ -127,7 +135,9 @@ def _extrapolates(rows: Rows) -> Verdict:
     chance = 100 * WordProblem(rows[0].settings["group"]).chance
     found = [_mean(group.where(beta=4.0), 2) for group in _groups(rows)]
     share = float(np.mean([accuracy > 1.3 * chance for accuracy in found]))
-    return Verdict.of(share >= 0.75, f"{share:.0%} of the spectra; {min(found):.1f} to {max(found):.1f} %, chance {chance:.1f} %")
+    return Verdict.of(
+        share >= 0.75, f"{share:.0%} of the spectra; {min(found):.1f} to {max(found):.1f} %, chance {chance:.1f} %"
+    )
 
 
 def _negative(rows: Rows) -> Verdict:
@@ -156,7 +166,16 @@ def _table(rows: Rows) -> Table:
             some = group.where(beta=beta)
             first = some[0].settings
             sign = "✓" if first["negative"] else "×"
-            lines.append([first["spectrum"], f"{first['sparsity']:.0%}", beta, sign, *(f"{_mean(some, i):.1f}" for i in range(3)), len(some)])  # fmt: skip
+            lines.append(
+                [
+                    first["spectrum"],
+                    f"{first['sparsity']:.0%}",
+                    beta,
+                    sign,
+                    *(f"{_mean(some, i):.1f}" for i in range(3)),
+                    len(some),
+                ]
+            )
     return Table(["Eig. Init.", "Sparsity", "β", "Neg. Eig.", *(f"L={n}" for n in LENGTHS), "seeds"], lines)
 
 
@@ -168,10 +187,12 @@ def _draw(rows: Rows) -> "Figure":
             betas = group.values("beta")
             style = "-o" if first["negative"] else ":s"
             name = f"{first['spectrum']}, {first['sparsity']:.0%}, {'±' if first['negative'] else '+'}"
-            axis.plot(betas, [_mean(group.where(beta=b), place) for b in betas], style, color=colour, markersize=3, label=name)
+            axis.plot(
+                betas, [_mean(group.where(beta=b), place) for b in betas], style, color=colour, markersize=3, label=name
+            )
         axis.axhline(100 * WordProblem(rows[0].settings["group"]).chance, color="black", linewidth=0.8, linestyle="--")
         axis.set_xscale("symlog", linthresh=0.01)
-        axis.set(xlabel="β", title=f"{2**place}× the length ({LENGTHS[place]})", ylim=(0, 104))
+        axis.set(xlabel="β", title=f"{2**place}× the length ({LENGTHS[place]})", xlim=(-0.002, 6), ylim=(0, 104))
         figures.bare(axis)
         if place == 0:
             axis.set_ylabel("accuracy (%; dashed: chance)")
@@ -280,4 +301,4 @@ RECIPES = {
         cost={"smoke": "1 s", "laptop": "8 min", "paper": "a GPU for a day"},
         dtype=torch.float32,
     ),
-}  # fmt: skip
+}

@@ -26,17 +26,20 @@ WEIGHTS = {
 RETRACTIONS = {"exponential": retractions.Exponential(), "Cayley": retractions.Cayley()}
 STEP_SIZES = {"10": (1e-2, 2.3), "5": (0.7, 2.3), "1.01": (1e-3, 1e-2)}  # by λ̄_max / λ̄_min
 BETAS = (0.125, 1.0, 1000.0)
-LENGTHS = {"smoke": (16, 48, 96), "laptop": (64, 1024, 4096), "paper": (64, 4096, 16384)}
+LENGTHS = {"smoke": (8, 16, 24), "laptop": (64, 1024, 4096), "paper": (64, 4096, 16384)}
+MIDDLE = {"smoke": 16, "laptop": 4096, "paper": 4096}
 SMALL, LARGE = 16, {"smoke": 20, "laptop": 64, "paper": 128}
 SEEDS = {"smoke": 1, "laptop": 3, "paper": 7}
 SLACK = 0.01  # of the width of ln λ̄: what an exponent may leave its interval by
 
 
-def _points(scale: Scale, seeds: int, **grid: Any) -> list[Point]:
+def _points(seeds: int, **grid: Any) -> list[Point]:
     """The product of the lists in `grid`, for each seed."""
     points: list[dict[str, Any]] = [{}]
     for key, values in grid.items():
-        points = [{**point, key: value} for point in points for value in (values if isinstance(values, list) else [values])]
+        points = [
+            {**point, key: value} for point in points for value in (values if isinstance(values, list) else [values])
+        ]
     return [Point(point, seed) for seed in range(seeds) for point in points]
 
 
@@ -53,8 +56,9 @@ def _run(point: Point) -> Finding:
     layer = ADPTNet(settings["size"], beta=settings["beta"], gain=drive.LRU(), rope=drive.RoPE(), **axes)
     layer.requires_grad_(False)
     numbers = _spectrum(layer, settings["steps"])
+    assert isinstance(layer.cell, cells.ADPTCell)
     numbers["log_eigenvalues"] = layer.cell.spectrum.log_modulus().sort(descending=True).values
-    return Finding(numbers, layer.spec.to_json())
+    return Finding(numbers, layer.spec)
 
 
 def _run_orthogonal(point: Point) -> Finding:
@@ -62,8 +66,7 @@ def _run_orthogonal(point: Point) -> Finding:
     numbers = _spectrum(layer, point.settings["steps"])
     x = torch.randn(min(point.settings["steps"], 1024), layer.width)
     numbers["singular"] = analysis.mean_log_singular_values(layer, x)
-    assert layer.spec is not None
-    return Finding(numbers, layer.spec.to_json())
+    return Finding(numbers, layer.spec)
 
 
 def _spectrum(layer: ADPTNet | Recurrent, steps: int) -> dict[str, Any]:
@@ -125,14 +128,16 @@ def _contained(rows: Rows) -> Verdict:
 
 def _time_points(scale: Scale) -> list[Point]:
     seeds = 1 if scale == "smoke" else 3
-    return _points(scale, seeds, size=[SMALL, LARGE[scale]], steps=list(LENGTHS[scale]), beta=0.125)
+    return _points(seeds, size=[SMALL, LARGE[scale]], steps=list(LENGTHS[scale]), beta=0.125)
 
 
 def _squeezed(rows: Rows) -> Verdict:
     """At the shortest length the exponents span less than at the longest, and less than ln λ̄, for each size."""
     shortest, longest = min(rows.values("steps")), max(rows.values("steps"))
-    spans = [(_mean(rows.where(size=n, steps=shortest), _squeeze), _mean(rows.where(size=n, steps=longest), _squeeze))
-             for n in rows.values("size")]  # fmt: skip
+    spans = [
+        (_mean(rows.where(size=n, steps=shortest), _squeeze), _mean(rows.where(size=n, steps=longest), _squeeze))
+        for n in rows.values("size")
+    ]
     shown = ", ".join(f"{a:.2f} at T = {shortest} and {b:.2f} at {longest}" for a, b in spans)
     return Verdict.of(all(a < b and a < 1 for a, b in spans), f"widths relative to ln λ̄, each size: {shown}")
 
@@ -148,7 +153,9 @@ def _size(rows: Rows) -> Verdict:
 def _aligned(rows: Rows) -> Verdict:
     """At the longest length the mean mismatch |α_i - ln λ̄_i| is below 5 % of the width in every network."""
     longest = rows.where(steps=max(rows.values("steps")))
-    return Verdict.of(max(_mismatch(row) for row in longest) < 0.05, f"mismatch {_range(longest, _mismatch)} of the width")
+    return Verdict.of(
+        max(_mismatch(row) for row in longest) < 0.05, f"mismatch {_range(longest, _mismatch)} of the width"
+    )
 
 
 # fig:kv_ablation
@@ -156,8 +163,12 @@ def _aligned(rows: Rows) -> Verdict:
 
 def _kv_points(scale: Scale) -> list[Point]:
     return _points(
-        scale, SEEDS[scale], weights=list(WEIGHTS), beta=list(BETAS), size=SMALL, steps=LENGTHS[scale][1 + (scale == "laptop")]
-    )  # fmt: skip
+        SEEDS[scale],
+        weights=list(WEIGHTS),
+        beta=list(BETAS),
+        size=SMALL,
+        steps=MIDDLE[scale],
+    )
 
 
 def _kv_contained(rows: Rows) -> Verdict:
@@ -207,17 +218,21 @@ def _bounds(rows: Rows) -> Verdict:
 
 
 def _cayley_points(scale: Scale) -> list[Point]:
-    steps = LENGTHS[scale][1 + (scale == "laptop")]
-    return _points(scale, SEEDS[scale], retraction=list(RETRACTIONS), beta=list(BETAS), size=SMALL, steps=steps)
+    return _points(SEEDS[scale], retraction=list(RETRACTIONS), beta=list(BETAS), size=SMALL, steps=MIDDLE[scale])
 
 
 def _alike(rows: Rows) -> Verdict:
     """At β = 0.125 and 1 the mean mismatch of the two differs by less than 3 % of the width of ln λ̄."""
     gaps = [
-        abs(_mean(rows.where(beta=b, retraction="Cayley"), _mismatch) - _mean(rows.where(beta=b, retraction="exponential"), _mismatch))
+        abs(
+            _mean(rows.where(beta=b, retraction="Cayley"), _mismatch)
+            - _mean(rows.where(beta=b, retraction="exponential"), _mismatch)
+        )
         for b in (0.125, 1.0)
-    ]  # fmt: skip
-    return Verdict.of(max(gaps) < 0.03, f"differences of the mean mismatch {gaps[0]:.2%} and {gaps[1]:.2%} of the width")
+    ]
+    return Verdict.of(
+        max(gaps) < 0.03, f"differences of the mean mismatch {gaps[0]:.2%} and {gaps[1]:.2%} of the width"
+    )
 
 
 def _both_undershoot(rows: Rows) -> Verdict:
@@ -233,7 +248,7 @@ def _both_undershoot(rows: Rows) -> Verdict:
 def _cond_points(scale: Scale) -> list[Point]:
     steps = LENGTHS[scale][1]
     seeds = {"smoke": 1, "laptop": 1, "paper": 3}[scale]
-    return _points(scale, seeds, ratio=list(STEP_SIZES), beta=list(BETAS), size=LARGE[scale], steps=steps)
+    return _points(seeds, ratio=list(STEP_SIZES), beta=list(BETAS), size=LARGE[scale], steps=steps)
 
 
 def _by(rows: Rows, key: str) -> dict[Any, float]:
@@ -241,7 +256,9 @@ def _by(rows: Rows, key: str) -> dict[Any, float]:
 
 
 def _shown(means: dict[Any, float]) -> str:
-    return ", ".join(f"{key:g}: {value:.2%}" if isinstance(key, float) else f"{key}: {value:.2%}" for key, value in means.items())
+    return ", ".join(
+        f"{key:g}: {value:.2%}" if isinstance(key, float) else f"{key}: {value:.2%}" for key, value in means.items()
+    )
 
 
 def _ratio(rows: Rows) -> Verdict:
@@ -266,7 +283,7 @@ def _discordant(rows: Rows) -> Verdict:
 
 
 def _rnn_points(scale: Scale) -> list[Point]:
-    return _points(scale, 1 if scale == "smoke" else 3, size=LARGE[scale], steps=list(LENGTHS[scale]))
+    return _points(1 if scale == "smoke" else 3, size=LARGE[scale], steps=list(LENGTHS[scale]))
 
 
 def _top(rows: Rows) -> Verdict:
@@ -278,13 +295,17 @@ def _top(rows: Rows) -> Verdict:
 def _half(rows: Rows) -> Verdict:
     """Between 30 % and 70 % of the exponents are above -0.05."""
     shares = [float(np.mean(np.asarray(row.numbers["exponents"]) > -0.05)) for row in rows]
-    return Verdict.of(min(shares) > 0.3 and max(shares) < 0.7, f"shares above -0.05: {min(shares):.0%} to {max(shares):.0%}")
+    return Verdict.of(
+        min(shares) > 0.3 and max(shares) < 0.7, f"shares above -0.05: {min(shares):.0%} to {max(shares):.0%}"
+    )
 
 
 def _half_singular(rows: Rows) -> Verdict:
     """Between 30 % and 70 % of the time averages of ln σ_i(J_t) are above -1."""
     shares = [float(np.mean(np.asarray(row.numbers["singular"]) > -1)) for row in rows]
-    return Verdict.of(min(shares) > 0.3 and max(shares) < 0.7, f"shares above -1: {min(shares):.0%} to {max(shares):.0%}")
+    return Verdict.of(
+        min(shares) > 0.3 and max(shares) < 0.7, f"shares above -1: {min(shares):.0%} to {max(shares):.0%}"
+    )
 
 
 def _floor(rows: Rows) -> Verdict:
@@ -317,9 +338,15 @@ def _summary(*keys: str) -> Callable[[Rows], Table]:
         for settings in dict.fromkeys(tuple(row.settings[key] for key in keys) for row in rows):
             group = rows.where(**dict(zip(keys, settings, strict=True)))
             lines.append(
-                [*settings, len(group), f"{_mean(group, lambda r: max(r.numbers['exponents'])):.3g}",
-                 f"{-_mean(group, _below):+.2g}", f"{_mean(group, _mismatch):.2%}", f"{_mean(group, _squeeze):.2f}"]
-            )  # fmt: skip
+                [
+                    *settings,
+                    len(group),
+                    f"{_mean(group, lambda r: max(r.numbers['exponents'])):.3g}",
+                    f"{-_mean(group, _below):+.2g}",
+                    f"{_mean(group, _mismatch):.2%}",
+                    f"{_mean(group, _squeeze):.2f}",
+                ]
+            )
         columns = ["networks", "largest exponent", "below ln λ̄_min", "mean mismatch", "width"]
         return Table([*keys, *columns], lines)
 
@@ -337,7 +364,11 @@ RECIPES = {
             "size": Check(_size, "laptop"),
             "aligned": Check(_aligned, "laptop"),
         },
-        figures={"Exponents and ln λ̄ by size and length": _panels(lambda r: f"D = {r.settings['size']}, T = {r.settings['steps']}")},
+        figures={
+            "Exponents and ln λ̄ by size and length": _panels(
+                lambda r: f"D = {r.settings['size']}, T = {r.settings['steps']}"
+            )
+        },
         table=_summary("size", "steps"),
         cost={"smoke": "1 s", "laptop": "20 s", "paper": "3 min"},
     ),
@@ -353,7 +384,11 @@ RECIPES = {
             "chaos": Check(_chaos, "laptop"),
             "bounds": Check(_bounds),
         },
-        figures={"Exponents and ln λ̄ by K, V and β": _panels(lambda r: f"{r.settings['weights']}, β = {r.settings['beta']:g}")},
+        figures={
+            "Exponents and ln λ̄ by K, V and β": _panels(
+                lambda r: f"{r.settings['weights']}, β = {r.settings['beta']:g}"
+            )
+        },
         table=_summary("weights", "beta"),
         cost={"smoke": "1 s", "laptop": "30 s", "paper": "1 min"},
     ),
@@ -362,7 +397,11 @@ RECIPES = {
         points=_cayley_points,
         run=_run,
         checks={"alike": Check(_alike, "laptop"), "undershoot": Check(_both_undershoot, "laptop")},
-        figures={"Exponents and ln λ̄ by retraction and β": _panels(lambda r: f"{r.settings['retraction']}, β = {r.settings['beta']:g}")},
+        figures={
+            "Exponents and ln λ̄ by retraction and β": _panels(
+                lambda r: f"{r.settings['retraction']}, β = {r.settings['beta']:g}"
+            )
+        },
         table=_summary("retraction", "beta"),
         cost={"smoke": "1 s", "laptop": "20 s", "paper": "1 min"},
     ),
@@ -370,8 +409,16 @@ RECIPES = {
         version=1,
         points=_cond_points,
         run=_run,
-        checks={"ratio": Check(_ratio, "laptop"), "beta": Check(_beta, "laptop"), "discordant": Check(_discordant, "laptop")},
-        figures={"Exponents and ln λ̄ by λ̄_max / λ̄_min and β": _panels(lambda r: f"ratio {r.settings['ratio']}, β = {r.settings['beta']:g}")},
+        checks={
+            "ratio": Check(_ratio, "laptop"),
+            "beta": Check(_beta, "laptop"),
+            "discordant": Check(_discordant, "laptop"),
+        },
+        figures={
+            "Exponents and ln λ̄ by λ̄_max / λ̄_min and β": _panels(
+                lambda r: f"ratio {r.settings['ratio']}, β = {r.settings['beta']:g}"
+            )
+        },
         table=_summary("ratio", "beta"),
         cost={"smoke": "1 s", "laptop": "10 s", "paper": "2 min"},
     ),
@@ -388,4 +435,4 @@ RECIPES = {
         figures={"Exponents of an orthogonal ReLU RNN": _panels(lambda r: f"T = {r.settings['steps']}")},
         cost={"smoke": "1 s", "laptop": "20 s", "paper": "3 min"},
     ),
-}  # fmt: skip
+}
