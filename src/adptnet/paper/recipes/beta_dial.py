@@ -31,8 +31,11 @@ RETRACTIONS = {"exponential": retractions.Exponential(), "Cayley": retractions.C
 
 
 def _points(scale: Scale) -> list[Point]:
-    steps, length, width = {"smoke": (32, 32, 12), "laptop": (2048, 512, 64), "paper": (4096, 1024, 64)}[scale]
-    return [Point({"beta": beta, "steps": steps, "length": length, "width": width}) for beta in BETAS]
+    steps, length, width = {"smoke": (8, 12, 8), "laptop": (2048, 512, 64), "paper": (4096, 1024, 64)}[scale]
+    return [
+        Point({"beta": beta, "steps": steps, "length": length, "width": width})
+        for beta in (BETAS[::3] if scale == "smoke" else BETAS)
+    ]
 
 
 @torch.no_grad()
@@ -99,7 +102,7 @@ def _grows(rows: Rows) -> Verdict:
 
 def _every_beta(rows: Rows) -> Verdict:
     """The same over the whole grid of β, to 8."""
-    found = {name: rank_correlation(BETAS, rows.numbers(name)) for name in RETRACTIONS}
+    found = {name: rank_correlation(rows.values("beta"), rows.numbers(name)) for name in RETRACTIONS}
     holds = all(rows.numbers(name) == sorted(rows.numbers(name)) for name in RETRACTIONS)
     shown = ", ".join(f"{name} {value:.2f}" for name, value in found.items())
     return Verdict.of(holds, f"rank correlations {shown}: beyond a half turn the exponential turns back")
@@ -110,7 +113,14 @@ def _draw_curves(rows: Rows) -> "Figure":
     left, right = figure.subplots(1, 2)
     for name, colour in zip((*RETRACTIONS, "M"), figures.COLOURS, strict=False):
         label = {"M": "M, exponential"}.get(name, f"Q, {name}")
-        left.plot(BETAS, [100 * share for share in rows.numbers(name)], "-o", markersize=3, color=colour, label=label)
+        left.plot(
+            rows.values("beta"),
+            [100 * share for share in rows.numbers(name)],
+            "-o",
+            markersize=3,
+            color=colour,
+            label=label,
+        )
     first = next(row for row in rows if row.numbers["angle"] > 0)
     left.axvline(math.pi * first.settings["beta"] / first.numbers["angle"], color="black", linewidth=0.8, linestyle=":")
     left.axhline(800 / SIZE, color="black", linewidth=0.8, linestyle="--")
@@ -121,7 +131,7 @@ def _draw_curves(rows: Rows) -> "Figure":
             np.mean(row.numbers["iterations"][method]) if min(row.numbers["iterations"][method]) > 0 else np.nan
             for row in rows
         ]
-        right.plot(BETAS, means, "-o", markersize=3, color=colour, label=method)
+        right.plot(rows.values("beta"), means, "-o", markersize=3, color=colour, label=method)
     right.set(xlabel="β", ylabel="iterations")
     for axis in (left, right):
         axis.legend(frameon=False, fontsize=8)

@@ -103,7 +103,7 @@ def _seconds(solve: Callable[[], object], trials: int) -> float:
 
 def _points(scale: Scale) -> list[Point]:
     lengths, blocks, width, trials = {
-        "smoke": ([96], [1, 4], 12, 1),
+        "smoke": ([32], [1, 2], 8, 1),
         "laptop": ([2048, 4096], BLOCKS, 64, TRIALS),
         "paper": ([4096, 8192], BLOCKS, 64, TRIALS),
     }[scale]

@@ -18,7 +18,7 @@ JACOBIAN_FREE = ("Forward", "Conv")
 
 
 def _points(scale: Scale) -> list[Point]:
-    width, steps, samples = {"smoke": (16, 48, 2), "laptop": (64, 512, 6), "paper": (64, 1024, 30)}[scale]
+    width, steps, samples = {"smoke": (8, 24, 2), "laptop": (64, 512, 6), "paper": (64, 1024, 30)}[scale]
     return [
         Point({"width": width, "steps": steps, "negative": share}, s) for share in (0.25, 0.0) for s in range(samples)
     ]

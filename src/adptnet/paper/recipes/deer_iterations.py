@@ -74,9 +74,7 @@ def _run_lengths(point: Point) -> Finding:
 
 
 def _eigenvalue_points(scale: Scale) -> list[Point]:
-    width, steps, samples, seeds = {"smoke": (12, 48, 2, 1), "laptop": (64, 512, 2, 3), "paper": (64, 1024, 5, 3)}[
-        scale
-    ]
+    width, steps, samples, seeds = {"smoke": (8, 24, 2, 1), "laptop": (64, 512, 2, 3), "paper": (64, 1024, 5, 3)}[scale]
     pairs = [(1e-2, 1e-1), (1e-3, 1e-1), (1e-3, 1e-2), (1e-3, 5e-3), (1e-3, 1e-3)]
     shared = {"width": width, "steps": steps, "samples": samples}
     return [
@@ -88,7 +86,7 @@ def _eigenvalue_points(scale: Scale) -> list[Point]:
 
 
 def _length_points(scale: Scale) -> list[Point]:
-    width, longest, samples, seeds = {"smoke": (12, 64, 2, 1), "laptop": (64, 4096, 2, 3), "paper": (64, 16384, 5, 3)}[
+    width, longest, samples, seeds = {"smoke": (8, 64, 2, 1), "laptop": (64, 4096, 2, 3), "paper": (64, 16384, 5, 3)}[
         scale
     ]
     lengths = [16, 32, 64] if scale == "smoke" else [steps for steps in LENGTHS if steps <= longest]

@@ -34,7 +34,7 @@ def _listing(size: int) -> int:
 
 
 def _cost_points(scale: Scale) -> list[Point]:
-    sizes = {"smoke": [16, 32], "laptop": [16, 32, 64, 128], "paper": [16, 32, 64, 128, 256]}[scale]
+    sizes = {"smoke": [8, 16], "laptop": [16, 32, 64, 128], "paper": [16, 32, 64, 128, 256]}[scale]
     return [Point({"size": size, "steps": 64 if scale == "smoke" else 1024}) for size in sizes]
 
 
@@ -110,7 +110,7 @@ SPREADS = {"narrow": (1e-2, 1e-1), "wide": (1e-2, 2.0)}
 
 
 def _error_points(scale: Scale) -> list[Point]:
-    steps, seeds = {"smoke": (24, 1), "laptop": (512, 3), "paper": (1024, 5)}[scale]
+    steps, seeds = {"smoke": (12, 1), "laptop": (512, 3), "paper": (1024, 5)}[scale]
     return [
         Point({"spread": spread, "beta": beta, "steps": steps}, seed)
         for seed in range(seeds)
