@@ -1,9 +1,10 @@
-"""The reproduction: labels have their place, rows survive a kill, verdicts follow their tests, the page stands alone."""
+"""The reproduction: labels have a place, rows survive a kill, verdicts follow their tests, the page stands alone."""
 
 import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -367,6 +368,28 @@ def test_a_report_without_matplotlib_says_what_to_install(tmp_path, monkeypatch,
     ran(tmp_path, "fig:tradeoffs")
     assert cli.main(["report", "--rows", str(tmp_path), "--output", str(tmp_path)]) == 1
     assert "pip install 'adptnet[plots]'" in capsys.readouterr().err
+
+
+MOVE = """<script>
+const share = () => document.getElementById("dial-share").textContent, before = share(), dial = document.getElementById("beta");
+dial.value = "1";
+dial.dispatchEvent(new Event("input"));
+document.title = before !== share() ? "it moved" : "it did not";
+</script>"""
+
+
+def test_in_a_browser_the_dial_moves_without_an_error(tmp_path):
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no Chromium here; what the page is made of is checked by another test")
+    ran(tmp_path, "fig:beta_effect_interactions")
+    assert cli.main(["report", "--rows", str(tmp_path), "--output", str(tmp_path)]) == 0
+    page = tmp_path / "index.html"
+    page.write_text(page.read_text().replace("</body>", MOVE + "</body>"))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    shown = subprocess.run([browser, *options, page.as_uri()], capture_output=True, text=True, check=True, timeout=100)
+    assert "<title>it moved</title>" in shown.stdout
+    assert "Uncaught" not in shown.stderr
 
 
 @pytest.mark.slow

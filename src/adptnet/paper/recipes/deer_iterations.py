@@ -121,7 +121,10 @@ def _beta(rows: Rows) -> Verdict:
             found.append(rank_correlation(BETAS, [_means(group.where(beta=b))[method] for b in BETAS]))
     means = [_means(rows.where(dt_min=1e-3, dt_max=1e-1, beta=b))["Conv"] for b in BETAS]
     shown = ", ".join(f"{b:g}: {mean:.1f}" for b, mean in zip(BETAS, means, strict=True))
-    return Verdict.of(min(found) >= 0.6, f"smallest correlation {min(found):.2f}; Conv at Δt_min = 0.001 by β {shown}")
+    return Verdict.of(
+        all(value >= 0.6 for value in found),
+        f"smallest correlation {min(found):.2f}; Conv at Δt_min = 0.001 by β {shown}",
+    )
 
 
 def _pairs(rows: Rows) -> list[tuple[float, float]]:
@@ -145,7 +148,10 @@ def _memory_by_beta(rows: Rows) -> Verdict:
     """Spearman's correlation of β and that difference is at least 0.6 for every method."""
     found = {m: rank_correlation(BETAS, [_longer(rows, b, m) for b in BETAS]) for m in METHODS}
     shown = ", ".join(f"{_longer(rows, b, 'Conv'):+.1f}" for b in BETAS)
-    return Verdict.of(min(found.values()) >= 0.6, f"smallest correlation {min(found.values()):.2f}; Conv by β {shown}")
+    return Verdict.of(
+        all(value >= 0.6 for value in found.values()),
+        f"smallest correlation {min(found.values()):.2f}; Conv by β {shown}",
+    )
 
 
 def _spread(rows: Rows) -> Verdict:

@@ -165,7 +165,7 @@ def _forward_beta(rows: Rows) -> Verdict:
     for spread in SPREADS:
         means = [float(np.mean(rows.where(spread=spread, beta=b).numbers("forward"))) for b in BETAS]
         found.append(rank_correlation(BETAS, means))
-    return Verdict.of(min(found) >= 0.9, f"correlations {found[0]:.2f} and {found[1]:.2f}")
+    return Verdict.of(all(value >= 0.9 for value in found), f"correlations {found[0]:.2f} and {found[1]:.2f}")
 
 
 def _smaller(rows: Rows) -> Verdict:

@@ -187,7 +187,7 @@ def _undershoot(rows: Rows) -> Verdict:
     """At β = 1000 with orthogonal K, V the mean undershoot over networks is between 0.001 and 0.004."""
     large = rows.where(beta=1000.0, weights="orthogonal")
     mean = -_mean(large, _below)
-    return Verdict.of(0.001 < mean < 0.004, f"mean undershoot {mean:.2g}; below ln λ̄_min by {_range(large, _below)}")
+    return Verdict.of(0.001 < mean < 0.004, f"mean undershoot {mean:.2g}, {_range(large, lambda row: -_below(row))}")
 
 
 def _undershoot_others(rows: Rows) -> Verdict:
