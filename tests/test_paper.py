@@ -371,7 +371,8 @@ def test_a_report_without_matplotlib_says_what_to_install(tmp_path, monkeypatch,
 
 
 MOVE = """<script>
-const share = () => document.getElementById("dial-share").textContent, before = share(), dial = document.getElementById("beta");
+const share = () => document.getElementById("dial-share").textContent;
+const before = share(), dial = document.getElementById("beta");
 dial.value = "1";
 dial.dispatchEvent(new Event("input"));
 document.title = before !== share() ? "it moved" : "it did not";

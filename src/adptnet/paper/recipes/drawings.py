@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 from ...analysis import figures
+from ...tasks import CopyMemory, SelectiveCopy, Task
+from ...tasks.base import IGNORED
 from ..recipe import Check, Finding, Point, Recipe, Rows, Scale, Verdict
 
 if TYPE_CHECKING:
@@ -290,19 +292,10 @@ def _draw_conjugates(rows: Rows) -> "Figure":
 
 
 def _run_copy(point: Point) -> Finding:
-    """One sequence: tokens, distractors (0) and prompts, and the targets in the window of the loss."""
-    settings, rng = point.settings, np.random.default_rng(point.seed)
-    tokens = rng.integers(1, settings["symbols"] + 1, settings["tokens"])
-    if settings["spread"]:
-        places = np.sort(rng.choice(settings["tokens"] + settings["distractors"], settings["tokens"], replace=False))
-        sequence = np.zeros(settings["tokens"] + settings["distractors"], int)
-        sequence[places] = tokens
-        prompts = settings["tokens"]
-    else:
-        sequence = np.concatenate([tokens, np.zeros(settings["distractors"] - 1, int)])
-        prompts = settings["tokens"] + 1
-    inputs = np.concatenate([sequence, np.full(prompts, settings["symbols"] + 1)])
-    return Finding({"inputs": inputs.tolist(), "targets": tokens.tolist()})
+    """One sequence of the task, and the targets in the window of the loss."""
+    task: Task = SelectiveCopy() if point.settings["spread"] else CopyMemory()
+    batch = task.batch(1, torch.Generator().manual_seed(point.seed))
+    return Finding({"inputs": batch.inputs[0], "targets": batch.targets[batch.targets != IGNORED]}, task)
 
 
 def _length(rows: Rows) -> Verdict:
@@ -373,7 +366,7 @@ RECIPES = {
     ),
     "fig:copy_memory": Recipe(
         1,
-        _one(tokens=10, symbols=8, distractors=44, spread=False),
+        _one(symbols=8, spread=False),
         _run_copy,
         {"length": Check(_length)},
         {"Copy Memory": _draw_copy},
@@ -381,7 +374,7 @@ RECIPES = {
     ),
     "fig:selective_copy_memory": Recipe(
         1,
-        _one(tokens=16, symbols=14, distractors=96, spread=True),
+        _one(symbols=14, spread=True),
         _run_copy,
         {},
         {"Selective Copy": _draw_copy},

@@ -11,6 +11,7 @@ import torch
 
 from ...analysis import figures
 from ...cells import ADPTSpec, CellSpec, ReLURNN
+from ...directions import FromState
 from ...drive import LRU, SoftplusGate
 from ...nn import LayerSpec
 from ...nn.block import BlockSpec
@@ -24,7 +25,7 @@ from ..recipe import Check, Finding, Point, Recipe, Rows, Scale, Table, Verdict
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["LABEL", "RECIPES"]
+__all__ = ["LABEL", "RECIPES", "SIZES", "mean_accuracy", "run"]
 
 LABEL = "table:s5_8_results"
 BETAS = [0.0, 0.0125, 0.125, 1.0, 4.0]
@@ -64,22 +65,30 @@ def _spectrum(settings: Any) -> SpectrumSpec:
 def _cell(settings: Any) -> CellSpec:
     if settings["spectrum"] is None:
         return ReLURNN(settings["width"])
+    direction = FromState(**{key: settings[key] for key in ("relu", "layer_norm", "dot") if key in settings})
     return ADPTSpec(
-        settings["width"], beta=settings["beta"], spectrum=_spectrum(settings), gain=LRU(), gate=SoftplusGate()
+        settings["width"],
+        beta=settings["beta"],
+        spectrum=_spectrum(settings),
+        direction=direction,
+        gain=LRU(),
+        gate=SoftplusGate(),
     )
 
 
-def _run(point: Point) -> Finding:
+def run(point: Point) -> Finding:
+    """Trains one network and scores it at 1, 2 and 4 times its length."""
     settings = point.settings
-    task = WordProblem(settings["group"], length=LENGTHS[0])
+    task = WordProblem(settings["group"], length=settings.get("length", LENGTHS[0]))
+    lengths = [factor * task.length for factor in (1, 2, 4)]
     spec = ModelSpec(BlockSpec(LayerSpec(_cell(settings)), norm="batch", dropout=0.05), vocabulary=task.vocabulary)
     model = spec.build()
     config = TrainConfig(seed=point.seed, steps=settings["steps"], batch_size=settings["batch"])
     record = train(model, task, config)
-    scores = evaluate(model, task, list(LENGTHS), size=settings["test"])
+    scores = evaluate(model, task, lengths, size=settings["test"])
     numbers = {
-        "accuracy": [100 * float(scores[length]["accuracy"]) for length in LENGTHS],  # type: ignore[arg-type]
-        "last token": [100 * float(scores[length]["last_token"]) for length in LENGTHS],  # type: ignore[arg-type]
+        "accuracy": [100 * float(scores[length]["accuracy"]) for length in lengths],  # type: ignore[arg-type]
+        "last token": [100 * float(scores[length]["last_token"]) for length in lengths],  # type: ignore[arg-type]
         "loss": record.losses[-1],
         "parameters": sum(p.numel() for p in model.parameters()),
         "training": config.to_json(),
@@ -87,7 +96,8 @@ def _run(point: Point) -> Finding:
     return Finding(numbers, spec)
 
 
-def _mean(rows: Rows, place: int = 0) -> float:
+def mean_accuracy(rows: Rows, place: int = 0) -> float:
+    """Over seeds, at 1, 2 or 4 times the length."""
     return float(np.mean([row.numbers["accuracy"][place] for row in rows]))
 
 
@@ -100,10 +110,10 @@ def _groups(rows: Rows) -> list[Rows]:
 def _beta(rows: Rows) -> Verdict:
     """Spearman's correlation of β and mean accuracy at the training length is at least 0.8 for every spectrum."""
     found = [
-        rank_correlation(group.values("beta"), [_mean(group.where(beta=b)) for b in group.values("beta")])
+        rank_correlation(group.values("beta"), [mean_accuracy(group.where(beta=b)) for b in group.values("beta")])
         for group in _groups(rows)
     ]
-    means = [_mean(rows.where(beta=b)) for b in rows.values("beta")]
+    means = [mean_accuracy(rows.where(beta=b)) for b in rows.values("beta")]
     shown = ", ".join(f"{b:g}: {mean:.1f}" for b, mean in zip(rows.values("beta"), means, strict=True))
     return Verdict.of(
         all(value >= 0.8 for value in found), f"smallest correlation {min(found):.2f}; mean accuracy by β {shown}"
@@ -135,7 +145,7 @@ def _difference(rows: Rows, first: dict[str, Any], second: dict[str, Any], place
 def _extrapolates(rows: Rows) -> Verdict:
     """At β = 4 the accuracy at 4 times the length is at least 1.3 times chance, for at least three spectra in four."""
     chance = 100 * WordProblem(rows[0].settings["group"]).chance
-    found = [_mean(group.where(beta=4.0), 2) for group in _groups(rows)]
+    found = [mean_accuracy(group.where(beta=4.0), 2) for group in _groups(rows)]
     share = float(np.mean([accuracy > 1.3 * chance for accuracy in found]))
     return Verdict.of(
         share >= 0.75, f"{share:.0%} of the spectra; {min(found):.1f} to {max(found):.1f} %, chance {chance:.1f} %"
@@ -154,8 +164,11 @@ def _exclusive(rows: Rows) -> Verdict:
     shown, holds = [], True
     for name in SPECTRA:
         group = rows.where(beta=4.0, spectrum=name)
-        both = _mean(group.where(sparsity=0.75, negative=True))
-        alone = max(_mean(group.where(sparsity=0.75, negative=False)), _mean(group.where(sparsity=0.0, negative=True)))
+        both = mean_accuracy(group.where(sparsity=0.75, negative=True))
+        alone = max(
+            mean_accuracy(group.where(sparsity=0.75, negative=False)),
+            mean_accuracy(group.where(sparsity=0.0, negative=True)),
+        )
         holds &= both < alone
         shown.append(f"{name}: both {both:.1f}, the better alone {alone:.1f}")
     return Verdict.of(holds, "; ".join(shown))
@@ -174,7 +187,7 @@ def _table(rows: Rows) -> Table:
                     f"{first['sparsity']:.0%}",
                     beta,
                     sign,
-                    *(f"{_mean(some, i):.1f}" for i in range(3)),
+                    *(f"{mean_accuracy(some, i):.1f}" for i in range(3)),
                     len(some),
                 ]
             )
@@ -190,7 +203,12 @@ def _draw(rows: Rows) -> "Figure":
             style = "-o" if first["negative"] else ":s"
             name = f"{first['spectrum']}, {first['sparsity']:.0%}, {'±' if first['negative'] else '+'}"
             axis.plot(
-                betas, [_mean(group.where(beta=b), place) for b in betas], style, color=colour, markersize=3, label=name
+                betas,
+                [mean_accuracy(group.where(beta=b), place) for b in betas],
+                style,
+                color=colour,
+                markersize=3,
+                label=name,
             )
         axis.axhline(100 * WordProblem(rows[0].settings["group"]).chance, color="black", linewidth=0.8, linestyle="--")
         axis.set_xscale("symlog", linthresh=0.01)
@@ -227,7 +245,7 @@ def _chance(rows: Rows) -> float:
 
 def _rnn(rows: Rows) -> Verdict:
     """The mean accuracy of the ReLU RNN is at least 99 % at the training length and 95 % at 4 times that."""
-    found = [_mean(rows.where(spectrum=None), place) for place in range(3)]
+    found = [mean_accuracy(rows.where(spectrum=None), place) for place in range(3)]
     return Verdict.of(found[0] >= 99 and found[2] >= 95, ", ".join(f"{value:.1f}" for value in found) + " %")
 
 
@@ -238,12 +256,12 @@ def _beta_0(rows: Rows) -> Rows:
 def _not_solved(rows: Rows) -> Verdict:
     """No network with β = 0 reaches 90 % at the training length."""
     best = max(row.numbers["accuracy"][0] for row in _beta_0(rows))
-    return Verdict.of(best < 90, f"best {best:.1f} %, the ReLU RNN {_mean(rows.where(spectrum=None)):.1f} %")
+    return Verdict.of(best < 90, f"best {best:.1f} %, the ReLU RNN {mean_accuracy(rows.where(spectrum=None)):.1f} %")
 
 
 def _collapse(rows: Rows) -> Verdict:
     """The mean accuracy with β = 0 at 4 times the length is below 1.25 times chance."""
-    found = _mean(_beta_0(rows), 2)
+    found = mean_accuracy(_beta_0(rows), 2)
     return Verdict.of(found < 1.25 * _chance(rows), f"{found:.1f} %, chance {_chance(rows):.1f} %")
 
 
@@ -267,7 +285,9 @@ def _baseline_table(rows: Rows) -> Table:
         some = rows.where(**dict(zip(keys, kind, strict=True)))
         model = "ADPTNet (β=0)" if kind[0] else "ReLU RNN"
         sign = "--" if kind[2] is None else "✓" if kind[2] else "×"
-        lines.append([kind[0] or "--", model, kind[1], sign, *(f"{_mean(some, i):.1f}" for i in range(3)), len(some)])
+        lines.append(
+            [kind[0] or "--", model, kind[1], sign, *(f"{mean_accuracy(some, i):.1f}" for i in range(3)), len(some)]
+        )
     return Table(["Eig. Init.", "Model", "Width", "Neg. Eig.", *(f"L={n}" for n in LENGTHS), "seeds"], lines)
 
 
@@ -275,7 +295,7 @@ RECIPES = {
     LABEL: Recipe(
         version=1,
         points=_points,
-        run=_run,
+        run=run,
         checks={
             "beta": Check(_beta, "laptop"),
             "linear": Check(_linear, "laptop"),
@@ -291,7 +311,7 @@ RECIPES = {
     "table:baselines_state_tracking": Recipe(
         version=1,
         points=_baseline_points,
-        run=_run,
+        run=run,
         checks={
             "rnn": Check(_rnn, "laptop"),
             "linear": Check(_not_solved, "laptop"),
