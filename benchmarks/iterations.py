@@ -18,27 +18,16 @@ import statistics
 import torch
 
 import adptnet
-from adptnet import drive, solvers, spectra
+from adptnet import solvers
+from adptnet.paper.recipes.deer_iterations import RTOL, network
 
 WIDTH = 64
-RTOL = 6.4e-6  # a quarter of the digits of float32 to spare
 METHODS = {
     "Quasi": solvers.QuasiDEER,
     "Forward": solvers.ForwardDEER,
     "Conv": solvers.ConvDEER,
     "Koopman": solvers.KoopmanDEER,
 }
-
-
-def network(beta: float, dt_min: float, seed: int) -> adptnet.ADPTNet:
-    torch.manual_seed(seed)
-    return adptnet.ADPTNet(
-        WIDTH,
-        beta=beta,
-        spectrum=spectra.Linspace(dt_min=dt_min, dt_max=1e-1, decay=0.5),
-        rope=drive.RoPE(),
-        gain=drive.EMA(),
-    )
 
 
 def counts(method: str, layer: adptnet.ADPTNet, x: torch.Tensor, lengths: list[int], most: int) -> dict[int, list[int]]:
@@ -79,7 +68,8 @@ def main() -> None:
                 continue
             every: dict[str, dict[int, list[int]]] = {name: {steps: [] for steps in wanted} for name in METHODS}
             for seed in range(3):  # a network for each third of the samples
-                layer = network(beta, dt_min, seed)
+                torch.manual_seed(seed)
+                layer = network(WIDTH, beta, dt_min)
                 batch = len(range(seed, arguments.samples, 3))
                 if not batch:
                     continue

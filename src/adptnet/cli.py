@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from . import analyse, cochlea_command, data_command, quickstart, sweep, train
     from .errors import AdptnetError
+    from .paper import compare, report, reproduce
     from .training import Interrupted
 
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -49,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "analyse": (analyse.Analyse, analyse.run),
             "cochlea": (cochlea_command.Listen, cochlea_command.run),
             "data": (data_command.Data, data_command.run),
+            "reproduce": (reproduce.Reproduce, reproduce.run),
+            "compare": (compare.Compare, compare.run),
+            "report": (report.Report, report.run),
         }
         options = subcommand_cli_from_dict(
             {name: kind for name, (kind, _) in commands.items()},

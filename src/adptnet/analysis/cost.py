@@ -1,6 +1,7 @@
 """What a step costs, counted while it runs: multiplications, each with the addition that goes with it."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..cells import ADPTCell
 from .systems import cell_of
 
-__all__ = ["Cost", "cost"]
+__all__ = ["Cost", "cost", "macs"]
 
 _ELEMENTWISE = {
     "mul",
@@ -87,24 +88,25 @@ def cost(system: Any) -> Cost:
     states, drives = state.expand(several, -1), drive[:, 0].expand(several, -1)
 
     def per_state(function: Any) -> int:
-        more, one = _counted(lambda: function(states, drives)), _counted(lambda: function(states[:1], drives[:1]))
+        more, one = macs(lambda: function(states, drives)), macs(lambda: function(states[:1], drives[:1]))
         return math.ceil((more - one) / (several - 1))
 
     diagonal = None
     if isinstance(cell, ADPTCell):
-        diagonal = _counted(cell.conjugate(state, drive[:, 0]).diagonal)
+        diagonal = macs(cell.conjugate(state, drive[:, 0]).diagonal)
     prepared = inputs.expand(1, several, features), position.expand(1, several)
-    whole, single = _counted(lambda: cell.prepare(*prepared)), _counted(lambda: cell.prepare(inputs, position))
+    whole, single = macs(lambda: cell.prepare(*prepared)), macs(lambda: cell.prepare(inputs, position))
     return Cost(
         prepare=math.ceil((whole - single) / (several - 1)),
-        step=_counted(lambda: step(state, drive[:, 0])),
+        step=macs(lambda: step(state, drive[:, 0])),
         conjugate_diagonal=diagonal,
         jacobian_diagonal=per_state(cell.jacobian_blocks),
         jacobian=per_state(cell.jacobian),
     )
 
 
-def _counted(call: Any) -> int:
+def macs(call: Callable[[], object]) -> int:
+    """Multiply-accumulates of whatever `call` does with torch."""
     counter = _Counter()
     with counter:
         call()

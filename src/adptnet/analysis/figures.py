@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["iterations", "matrices", "membranes", "raster", "save", "shifts", "spectra"]
+__all__ = ["COLOURS", "bare", "blank", "iterations", "matrices", "membranes", "raster", "save", "shifts", "spectra"]
 
-_COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00"]
+COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00"]
 _SHADE = "#f0e442"
 
 
@@ -39,7 +39,7 @@ def save(figure: "Figure", path: str | Path) -> tuple[Path, Path]:
 def spectra(
     exponents: Mapping[str, Tensor],
     log_eigenvalues: Mapping[str, Tensor] | None = None,
-    certificates: Mapping[str, Certificate] | None = None,
+    certificates: Mapping[str, Certificate | tuple[float, float]] | None = None,
     *,
     columns: int = 3,
 ) -> "Figure":
@@ -48,18 +48,19 @@ def spectra(
     Args:
         exponents: (n,) or (batch, n) each; a batch is drawn as its mean within its range.
         log_eigenvalues: ln |λ̄| for the panels that have one; -inf is marked at the bottom.
-        certificates: What is certain, for the panels that have a certificate.
+        certificates: What is certain, for the panels that have a certificate; or the interval of exponents alone.
         columns: Panels side by side.
     """
     if not exponents:
         raise InputError("there is no spectrum to draw. Pass exponents={'layer': spectrum.exponents}.")
     columns = min(columns, len(exponents))
     rows = math.ceil(len(exponents) / columns)
-    figure = _figure(3.6 * columns, 2.9 * rows)
+    figure = blank(3.6 * columns, 2.9 * rows)
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis, name in zip(axes.flat, exponents, strict=False):
         eigenvalues = (log_eigenvalues or {}).get(name)
-        _spectrum(axis, exponents[name], eigenvalues, (certificates or {}).get(name))
+        held = (certificates or {}).get(name)
+        _spectrum(axis, exponents[name], eigenvalues, held.exponents if isinstance(held, Certificate) else held)
         axis.set_title(name, fontsize=10)
     for axis in axes.flat[len(exponents) :]:
         axis.set_visible(False)
@@ -81,11 +82,11 @@ def shifts(values: Mapping[str, Tensor], bounds: Mapping[str, float] | None = No
         values: From `singular_value_shifts`, by name.
         bounds: What |Δ| cannot exceed, by name; written into the panel.
     """
-    figure = _figure(3.6 * len(values), 3.0)
+    figure = blank(3.6 * len(values), 3.0)
     axes = figure.subplots(1, len(values), squeeze=False)[0]
     for axis, (name, shift) in zip(axes, values.items(), strict=True):
         flat = shift.detach().double().flatten().cpu()
-        heights, _, _ = axis.hist(flat.numpy(), bins=60, color=_COLOURS[0], log=True)
+        heights, _, _ = axis.hist(flat.numpy(), bins=60, color=COLOURS[0], log=True)
         axis.axvline(0, ymax=0.75, color="black", linewidth=0.8, linestyle=":")
         note = f"mean {_short(float(flat.mean()))}\nstd {_short(float(flat.std()))}"
         bound = (bounds or {}).get(name, math.inf)
@@ -94,7 +95,7 @@ def shifts(values: Mapping[str, Tensor], bounds: Mapping[str, float] | None = No
         axis.set(xlabel="Δ = σ(J) − |λ̄|", ylim=(0.7, 80 * max(heights)))
         axis.set_title(name, fontsize=10)
         axis.locator_params(axis="x", nbins=5)
-        _plain(axis)
+        bare(axis)
     axes[0].set_ylabel("count")
     return figure
 
@@ -108,7 +109,7 @@ def matrices(conjugates: Mapping[str, Tensor], *, pairs: bool = False) -> "Figur
     """
     from matplotlib.colors import LogNorm
 
-    figure = _figure(3.3 * len(conjugates) + 0.6, 3.4)
+    figure = blank(3.3 * len(conjugates) + 0.6, 3.4)
     axes = figure.subplots(1, len(conjugates), squeeze=False)[0]
     largest = max(float(m.detach().abs().max()) for m in conjugates.values())
     smallest = min(_low_end(m) for m in conjugates.values())
@@ -129,17 +130,17 @@ def iterations(counts: Mapping[str, Tensor], *, steps: int | None = None) -> "Fi
         counts: Iterations of each sequence, by the name of the solver.
         steps: The length of the sequences, for the title.
     """
-    figure = _figure(5.4, 0.9 + 0.75 * len(counts))
+    figure = blank(5.4, 0.9 + 0.75 * len(counts))
     axes = figure.subplots(len(counts), 1, squeeze=False, sharex=True)[:, 0]
     top = max(int(c.max()) for c in counts.values())
     width = max(1, math.ceil(top / 60))
     edges = [0.5 + i * width for i in range(math.ceil(top / width) + 1)]
     for i, (axis, (name, count)) in enumerate(zip(axes, counts.items(), strict=True)):
-        axis.hist(count.detach().flatten().cpu().numpy(), bins=edges, color=_COLOURS[i % len(_COLOURS)])
+        axis.hist(count.detach().flatten().cpu().numpy(), bins=edges, color=COLOURS[i % len(COLOURS)])
         axis.set_yticks([])
         label = f"{name}\nmean {float(count.double().mean()):.1f}"
         axis.set_ylabel(label, rotation=0, ha="right", va="center", fontsize=9)
-        _plain(axis)
+        bare(axis)
         axis.spines["left"].set_visible(False)
     axes[-1].set(xlabel="iterations", xlim=(0, edges[-1] + 0.5))
     axes[-1].locator_params(axis="x", integer=True)
@@ -151,13 +152,13 @@ def raster(spikes: Tensor, *, seconds_per_step: float | None = None, title: str 
     """A dot for each spike of one recording, (time, neurons)."""
     if spikes.dim() != 2:
         raise InputError(f"a raster is of one recording, (time, neurons); got {tuple(spikes.shape)}. Pass spikes[0].")
-    figure = _figure(7, 3.5)
+    figure = blank(7, 3.5)
     axis = figure.add_subplot()
     step, neuron = (part.cpu() for part in spikes.nonzero(as_tuple=True))
-    axis.scatter(step * (seconds_per_step or 1), neuron, s=2, color=_COLOURS[0], linewidths=0)
+    axis.scatter(step * (seconds_per_step or 1), neuron, s=2, color=COLOURS[0], linewidths=0)
     axis.set(xlabel="step" if seconds_per_step is None else "seconds", ylabel="neuron", title=title)
     axis.set(xlim=(0, len(spikes) * (seconds_per_step or 1)), ylim=(-1, spikes.shape[1]))
-    _plain(axis)
+    bare(axis)
     return figure
 
 
@@ -165,15 +166,15 @@ def membranes(membrane: Tensor, threshold: float, *, neurons: tuple[int, ...] = 
     """The membranes of some neurons of one recording, (time, neurons), with the threshold."""
     if membrane.dim() != 2:
         raise InputError(f"membranes are of one recording, (time, neurons); got shape {tuple(membrane.shape)}.")
-    figure = _figure(7, 3.5)
+    figure = blank(7, 3.5)
     axis = figure.add_subplot()
     for place, neuron in enumerate(neurons):
         values = membrane[:, neuron].detach().cpu()
-        axis.plot(values, color=_COLOURS[place % len(_COLOURS)], label=f"neuron {neuron}")
+        axis.plot(values, color=COLOURS[place % len(COLOURS)], label=f"neuron {neuron}")
     axis.axhline(threshold, color="black", linewidth=0.8, linestyle="--")
     axis.set(xlabel="step", ylabel="membrane", title=title)
     axis.legend(frameon=False, fontsize=8)
-    _plain(axis)
+    bare(axis)
     return figure
 
 
@@ -184,16 +185,16 @@ def _low_end(matrix: Tensor) -> float:
     return float(off.quantile(0.1)) if off.numel() else 0.0
 
 
-def _spectrum(axis: "Axes", exponents: Tensor, log_eigenvalues: Tensor | None, held: Certificate | None) -> None:
+def _spectrum(
+    axis: "Axes", exponents: Tensor, log_eigenvalues: Tensor | None, held: tuple[float, float] | None
+) -> None:
     rows = exponents.detach().double().cpu().reshape(-1, exponents.shape[-1])
     mean = rows.mean(0)
     place = torch.arange(1, rows.shape[-1] + 1)
     finite = mean.isfinite()
     shown = [mean[finite]]
     if len(rows) > 1:
-        axis.fill_between(
-            place[finite], rows.amin(0)[finite], rows.amax(0)[finite], color=_COLOURS[0], alpha=0.25, lw=0
-        )
+        axis.fill_between(place[finite], rows.amin(0)[finite], rows.amax(0)[finite], color=COLOURS[0], alpha=0.25, lw=0)
     if log_eigenvalues is not None:
         wanted = log_eigenvalues.detach().double().cpu().reshape(-1).sort(descending=True).values
         alive = wanted.isfinite()
@@ -204,15 +205,15 @@ def _spectrum(axis: "Axes", exponents: Tensor, log_eigenvalues: Tensor | None, h
     else:
         finite_bottom = False
     style = "o" if rows.shape[-1] <= 32 else "."
-    axis.plot(place[finite], mean[finite], style, color=_COLOURS[0], markersize=4, label="Lyapunov exponents")
+    axis.plot(place[finite], mean[finite], style, color=COLOURS[0], markersize=4, label="Lyapunov exponents")
     values = torch.cat(shown)
     low, high = (float(values.min()), float(values.max())) if len(values) else (-1.0, 0.0)
     margin = 0.12 * (high - low) or 0.1
     limits = (low - margin, high + margin)
-    if held is not None and held.holds:
-        bottom, top = (min(max(edge, limits[0] - 2 * margin), limits[1] + 2 * margin) for edge in held.exponents)
+    if held is not None and not all(math.isinf(edge) for edge in held):
+        bottom, top = (min(max(edge, limits[0] - 2 * margin), limits[1] + 2 * margin) for edge in held)
         limits = (min(limits[0], bottom - margin / 2), max(limits[1], top + margin / 2))
-        cut = (held.exponents[0] < bottom, held.exponents[1] > top)
+        cut = (held[0] < bottom, held[1] > top)
         axis.axhspan(
             limits[0] if cut[0] else bottom,
             limits[1] if cut[1] else top,
@@ -221,21 +222,21 @@ def _spectrum(axis: "Axes", exponents: Tensor, log_eigenvalues: Tensor | None, h
             lw=0,
             label="certified",
         )
-        below, above = (_short(edge) for edge in held.exponents)
+        below, above = (_short(edge) for edge in held)
         axis.text(0.04, 0.09, f"certified [{below}, {above}]", transform=axis.transAxes, fontsize=7.5)
     elif held is not None:
         axis.text(0.04, 0.09, "no certificate", transform=axis.transAxes, fontsize=7.5)
     lost = place[~finite]
     if len(lost) or finite_bottom:
         floor = limits[0] - 0.5 * margin
-        axis.plot(lost, torch.full((len(lost),), floor), "v", color=_COLOURS[1], markersize=3, label="−∞")
+        axis.plot(lost, torch.full((len(lost),), floor), "v", color=COLOURS[1], markersize=3, label="−∞")
         limits = (floor - 0.5 * margin, limits[1])
     if limits[0] < 0 < limits[1]:
         axis.axhline(0, color="black", linewidth=0.6, linestyle=":")
     axis.set_ylim(*limits)
     axis.locator_params(axis="y", nbins=5)
     axis.locator_params(axis="x", integer=True)
-    _plain(axis)
+    bare(axis)
 
 
 def _short(value: float) -> str:
@@ -246,12 +247,14 @@ def _short(value: float) -> str:
     return f"{value:.2g}".replace("-", "−")
 
 
-def _plain(axis: "Axes") -> None:
+def bare(axis: "Axes") -> None:
+    """Takes away what a reader does not need."""
     axis.spines[["top", "right"]].set_visible(False)
     axis.tick_params(labelsize=8)
 
 
-def _figure(width: float, height: float) -> "Figure":
+def blank(width: float, height: float) -> "Figure":
+    """An empty figure, in inches; says what to install where matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

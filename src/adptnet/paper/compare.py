@@ -1,0 +1,92 @@
+"""`adptnet compare`: a verdict for every claim, from the rows there are."""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from tyro.conf import Positional
+
+from .recipe import SCALES, Outcome, Rows, Scale, Verdict
+from .registry import Claim, Result, find
+from .rows import Shelf
+
+__all__ = ["Compare", "Judged", "judge", "progress", "run"]
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Say for each claim of the paper whether it holds, fails, cannot be tested at this scale, or has not been run."""
+
+    labels: Positional[tuple[str, ...]] = ()
+    """Labels of the paper; all of them if none is given."""
+    scale: Scale | None = None
+    """Rows of this scale; for each result the largest that is complete if not given."""
+    rows: Path = Path("runs/paper")
+    """Folder of the rows, as given to reproduce."""
+
+
+class Judged(NamedTuple):
+    """A result with its rows and a verdict for each of its claims."""
+
+    result: Result
+    scale: Scale | None  # None if nothing was run
+    rows: Rows
+    verdicts: list[tuple[Claim, Verdict]]
+
+
+def judge(result: Result, shelf: Shelf, scale: Scale | None = None) -> Judged:
+    """The verdicts on a result, at `scale` or the largest scale that is complete."""
+    recipe = result.recipe
+    if recipe is None:
+        return _unrun(result, "no recipe yet")
+    found = {at: shelf.rows(result, at) for at in ([scale] if scale else reversed(SCALES))}
+    chosen = next((at for at, (rows, left) in found.items() if rows and not left), None)
+    if chosen is None:
+        begun = [
+            f"{left} of {len(rows) + left} points left at scale {at}" for at, (rows, left) in found.items() if rows
+        ]
+        return _unrun(result, "; ".join(begun) or f"adptnet reproduce {result.name}")
+    rows = found[chosen][0]
+    verdicts = []
+    for claim in result.claims:
+        check = recipe.checks.get(claim.id)
+        if check is None:
+            verdict = Verdict(Outcome.NOT_RUN, "no test yet")
+        elif SCALES.index(chosen) < SCALES.index(check.smallest):
+            verdict = Verdict(Outcome.NOT_TESTABLE, f"needs the scale {check.smallest}")
+        else:
+            verdict = check.test(rows)
+        verdicts.append((claim, verdict))
+    return Judged(result, chosen, rows, verdicts)
+
+
+def _unrun(result: Result, why: str) -> Judged:
+    return Judged(result, None, Rows([]), [(claim, Verdict(Outcome.NOT_RUN, why)) for claim in result.claims])
+
+
+def progress(result: Result, shelf: Shelf) -> list[str]:
+    """How far each scale is, with its cost."""
+    assert result.recipe is not None
+    shown = []
+    for scale in SCALES:
+        rows, left = shelf.rows(result, scale)
+        cost = result.recipe.cost.get(scale, "?")
+        shown.append(f"{len(rows)} of {len(rows) + left}, {cost}")
+    return shown
+
+
+def run(options: Compare) -> Counter[Outcome]:
+    """Prints every claim with its verdict, and returns how many there are of each."""
+    counts: Counter[Outcome] = Counter()
+    shelf = Shelf(options.rows)
+    for result in find(options.labels):
+        judged = judge(result, shelf, options.scale)
+        if not judged.verdicts:
+            continue
+        print(f"\n{result.name}  {result.title}" + (f"  (scale {judged.scale})" if judged.scale else ""))
+        for claim, verdict in judged.verdicts:
+            counts[verdict.outcome] += 1
+            print(f"  {verdict.outcome.upper():<8} {claim.id}: {claim.says}\n           {verdict.why}")
+    print("\n" + ", ".join(f"{outcome}: {counts[outcome]}" for outcome in Outcome))
+    return counts

@@ -1,0 +1,326 @@
+"""Word problems: β and the spectrum (table:s5_8_results), and what linear and ReLU networks do (its baselines).
+
+S5 at width 512 with 16 384 steps at the scale paper; S3 at width 64 below it, where the same statements show in half a
+minute a run. Accuracy is the mean over the last min(10, L) positions.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ...analysis import figures
+from ...cells import ADPTSpec, CellSpec, ReLURNN
+from ...directions import FromState
+from ...drive import LRU, SoftplusGate
+from ...nn import LayerSpec
+from ...nn.block import BlockSpec
+from ...nn.model import ModelSpec
+from ...spectra import Linspace, Negative, S4DReal, Sparse, SpectrumSpec
+from ...tasks import WordProblem
+from ...training import TrainConfig, evaluate, train
+from ..evidence import paired, rank_correlation
+from ..recipe import Check, Finding, Point, Recipe, Rows, Scale, Table, Verdict
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["LABEL", "RECIPES", "SIZES", "mean_accuracy", "run"]
+
+LABEL = "table:s5_8_results"
+BETAS = [0.0, 0.0125, 0.125, 1.0, 4.0]
+PAPER_BETAS = [0.00125, 0.0125, 0.125, 0.5, 1.0, 4.0]
+SPECTRA: dict[str, SpectrumSpec] = {"Linspace": Linspace(), "S4D-Real": S4DReal()}
+SIZES: dict[str, dict[str, Any]] = {
+    "smoke": {"group": "S3", "width": 8, "steps": 3, "batch": 16, "test": 32},
+    "laptop": {"group": "S3", "width": 64, "steps": 1500, "batch": 256, "test": 2048},
+    "paper": {"group": "S5", "width": 512, "steps": 16384, "batch": 512, "test": 4096},
+}
+LENGTHS = (8, 16, 32)
+
+
+def _points(scale: Scale) -> list[Point]:
+    """At the scale laptop one seed of every spectrum, and three of one of them."""
+    settings = SIZES[scale]
+    grid = [(name, sparse, negative) for name in SPECTRA for sparse in (0.0, 0.75) for negative in (True, False)]
+    if scale == "smoke":
+        grid = [("S4D-Real", 0.0, True), ("S4D-Real", 0.0, False)]
+    points = []
+    for spectrum, sparsity, negative in grid:
+        main = (spectrum, sparsity, negative) == ("S4D-Real", 0.0, True)
+        seeds = 3 if scale == "paper" or (main and scale == "laptop") else 1
+        for beta in [0.0, *PAPER_BETAS] if scale == "paper" else BETAS:
+            chosen = {"beta": beta, "spectrum": spectrum, "sparsity": sparsity, "negative": negative}
+            points += [Point({**chosen, **settings}, seed) for seed in range(seeds)]
+    return points
+
+
+def _spectrum(settings: Any) -> SpectrumSpec:
+    spectrum = SPECTRA[settings["spectrum"]]
+    if settings["sparsity"]:
+        spectrum = Sparse(spectrum, settings["sparsity"])
+    return Negative(spectrum, 0.5) if settings["negative"] else spectrum
+
+
+def _cell(settings: Any) -> CellSpec:
+    if settings["spectrum"] is None:
+        return ReLURNN(settings["width"])
+    direction = FromState(**{key: settings[key] for key in ("relu", "layer_norm", "dot") if key in settings})
+    return ADPTSpec(
+        settings["width"],
+        beta=settings["beta"],
+        spectrum=_spectrum(settings),
+        direction=direction,
+        gain=LRU(),
+        gate=SoftplusGate(),
+    )
+
+
+def run(point: Point) -> Finding:
+    """Trains one network and scores it at 1, 2 and 4 times its length."""
+    settings = point.settings
+    task = WordProblem(settings["group"], length=settings.get("length", LENGTHS[0]))
+    lengths = [factor * task.length for factor in (1, 2, 4)]
+    spec = ModelSpec(BlockSpec(LayerSpec(_cell(settings)), norm="batch", dropout=0.05), vocabulary=task.vocabulary)
+    model = spec.build()
+    config = TrainConfig(seed=point.seed, steps=settings["steps"], batch_size=settings["batch"])
+    record = train(model, task, config)
+    scores = evaluate(model, task, lengths, size=settings["test"])
+    numbers = {
+        "accuracy": [100 * float(scores[length]["accuracy"]) for length in lengths],  # type: ignore[arg-type]
+        "last token": [100 * float(scores[length]["last_token"]) for length in lengths],  # type: ignore[arg-type]
+        "loss": record.losses[-1],
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "training": config.to_json(),
+    }
+    return Finding(numbers, spec)
+
+
+def mean_accuracy(rows: Rows, place: int = 0) -> float:
+    """Over seeds, at 1, 2 or 4 times the length."""
+    return float(np.mean([row.numbers["accuracy"][place] for row in rows]))
+
+
+def _groups(rows: Rows) -> list[Rows]:
+    """One for each spectrum, sparsity and sign."""
+    kinds = dict.fromkeys(tuple(row.settings[key] for key in ("spectrum", "sparsity", "negative")) for row in rows)
+    return [rows.where(spectrum=a, sparsity=b, negative=c) for a, b, c in kinds]
+
+
+def _beta(rows: Rows) -> Verdict:
+    """Spearman's correlation of β and mean accuracy at the training length is at least 0.8 for every spectrum."""
+    found = [
+        rank_correlation(group.values("beta"), [mean_accuracy(group.where(beta=b)) for b in group.values("beta")])
+        for group in _groups(rows)
+    ]
+    means = [mean_accuracy(rows.where(beta=b)) for b in rows.values("beta")]
+    shown = ", ".join(f"{b:g}: {mean:.1f}" for b, mean in zip(rows.values("beta"), means, strict=True))
+    return Verdict.of(
+        all(value >= 0.8 for value in found), f"smallest correlation {min(found):.2f}; mean accuracy by β {shown}"
+    )
+
+
+def _linear(rows: Rows) -> Verdict:
+    """At the training length β = 4 minus β = 0, paired by spectrum and seed, has a 95 % interval above 0."""
+    difference = _difference(rows, {"beta": 4.0}, {"beta": 0.0})
+    return Verdict.of(difference.low > 0, f"{difference} (%)")
+
+
+def _difference(rows: Rows, first: dict[str, Any], second: dict[str, Any], place: int = 0) -> Any:
+    """Paired by all settings but those that differ, and by seed."""
+
+    def keyed(chosen: dict[str, Any]) -> dict[Any, float]:
+        return {
+            (row.seed, *(value for key, value in sorted(row.settings.items()) if key not in chosen)): row.numbers[
+                "accuracy"
+            ][place]
+            for row in rows.where(**chosen)
+        }
+
+    left, right = keyed(first), keyed(second)
+    pairs = [key for key in left if key in right]
+    return paired([left[key] for key in pairs], [right[key] for key in pairs])
+
+
+def _extrapolates(rows: Rows) -> Verdict:
+    """At β = 4 the accuracy at 4 times the length is at least 1.3 times chance, for at least three spectra in four."""
+    chance = 100 * WordProblem(rows[0].settings["group"]).chance
+    found = [mean_accuracy(group.where(beta=4.0), 2) for group in _groups(rows)]
+    share = float(np.mean([accuracy > 1.3 * chance for accuracy in found]))
+    return Verdict.of(
+        share >= 0.75, f"{share:.0%} of the spectra; {min(found):.1f} to {max(found):.1f} %, chance {chance:.1f} %"
+    )
+
+
+def _negative(rows: Rows) -> Verdict:
+    """For 0 < β < 1, negative minus positive at the training length, paired, has a 95 % interval above 0."""
+    low = Rows([row for row in rows if 0 < row.settings["beta"] < 1])
+    difference = _difference(low, {"negative": True}, {"negative": False})
+    return Verdict.of(difference.low > 0, f"{difference} (%)")
+
+
+def _exclusive(rows: Rows) -> Verdict:
+    """At β = 4, for both initialisations, sparse and negative together is below the better of either alone."""
+    shown, holds = [], True
+    for name in SPECTRA:
+        group = rows.where(beta=4.0, spectrum=name)
+        both = mean_accuracy(group.where(sparsity=0.75, negative=True))
+        alone = max(
+            mean_accuracy(group.where(sparsity=0.75, negative=False)),
+            mean_accuracy(group.where(sparsity=0.0, negative=True)),
+        )
+        holds &= both < alone
+        shown.append(f"{name}: both {both:.1f}, the better alone {alone:.1f}")
+    return Verdict.of(holds, "; ".join(shown))
+
+
+def _table(rows: Rows) -> Table:
+    lines = []
+    for group in _groups(rows):
+        for beta in group.values("beta"):
+            some = group.where(beta=beta)
+            first = some[0].settings
+            sign = "✓" if first["negative"] else "×"
+            lines.append(
+                [
+                    first["spectrum"],
+                    f"{first['sparsity']:.0%}",
+                    beta,
+                    sign,
+                    *(f"{mean_accuracy(some, i):.1f}" for i in range(3)),
+                    len(some),
+                ]
+            )
+    return Table(["Eig. Init.", "Sparsity", "β", "Neg. Eig.", *(f"L={n}" for n in LENGTHS), "seeds"], lines)
+
+
+def _draw(rows: Rows) -> "Figure":
+    figure = figures.blank(10, 3.3)
+    for place, axis in enumerate(figure.subplots(1, 3, sharey=True)):
+        for colour, group in zip((*figures.COLOURS, "#999999", "#000000"), _groups(rows), strict=False):
+            first = group[0].settings
+            betas = group.values("beta")
+            style = "-o" if first["negative"] else ":s"
+            name = f"{first['spectrum']}, {first['sparsity']:.0%}, {'±' if first['negative'] else '+'}"
+            axis.plot(
+                betas,
+                [mean_accuracy(group.where(beta=b), place) for b in betas],
+                style,
+                color=colour,
+                markersize=3,
+                label=name,
+            )
+        axis.axhline(100 * WordProblem(rows[0].settings["group"]).chance, color="black", linewidth=0.8, linestyle="--")
+        axis.set_xscale("symlog", linthresh=0.01)
+        axis.set(xlabel="β", title=f"{2**place}× the length ({LENGTHS[place]})", xlim=(-0.002, 6), ylim=(0, 104))
+        figures.bare(axis)
+        if place == 0:
+            axis.set_ylabel("accuracy (%; dashed: chance)")
+    axis.legend(frameon=False, fontsize=7, loc="upper left")
+    return figure
+
+
+# table:baselines_state_tracking
+
+
+def _baseline_points(scale: Scale) -> list[Point]:
+    settings = SIZES[scale]
+    width = settings["width"]
+    wider = round(1.21875 * width)  # 624 for 512
+    rnn = {"spectrum": None, "beta": None, "sparsity": None, "negative": None}
+    kinds: list[dict[str, Any]] = [
+        {**rnn, "width": width},
+        {"spectrum": "Linspace", "beta": 0.0, "sparsity": 0.0, "negative": True, "width": width},
+        {"spectrum": "Linspace", "beta": 0.0, "sparsity": 0.0, "negative": True, "width": wider},
+        {"spectrum": "S4D-Real", "beta": 0.0, "sparsity": 0.0, "negative": True, "width": width},
+        {"spectrum": "S4D-Real", "beta": 0.0, "sparsity": 0.0, "negative": False, "width": width},
+    ]
+    seeds = 1 if scale == "smoke" else 3
+    return [Point({**settings, **kind}, seed) for kind in kinds for seed in range(seeds)]
+
+
+def _chance(rows: Rows) -> float:
+    return 100 * WordProblem(rows[0].settings["group"]).chance
+
+
+def _rnn(rows: Rows) -> Verdict:
+    """The mean accuracy of the ReLU RNN is at least 99 % at the training length and 95 % at 4 times that."""
+    found = [mean_accuracy(rows.where(spectrum=None), place) for place in range(3)]
+    return Verdict.of(found[0] >= 99 and found[2] >= 95, ", ".join(f"{value:.1f}" for value in found) + " %")
+
+
+def _beta_0(rows: Rows) -> Rows:
+    return Rows([row for row in rows if row.settings["spectrum"]])
+
+
+def _not_solved(rows: Rows) -> Verdict:
+    """No network with β = 0 reaches 90 % at the training length."""
+    best = max(row.numbers["accuracy"][0] for row in _beta_0(rows))
+    return Verdict.of(best < 90, f"best {best:.1f} %, the ReLU RNN {mean_accuracy(rows.where(spectrum=None)):.1f} %")
+
+
+def _collapse(rows: Rows) -> Verdict:
+    """The mean accuracy with β = 0 at 4 times the length is below 1.25 times chance."""
+    found = mean_accuracy(_beta_0(rows), 2)
+    return Verdict.of(found < 1.25 * _chance(rows), f"{found:.1f} %, chance {_chance(rows):.1f} %")
+
+
+def _width(rows: Rows) -> Verdict:
+    """The wider network minus the narrower, paired by seed, is below 2 points in the mean."""
+    narrow, wide = sorted({row.settings["width"] for row in rows})
+    difference = _difference(rows.where(spectrum="Linspace"), {"width": wide}, {"width": narrow})
+    return Verdict.of(difference.mean < 2, f"{difference} (%)")
+
+
+def _helps(rows: Rows) -> Verdict:
+    """S4D-Real: negative minus positive at the training length, paired by seed, has a 95 % interval above 0."""
+    difference = _difference(rows.where(spectrum="S4D-Real"), {"negative": True}, {"negative": False})
+    return Verdict.of(difference.low > 0, f"{difference} (%)")
+
+
+def _baseline_table(rows: Rows) -> Table:
+    lines = []
+    keys = ("spectrum", "width", "negative")
+    for kind in dict.fromkeys(tuple(row.settings[key] for key in keys) for row in rows):
+        some = rows.where(**dict(zip(keys, kind, strict=True)))
+        model = "ADPTNet (β=0)" if kind[0] else "ReLU RNN"
+        sign = "--" if kind[2] is None else "✓" if kind[2] else "×"
+        lines.append(
+            [kind[0] or "--", model, kind[1], sign, *(f"{mean_accuracy(some, i):.1f}" for i in range(3)), len(some)]
+        )
+    return Table(["Eig. Init.", "Model", "Width", "Neg. Eig.", *(f"L={n}" for n in LENGTHS), "seeds"], lines)
+
+
+RECIPES = {
+    LABEL: Recipe(
+        version=1,
+        points=_points,
+        run=run,
+        checks={
+            "beta": Check(_beta, "laptop"),
+            "linear": Check(_linear, "laptop"),
+            "extrapolates": Check(_extrapolates, "laptop"),
+            "negative": Check(_negative, "laptop"),
+            "exclusive": Check(_exclusive, "laptop"),
+        },
+        figures={"Accuracy by β": _draw},
+        table=_table,
+        cost={"smoke": "1 s", "laptop": "30 min", "paper": "a GPU for days"},
+        dtype=torch.float32,
+    ),
+    "table:baselines_state_tracking": Recipe(
+        version=1,
+        points=_baseline_points,
+        run=run,
+        checks={
+            "rnn": Check(_rnn, "laptop"),
+            "linear": Check(_not_solved, "laptop"),
+            "collapse": Check(_collapse, "laptop"),
+            "width": Check(_width, "laptop"),
+            "negative": Check(_helps, "laptop"),
+        },
+        table=_baseline_table,
+        cost={"smoke": "1 s", "laptop": "8 min", "paper": "a GPU for a day"},
+        dtype=torch.float32,
+    ),
+}

@@ -1,0 +1,165 @@
+"""`adptnet reproduce LABEL…`: runs what has not been run yet, a row at a time."""
+
+import json
+import multiprocessing
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy
+import torch
+from tyro.conf import Positional, arg
+
+from ..training import environment
+from .recipe import Point, Scale
+from .registry import ReproductionError, Result, find, labels, results
+from .rows import Shelf, key, plain
+
+__all__ = ["Reproduce", "run"]
+
+
+@dataclass(frozen=True)
+class Reproduce:
+    """Run results of the paper by their labels. Finished points are skipped, so a run that was stopped goes on."""
+
+    labels: Positional[tuple[str, ...]] = ()
+    """Labels of the paper: fig:time_ablation, table:s5_8_results, …"""
+    all: bool = False
+    """Everything there is a recipe for."""
+    list: bool = False
+    """Show every label, what it belongs to and its status; run nothing."""
+    scale: Scale = "laptop"
+    """smoke takes seconds, laptop minutes; paper has the paper's sizes."""
+    rows: Path = Path("runs/paper")
+    """Folder of the rows."""
+    shard: Annotated[str, arg(metavar="I/N")] = "1/1"
+    """The I-th of N shares, to divide the work over machines."""
+    processes: int = 1
+    """Points at a time, one core each."""
+
+
+class _Job(NamedTuple):
+    result: Result
+    point: Point
+
+
+def run(options: Reproduce) -> int:
+    """Runs the points that are left and returns their number."""
+    if options.list:
+        _list(options.rows)
+        return 0
+    if bool(options.labels) == options.all:
+        raise ReproductionError("say what to run: some labels, or --all. `adptnet reproduce --list` shows the labels.")
+    chosen = find(options.labels)
+    missing = [result.name for result in chosen if result.recipe is None]
+    if missing and not options.all:
+        raise ReproductionError(
+            f"there is no recipe yet for {', '.join(missing)}: its claims and the paper's numbers are registered, but "
+            "nothing runs it. `adptnet reproduce --list` shows which have one."
+        )
+    shelf = Shelf(options.rows, _share(options.shard))
+    jobs = list(_left(chosen, shelf, options.scale))
+    if missing:
+        print(f"no recipe yet for {len(missing)} results: {', '.join(missing)}")
+    begun = time.monotonic()
+    for number, (job, row) in enumerate(_finished(jobs, options), 1):
+        shelf.add(job.result, options.scale, row)
+        print(f"{number}/{len(jobs)}  {job.result.name}  {job.point}  {row['time']['seconds']:.1f} s", flush=True)
+    print(f"{len(jobs)} points in {time.monotonic() - begun:.0f} s; rows in {options.rows / options.scale}")
+    return len(jobs)
+
+
+def _left(chosen: list[Result], shelf: Shelf, scale: Scale) -> Iterator[_Job]:
+    """The points of this share that have no row."""
+    number, count = shelf.share
+    place = 0
+    for result in chosen:
+        if result.recipe is None or result.recipe.source is not None:
+            continue
+        done = shelf.lines(result, scale)
+        for point in result.recipe.points(scale):
+            place += 1
+            if place % count == number % count and key(point) not in done:
+                yield _Job(result, point)
+
+
+def _finished(jobs: list[_Job], options: Reproduce) -> Iterator[tuple[_Job, dict[str, Any]]]:
+    """Each job with its row, as they end."""
+    if options.processes == 1:
+        for job in jobs:
+            yield job, _row(job.result.name, job.point, options.scale)
+        return
+    spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
+    with ProcessPoolExecutor(options.processes, mp_context=spawn) as pool:
+        waiting = {pool.submit(_row, job.result.name, job.point, options.scale): job for job in jobs}
+        for future in as_completed(waiting):
+            yield waiting[future], future.result()
+
+
+def _row(name: str, point: Point, scale: Scale) -> dict[str, Any]:
+    """Runs one point."""
+    result = results()[name]
+    assert result.recipe is not None
+    began, clock = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic()
+    with _alone(point.seed, result.recipe.dtype):
+        finding = result.recipe.run(point)
+        machine = environment()
+    versions = {part: machine.pop(part) for part in ("adptnet", "torch", "python")} | {"numpy": numpy.__version__}
+    return {
+        "label": name,
+        "scale": scale,
+        "settings": plain(point.settings),
+        "seed": point.seed,
+        "recipe": result.recipe.version,
+        "numbers": finding.numbers,
+        "spec": None if finding.spec is None else json.loads(finding.spec.to_json()),
+        "versions": versions,
+        "machine": machine,
+        "time": {"began": began, "seconds": time.monotonic() - clock, **finding.times},
+    }
+
+
+@contextmanager
+def _alone(seed: int, dtype: torch.dtype) -> Iterator[None]:
+    """One thread, a default dtype and a seed of its own, so that numbers do not depend on what ran before."""
+    threads, before = torch.get_num_threads(), torch.get_default_dtype()
+    torch.set_num_threads(1)
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(before)
+
+
+def _share(text: str) -> tuple[int, int]:
+    number, _, count = text.partition("/")
+    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        raise ReproductionError(f"--shard {text}: must be I/N with 1 <= I <= N, for instance 2/4.")
+    return int(number), int(count)
+
+
+def _list(folder: Path) -> None:
+    """Every label, in the order of the paper."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from .compare import progress
+
+    table = Table("label", "belongs to", "status", "claims", "smoke / laptop / paper: points done, cost on one core")
+    for label in labels().values():
+        if label.kind != "result":
+            table.add_row(label.name, "", label.kind, "", label.configuration or label.literature)
+        for name in label.results:
+            result = results()[name]
+            runs = " / ".join(progress(result, Shelf(folder))) if result.recipe else ""
+            table.add_row(label.name, "" if name == label.name else name, result.status, str(len(result.claims)), runs)
+    Console(width=None).print(table)
+    ready = sum(result.recipe is not None for result in results().values())
+    print(f"{len(labels())} labels, {len(results())} results, {ready} with a recipe.")

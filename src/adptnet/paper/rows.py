@@ -1,0 +1,108 @@
+"""Rows: one JSON line for each finished point, on disk before the next point begins.
+
+    ROWS/SCALE/fig-time_ablation.jsonl              of one machine
+    ROWS/SCALE/fig-time_ablation.2-of-4.jsonl       of one share of several
+
+All files of a result are read together, so shares are joined by copying them into one folder. A line that a killed
+process left unfinished is skipped, and its point runs again.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from .recipe import Point, Row, Rows, Scale
+from .registry import Result
+
+__all__ = ["Shelf", "key", "plain"]
+
+_DIGITS = 9  # more would be rounding
+_SPECIAL = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+
+def key(point: Point) -> str:
+    """What tells a point from the others of its result, scale and recipe."""
+    return json.dumps([plain(point.settings), point.seed], sort_keys=True)
+
+
+def plain(value: Any) -> Any:
+    """Tensors as lists, numbers to nine digits, infinities and NaN as text: what JSON can hold."""
+    if isinstance(value, Tensor):
+        return plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else str(value)
+    return value
+
+
+def _read(value: Any) -> Any:
+    """What `plain` wrote, with infinities as numbers again."""
+    if isinstance(value, dict):
+        return {name: _read(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_read(item) for item in value]
+    return _SPECIAL.get(value, value) if isinstance(value, str) else value
+
+
+class Shelf:
+    """Where the rows of a reproduction are kept."""
+
+    def __init__(self, folder: Path, share: tuple[int, int] = (1, 1)):
+        self.folder = folder
+        self.share = share
+
+    def path(self, result: Result, scale: Scale) -> Path:
+        """The file that this process adds to."""
+        number, count = self.share
+        part = f".{number}-of-{count}" if count > 1 else ""
+        return self.folder / scale / f"{_stem(result)}{part}.jsonl"
+
+    def add(self, result: Result, scale: Scale, row: Mapping[str, Any]) -> None:
+        """Appends one line and waits until it is on disk."""
+        path = self.path(result, scale)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        line = (json.dumps(plain(row), allow_nan=False) + "\n").encode()
+        with path.open("ab+") as file:
+            if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
+                line = b"\n" + line  # after a line that was cut off
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def lines(self, result: Result, scale: Scale) -> dict[str, dict[str, Any]]:
+        """The whole rows of the current recipe, by the key of their point."""
+        assert result.recipe is not None
+        source = result.recipe.source or result.name
+        found: dict[str, dict[str, Any]] = {}
+        folder = self.folder / scale
+        stem = source.replace(":", "-")
+        for path in sorted([*folder.glob(f"{stem}.jsonl"), *folder.glob(f"{stem}.*-of-*.jsonl")]):
+            for text in path.read_bytes().splitlines():
+                try:
+                    row = json.loads(text)
+                except ValueError:
+                    continue  # cut off in the middle
+                if row["recipe"] == result.recipe.version:
+                    found.setdefault(json.dumps([row["settings"], row["seed"]], sort_keys=True), row)
+        return found
+
+    def rows(self, result: Result, scale: Scale) -> tuple[Rows, int]:
+        """The rows of the points there are at this scale, and how many points have none."""
+        assert result.recipe is not None
+        lines = self.lines(result, scale)
+        points = result.recipe.points(scale)
+        done = [lines[key(point)] for point in points if key(point) in lines]
+        rows = [Row(row["settings"], row["seed"], _read(row["numbers"]), _read(row["time"]), scale) for row in done]
+        return Rows(rows), len(points) - len(done)
+
+
+def _stem(result: Result) -> str:
+    return result.name.replace(":", "-")
