@@ -235,7 +235,7 @@ class _Backward:
         none = torch.zeros_like(part.initial)
         g.copy_(known)
         g.copy_(backward.scan(g, none, cut, reverse=True))
-        rises, previous, slack = 0, math.inf, Tolerance.slack(steps)
+        rises, previous, slack = 0, math.inf, Tolerance(0.0, rtol).slack(steps, g.dtype)
         buffer = torch.empty_like(known)
         for _ in range(iterations):
             residual = torch.sub(known[:, :left], g[:, :left], out=buffer[:, :left])

@@ -205,10 +205,10 @@ class Tolerance(NamedTuple):
             return (self.absolute or 0.0) + self.relative * scale
         return torch.finfo(scale.dtype).eps * scale.cummax(1).values + self.relative * scale
 
-    @staticmethod
-    def slack(steps: int) -> float:
-        """Rounding adds up as well, with the root of the length."""
-        return max(4.0, math.sqrt(steps) / 16)
+    def slack(self, steps: int, dtype: torch.dtype) -> float:
+        """Rounding adds up as well, with the root of the length: of that the move may be four times as large."""
+        rounding = torch.finfo(dtype).eps
+        return 4 * max(1.0, math.sqrt(steps) * rounding / max(self.relative, rounding))
 
 
 def _largest(values: Tensor) -> Tensor:
@@ -321,7 +321,7 @@ def solve(
     rows: Tensor | None = None  # None: all are left
     start = 0
     frozen = guess.new_zeros(batch)  # the largest residual among dropped steps
-    slack = tolerance.slack(steps)
+    slack = tolerance.slack(steps, guess.dtype)
     at = measure(system, rows, start, guess, tolerance)
     del guess  # as large as the states; the caller keeps none either
     totals.record(rows, start, at.residual.amax(-1) if steps else frozen, at.right, frozen)

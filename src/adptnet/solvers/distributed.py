@@ -236,7 +236,7 @@ class TimeParallel(Solver):
         transition = self.linearise(cell, system, entering, line)
         missing = values - states
         move = ranks.scan(transition, missing.clone(), torch.zeros_like(system.initial), system.reset)
-        reach = tolerance.slack(line.total) * tolerance.allowed(entering, values)
+        reach = tolerance.slack(line.total, values.dtype) * tolerance.allowed(entering, values)
         right &= torch.linalg.vector_norm(move, torch.inf, -1) <= reach
         return _Look(system, transition, missing, move, *line.summed_up(residual, right))
 

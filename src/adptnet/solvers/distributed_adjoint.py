@@ -139,7 +139,7 @@ class _Backward:
             move = ranks.scan_back(transition, residual, reset)
             g += move
             # In a long memory small errors of one sign add up: g is right where it hardly moves any more.
-            right = ((off <= allowed) & (_largest(move) <= Tolerance.slack(total) * allowed)).all(0)
+            right = ((off <= allowed) & (_largest(move) <= Tolerance(0.0, rtol).slack(total, g.dtype) * allowed)).all(0)
             worst, left = self._agreed(off, right)
             rises = rises + 1 if worst > previous else 0
             previous = worst
