@@ -15,8 +15,9 @@ def firing(spec: SpikingModelSpec, scale: float = 4.0):
         torch.nn.init.constant_(layer.currents.norm.norm.weight, scale)
         torch.nn.init.normal_(layer.currents.norm.norm.bias, 0.3 * scale)
     frames = (torch.rand(3, 20, 6) < 0.3).double() * 2
-    for _ in range(10):
-        model(frames)
+    with torch.no_grad():
+        for _ in range(6):
+            model(frames)
     return model.eval(), frames
 
 

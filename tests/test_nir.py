@@ -21,9 +21,10 @@ def trained(spec: SpikingModelSpec):
     for layer in model.layers:
         torch.nn.init.constant_(layer.currents.norm.norm.weight, 4.0)
         torch.nn.init.normal_(layer.currents.norm.norm.bias, 0.5)
-    frames = (torch.rand(8, 30, spec.input_size) < 0.3).double() * 3
-    for _ in range(20):
-        model(frames)
+    frames = (torch.rand(4, 25, spec.input_size) < 0.3).double() * 3
+    with torch.no_grad():
+        for _ in range(6):
+            model(frames)
     return model.eval(), frames
 
 

@@ -60,7 +60,7 @@ def number(parameter) -> np.ndarray:
 def test_neurons_fire_and_fall_silent(spec):
     """The comparisons below mean nothing for a neuron that never fires."""
     cell = spec.build()
-    spikes = cell.output(solvers.Sequential()(cell, currents(8, 200)).states)
+    spikes = cell.output(solvers.Sequential()(cell, currents(8, 80)).states)
     assert set(spikes.unique().tolist()) == {0.0, 1.0}
     assert 0.005 < spikes.mean() < 0.9
 
@@ -426,7 +426,7 @@ def test_any_callable_is_a_surrogate():
 def test_lyapunov_exponents_of_neurons():
     """Without reset a LIF forgets at its decay; a spike's surrogate derivative changes that."""
     cell = cells.LIF(SIZE, reset="none").build()
-    found = analysis.lyapunov_exponents(cell, currents(1, 400)).exponents.flatten()
+    found = analysis.lyapunov_exponents(cell, currents(1, 300)).exponents.flatten()
     assert_close(found.sum(), cell.decay().log().sum(), atol=1e-9, rtol=1e-9)
     assert_close(found.sort().values, cell.decay().log().sort().values, atol=0.02, rtol=0)
     spiking = analysis.lyapunov_exponents(SpikingADPTNet(4, beta=1.0).cell, torch.randn(1, 100, 4))
