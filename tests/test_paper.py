@@ -161,6 +161,8 @@ def test_a_finished_point_is_skipped_and_shares_make_a_whole(tmp_path, capsys):
     shelf = Shelf(tmp_path)
     assert all(shelf.rows(results()[name], "smoke")[1] == 0 for name in names)
     assert ran(tmp_path, *names) == 0
+    shown = results()["fig:trained_damping"]  # another side of fig:trained_pos_vs_neg_eig
+    assert [result.name for result in reproduce._sources([shown])] == [shown.recipe.source]
     assert len(list((tmp_path / "smoke").glob("table-error_summary.*-of-3.jsonl"))) == 3
 
 
