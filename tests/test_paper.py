@@ -80,6 +80,8 @@ def test_what_is_registered_without_a_recipe_is_known():
     page = (PROJECT / "docs" / "paper-map.md").read_text()
     for name, result in results().items():
         for label in result.labels:
+            if len(labels()[label].results) > 1:
+                continue  # used twice in the paper
             line = re.search(rf"^\| {re.escape(label)} \|.*$", page, re.MULTILINE)[0]
             assert ("adptnet reproduce" in line) == (name not in waiting), line
 

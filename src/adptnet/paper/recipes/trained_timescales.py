@@ -211,7 +211,7 @@ def _table(key: str) -> Any:
 def _draw(key: str) -> Any:
     def draw(rows: Rows) -> "Figure":
         panels = {
-            f"{row.settings[key]}, epoch {epoch}": snapshot
+            f"{key} = {row.settings[key]}, epoch {epoch}": snapshot
             for row in rows
             for epoch, snapshot in zip(row.settings["epochs"], row.numbers["snapshots"], strict=True)
         }

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SOURCE = "fig:trained_pos_vs_neg_eig"
 FACTORS = [1.0, 0.99, 0.9]
 BLOCKS = 8
-EDGES = np.linspace(-0.2, 0.2, 82)  # of the histogram of shifts; the outermost bins hold the tails as well
+EDGES = np.linspace(-0.1, 0.1, 82)  # of the histogram of shifts; the outermost bins hold the tails as well
 SIZES: dict[str, dict[str, Any]] = {
     "smoke": {"length": 24, "width": 8, "sequences": 64, "test": 16, "epochs": [1, 2, 3]},
     "laptop": {"length": 256, "width": 64, "sequences": 2000, "test": 500, "epochs": [1, 5, 10, 20, 30, 40, 50]},
@@ -174,7 +174,7 @@ def _draw_shifts(rows: Rows) -> "Figure":
         title = (
             f"epoch {row.settings['epochs'][place]}: mean {s['shift mean']:.2g}, deviation {s['shift deviation']:.2g}"
         )
-        axis.set(xlabel="Δ = σ(J) − |λ̄|", yscale="log")
+        axis.set(xlabel="Δ = σ(J) − |λ̄|", yscale="log", ylim=(0.7, None))
         axis.set_title(title, fontsize=9)
         figures.bare(axis)
     return figure
