@@ -62,7 +62,7 @@ def run(options: Reproduce) -> int:
             "nothing runs it. `adptnet reproduce --list` shows which have one."
         )
     shelf = Shelf(options.rows, _share(options.shard))
-    jobs = list(_left(chosen, shelf, options.scale))
+    jobs = list(_left(_sources(chosen), shelf, options.scale))
     if missing:
         print(f"no recipe yet for {len(missing)} results: {', '.join(missing)}")
     begun = time.monotonic()
@@ -73,13 +73,18 @@ def run(options: Reproduce) -> int:
     return len(jobs)
 
 
+def _sources(chosen: list[Result]) -> list[Result]:
+    """The results that have runs of their own: those chosen, or those that they show another side of."""
+    names = [result.recipe.source or result.name for result in chosen if result.recipe is not None]
+    return [results()[name] for name in dict.fromkeys(names)]
+
+
 def _left(chosen: list[Result], shelf: Shelf, scale: Scale) -> Iterator[_Job]:
     """The points of this share that have no row."""
     number, count = shelf.share
     place = 0
     for result in chosen:
-        if result.recipe is None or result.recipe.source is not None:
-            continue
+        assert result.recipe is not None
         done = shelf.lines(result, scale)
         for point in result.recipe.points(scale):
             place += 1

@@ -5,6 +5,7 @@ float64, along one test sequence, at three epochs.
 """
 
 import copy
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from ...drive import EMA, RoPE
 from ...nn import ADPTNet, LayerSpec
 from ...nn.block import BlockSpec
 from ...projections import Dense, LowParam, Orthogonal, ProjectionSpec
-from ...spectra import Linspace
+from ...spectra import Linspace, Negative, SpectrumSpec
 from ...tasks import CopyMemory
 from ...training import Adam, Cosine, TrainConfig, evaluate, train
 from ..evidence import rank_correlation, within
@@ -26,6 +27,8 @@ from ..recipe import Check, Finding, Point, Recipe, Row, Rows, Scale, Table, Ver
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+__all__ = ["RECIPES", "met", "spectrum_of", "trained"]
 
 BATCH = 64
 BETAS = [0.0125, 0.125, 1.0]
@@ -54,13 +57,17 @@ def _weights(name: str, width: int) -> ProjectionSpec:
     return {"dense": Dense(), "orthogonal": Orthogonal(), "LowParam": low}[name]
 
 
-def _run(point: Point) -> Finding:
+def trained(point: Point, snapshot: Callable[[nn.Module, Tensor], dict[str, Any]]) -> Finding:
+    """Trains one network and takes a snapshot after each of its epochs that are asked for, with one test sequence."""
     settings = point.settings
+    spectrum: SpectrumSpec = Linspace(dt_min=1e-3, dt_max=1e-1, decay=0.5)
+    if settings.get("negative"):
+        spectrum = Negative(spectrum, settings["negative"])
     task = CopyMemory(settings["length"], training_sequences=settings["sequences"], test_sequences=settings["test"])
     cell = ADPTSpec(
         settings["width"],
         beta=settings["beta"],
-        spectrum=Linspace(dt_min=1e-3, dt_max=1e-1, decay=0.5),
+        spectrum=spectrum,
         projection=_weights(settings["weights"], settings["width"]),
         gain=EMA(),
         rope=RoPE(),
@@ -82,7 +89,7 @@ def _run(point: Point) -> Finding:
 
     def look(step: int, loss: float) -> None:
         if step % epoch == 0 and step // epoch in settings["epochs"]:
-            snapshots.append(_snapshot(model, sample))
+            snapshots.append(snapshot(model, sample))
 
     record = train(model, task, config, on_step=look)
     scores = evaluate(model, task, [task.length], size=settings["test"])[task.length]
@@ -95,18 +102,24 @@ def _run(point: Point) -> Finding:
     return Finding(numbers, spec)
 
 
-@torch.no_grad()
-def _snapshot(model: nn.Module, sample: Tensor) -> dict[str, Any]:
-    """The spectrum of the layer, with the inputs that it meets."""
+def met(model: nn.Module, sample: Tensor) -> tuple[ADPTNet, Tensor]:
+    """A copy of the layer in float64, and what enters it when the model is given `sample`."""
     still = copy.deepcopy(model).double().eval()
     layer = next(module for module in still.modules() if isinstance(module, ADPTNet))
-    met: list[Tensor] = []
-    hook = layer.register_forward_pre_hook(lambda module, inputs: met.append(inputs[0]))
+    entering: list[Tensor] = []
+    hook = layer.register_forward_pre_hook(lambda module, inputs: entering.append(inputs[0]))
     still(sample)
     hook.remove()
+    return layer.requires_grad_(False), entering[0].detach()
+
+
+@torch.no_grad()
+def spectrum_of(model: nn.Module, sample: Tensor) -> dict[str, Any]:
+    """Exponents, ln |λ̄| and what is certain."""
+    layer, x = met(model, sample)
     assert isinstance(layer.cell, ADPTCell)
     return {
-        "exponents": analysis.lyapunov_exponents(layer, met[0][0]).exponents,
+        "exponents": analysis.lyapunov_exponents(layer, x[0]).exponents,
         "log_eigenvalues": layer.cell.spectrum.log_modulus().sort(descending=True).values,
         "certified": list(analysis.certificate(layer).exponents),
     }
@@ -198,7 +211,7 @@ def _table(key: str) -> Any:
 def _draw(key: str) -> Any:
     def draw(rows: Rows) -> "Figure":
         panels = {
-            f"{row.settings[key]}, epoch {epoch}": snapshot
+            f"{key} = {row.settings[key]}, epoch {epoch}": snapshot
             for row in rows
             for epoch, snapshot in zip(row.settings["epochs"], row.numbers["snapshots"], strict=True)
         }
@@ -215,7 +228,7 @@ RECIPES = {
     "fig:beta_trained_ablation": Recipe(
         version=1,
         points=_beta_points,
-        run=_run,
+        run=lambda point: trained(point, spectrum_of),
         checks={
             "spread": Check(_spread, "laptop"),
             "contained": Check(_contained, "laptop"),
@@ -229,7 +242,7 @@ RECIPES = {
     "fig:kv_trained_ablation": Recipe(
         version=1,
         points=_weight_points,
-        run=_run,
+        run=lambda point: trained(point, spectrum_of),
         checks={
             "above": Check(_above, "laptop"),
             "overshoot": Check(_overshoot, "laptop"),
