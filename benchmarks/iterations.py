@@ -125,9 +125,9 @@ def page(rows: list[dict], arguments: argparse.Namespace) -> str:
             "ADPTNet of width 64, dense K and V, EMA gain, RoPE, decay 0.5, Δt spaced in the logarithm from Δt_min to "
             "0.1; inputs from N(0, 1); three networks, each with a third of the samples. Guess: the β = 0 scan. A step "
             f"of the new iterate is right at |f(s) - s| <= {RTOL:.1e} · max(|s before|, |f(s)|) + 1.2e-7 · the largest "
-            "|s| so far, if the next iteration would not move it beyond four times as much, or 4ε√T of the scale; every "
-            "step must be. Undamped, no sequence given up. Means are over the samples where all four methods converged; "
-            "a method that did not within the limit, or was not finite, is counted as censored.",
+            "|s| so far, if the next iteration would not move it beyond four times as much, or 4ε√T of the scale; "
+            "every step must be. Undamped, no sequence given up. Means are over the samples where all four methods "
+            "converged; a method that did not within the limit, or was not finite, is counted as censored.",
             "",
             head,
             ruler,
