@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from .cells.base import Cell
 from .errors import IncompatibleError, InputError
 from .fixed_point import Loop, System, Tolerance, default_rtol, stretch
+from .ops import memory
 from .transitions import Transition
 
 __all__ = ["Adjoint", "Checkpointed", "Implicit", "Unrolled"]
@@ -213,6 +214,7 @@ class _Backward:
             self._solve_block(part, inside, known[:, start:stop], found[:, start:stop], relative, least)
             if start:
                 self._hand_back(part, inside, found[:, start:stop], slice(0, 1), known[:, start - 1 : start])
+        memory.clear()  # of the iterations
         return found
 
     def _solve_block(self, part: System, states: Tensor, known: Tensor, g: Tensor, rtol: float, least: Tensor) -> None:

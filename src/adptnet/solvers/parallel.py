@@ -11,6 +11,7 @@ from ..adjoints import Adjoint, Implicit, LoopAdjoint, Unrolled
 from ..cells.base import ADPTState, Cell
 from ..errors import InputError, NonFiniteError, NotConverged
 from ..fixed_point import Found, History, Iterate, System, Tolerance, default_rtol, measured, newton_update, solve
+from ..ops import memory
 from ..transitions import Transition
 from .base import Result, Solution, Solver, finite_steps
 from .policies import Finish, Policy, Raise, Return
@@ -83,6 +84,7 @@ class Parallel(Solver):
                 return _stepwise(self, problem, system)
             with torch.no_grad():
                 search = self.search(cell, _detached(cell, problem), guess)
+                memory.clear()  # what iterations used is not needed again soon, and is as large as the states
             states = self._attached(cell, problem, system, search, adjoint or Implicit())
         found = search.found
         return problem.solution(
