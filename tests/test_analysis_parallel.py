@@ -37,8 +37,9 @@ def frozen(beta=0.5, size=6, **axes):
 @pytest.mark.parametrize("beta", [0.05, 0.3])
 def test_the_predicted_iterations_are_the_measured_ones(kind, beta):
     layer, x = frozen(beta), torch.randn(3, 100, 6)
-    predicted = predicted_iterations(layer, x, kind())
-    measured = layer.solve(x, solver=kind()).iterations
+    solver = kind(rtol=2e-12)  # at the last digits rounding adds an iteration or two
+    predicted = predicted_iterations(layer, x, solver)
+    measured = layer.solve(x, solver=solver).iterations
     assert (predicted - measured).abs().max() <= 1
     assert measured.min() >= 4
 

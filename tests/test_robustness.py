@@ -171,7 +171,7 @@ def test_a_step_that_changes_the_shape_of_its_state_is_refused():
         (lambda f, x: f(x, solver=solvers.Sequential), "must be a solver object"),
         (lambda f, x: Stack(f.spec, 2)(x, (None,)), "the tuple of 2 states an earlier call returned; got tuple of 1"),
         (lambda f, x: adptnet.adjoints.Checkpointed(2.5), "must be a whole number"),
-        (lambda f, x: WordProblem(5), "group 5 is unknown"),
+        (lambda f, x: WordProblem("D"), "group 'D' is unknown"),
     ],
 )
 def test_more_bad_calls_get_a_clear_error(call, message):
