@@ -163,7 +163,8 @@ def test_a_run_is_scored_again_at_other_lengths(tmp_path, capsys):
     ran("evaluate", tmp_path / "a", "--size", 16)
 
 
-def test_a_grid_runs_every_point_once(tmp_path, capsys):
+def test_a_grid_runs_every_point_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as here: sums depend on how many share them
     asked = ["sweep", "word-problem", *SMALL, "--grid", "model.beta", 0, 4, "--grid", "model.glu", "False"]
     ran(*asked, "--output", tmp_path, "--shard", "2/2")
     assert "2 points, 1 in this shard, 0 of them finished" in capsys.readouterr().out
@@ -231,7 +232,8 @@ def submitted(folder, described):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_job_of_a_cluster_that_is_cut_off_is_queued_again(tmp_path):
+def test_a_job_of_a_cluster_that_is_cut_off_is_queued_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     process = start(submitted, tmp_path, experiment(steps=200).to_json())
     process.join(500)
     assert process.exitcode == 0

@@ -107,12 +107,14 @@ class Accelerated(Place):
 
     def __init__(self, precision: Precision = "float32", *, sharded: bool = False, device: str | None = None):
         from accelerate import Accelerator
+        from accelerate.state import AcceleratorState
         from accelerate.utils import DistributedDataParallelKwargs
 
         # Statistics of batch norms are shared, so buffers agree; a layer at β = 0 has weights without a gradient.
         data_parallel = DistributedDataParallelKwargs(broadcast_buffers=False, find_unused_parameters=True)
         mixed = "no" if precision == "float32" else precision
         cpu = device == "cpu" or not torch.accelerator.is_available()  # unsaid, accelerate would form no group on CPUs
+        AcceleratorState._reset_state()  # it is the process's: a run before this one may have had another precision
         self._accelerator = Accelerator(mixed_precision=mixed, cpu=cpu, kwargs_handlers=[data_parallel])
         self.rank, self.count = self._accelerator.process_index, self._accelerator.num_processes
         self.device = self._accelerator.device
