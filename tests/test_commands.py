@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import adptnet
 from adptnet import cells, cli, directions, drive, errors, flags, projections, spectra, sweep, tasks, training
 from adptnet.training import Experiment, Keeping, finished, read_metrics
-from runs import experiment, start
+from small_runs import experiment, start
 
 pytestmark = pytest.mark.timeout(300)  # processes start slowly on a busy machine
 

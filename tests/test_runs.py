@@ -36,7 +36,7 @@ from adptnet.training import (
 )
 from adptnet.training.lock import held
 from adptnet.training.runs import trained
-from runs import Endless, Ragged, experiment, start, start_ranks, train_in
+from small_runs import Endless, Ragged, experiment, start, start_ranks, train_in
 
 pytestmark = pytest.mark.timeout(300)  # processes start slowly on a busy machine
 
