@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -153,11 +154,13 @@ def _share(text: str) -> tuple[int, int]:
 def _list(folder: Path) -> None:
     """Every label, in the order of the paper."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from .compare import progress
 
-    table = Table("label", "belongs to", "status", "claims", "smoke / laptop / paper: points done, cost on one core")
+    whole = Column("label", overflow="fold")  # to be copied, so never cut short
+    part = Column("belongs to", overflow="fold")
+    table = Table(whole, part, "status", "claims", "smoke / laptop / paper: points done, cost on one core")
     for label in labels().values():
         if label.kind != "result":
             table.add_row(label.name, "", label.kind, "", label.configuration or label.literature)
@@ -165,6 +168,6 @@ def _list(folder: Path) -> None:
             result = results()[name]
             runs = " / ".join(progress(result, Shelf(folder))) if result.recipe else ""
             table.add_row(label.name, "" if name == label.name else name, result.status, str(len(result.claims)), runs)
-    Console(width=None).print(table)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
     ready = sum(result.recipe is not None for result in results().values())
     print(f"{len(labels())} labels, {len(results())} results, {ready} with a recipe.")
