@@ -55,8 +55,9 @@ def assert_solves(combination, posed):
     solution = posed.solved(combination.solver(rtol=1e-13), combination.takes_resets)
     exact = posed.exact[combination.takes_resets]
     assert solution.result <= Result.FINISHED, str(combination)
-    assert_close(solution.states, exact.states, atol=1e-9, rtol=0, msg=lambda text: f"{combination}\n{text}")
-    assert_close(solution.final, exact.final, atol=1e-9, rtol=0, msg=lambda text: f"{combination}\n{text}")
+    allowed = 1e-9 * max(1.0, float(exact.states.abs().max()))  # a remembered rotation that is none may stretch
+    assert_close(solution.states, exact.states, atol=allowed, rtol=0, msg=lambda text: f"{combination}\n{text}")
+    assert_close(solution.final, exact.final, atol=allowed, rtol=0, msg=lambda text: f"{combination}\n{text}")
     if combination.blocks == "whole":
         assert torch.equal(solution.converged_steps, posed.lengths), str(combination)
 
