@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from .cells.base import Cell
 from .errors import IncompatibleError, InputError
-from .fixed_point import Loop, System, Tolerance, default_rtol, stretch
+from .fixed_point import Tolerance, default_rtol
 from .ops import memory
+from .system import Loop, System, stretch
 from .transitions import Transition
 
 __all__ = ["Adjoint", "Checkpointed", "Implicit", "Unrolled"]

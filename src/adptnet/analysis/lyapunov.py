@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..cells import ADPTState
 from ..errors import InputError
-from ..fixed_point import System
 from ..solvers import Result, Solver
 from ..solvers.parallel import Parallel
+from ..system import System
 from .jacobians import chunks, jacobians_at, stretches, visited
 from .recompute import recomputed
 from .systems import Posed, parameters_of, posed

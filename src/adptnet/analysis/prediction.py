@@ -8,9 +8,9 @@ from torch import Tensor
 
 from ..cells import ADPTState
 from ..errors import IncompatibleError
-from ..fixed_point import System
 from ..solvers import Newton, Solver
 from ..solvers.damping import Undamped
+from ..system import System
 from .systems import Posed, posed
 
 __all__ = ["equations", "predicted_iterations"]

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from ..cells.base import Cell
 from ..errors import InputError
-from ..fixed_point import System, Tolerance
+from ..fixed_point import Tolerance
+from ..system import System
 from ..transitions import Transition
 from .parallel import Parallel, Search, joined
 from .policies import Policy

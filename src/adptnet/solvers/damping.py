@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..fixed_point import Iterate, System, newton_update
+from ..fixed_point import Iterate, newton_update
+from ..system import System
 from ..transitions import Transition
 
 __all__ = ["Adaptive", "Damping", "Proximal", "Scale", "TrustRegion", "Undamped"]

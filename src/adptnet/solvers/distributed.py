@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from ..adjoints import Adjoint, Implicit
 from ..cells.base import ADPTState, Cell, positions
 from ..errors import DistributedError, IncompatibleError, InputError, NotConverged
-from ..fixed_point import Found, History, System, measured
+from ..fixed_point import Found, History, measured
+from ..system import System
 from ..transitions import Dense, Transition
 from .base import Result, Solution, Solver, finite_steps
 from .damping import Adaptive, Scale, Undamped

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from ..adjoints import PATIENCE, Implicit
 from ..cells.base import Cell
 from ..errors import DistributedError, IncompatibleError
-from ..fixed_point import System, Tolerance, default_rtol, stretch
+from ..fixed_point import Tolerance, default_rtol
+from ..system import System, stretch
 from ..transitions import Transition
 from .parallel import full_precision
 from .ranks import Line

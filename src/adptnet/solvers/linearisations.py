@@ -13,9 +13,9 @@ from torch import Tensor
 from ..cells.base import Cell
 from ..conjugates import RotatedConjugate
 from ..errors import IncompatibleError, InputError
-from ..fixed_point import System, stretch
 from ..ops.linear_scan import linear_scan
 from ..spectra import BlockDiagonal
+from ..system import System, stretch
 from ..transitions import Dense, Diagonal, InBasis, Piecewise, Transition, Zero
 
 __all__ = [

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ..cells.base import Cell
 from ..errors import IncompatibleError, InputError
-from ..fixed_point import Iterate, System, Tolerance, default_rtol, solve
+from ..fixed_point import Iterate, Tolerance, default_rtol, solve
 from ..ops.linear_scan import linear_scan
+from ..system import System
 from ..transitions import Transition
 from .damping import Damping, Proximal, Undamped
 from .linearisations import (

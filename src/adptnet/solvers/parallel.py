@@ -10,8 +10,9 @@ from torch import Tensor
 from ..adjoints import Adjoint, Implicit, LoopAdjoint, Unrolled
 from ..cells.base import ADPTState, Cell
 from ..errors import InputError, NonFiniteError, NotConverged
-from ..fixed_point import Found, History, Iterate, System, Tolerance, default_rtol, measured, newton_update, solve
+from ..fixed_point import Found, History, Iterate, Tolerance, default_rtol, measured, newton_update, solve
 from ..ops import memory
+from ..system import System
 from ..transitions import Transition
 from .base import Result, Solution, Solver, finite_steps
 from .policies import Finish, Policy, Raise, Return

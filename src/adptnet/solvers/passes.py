@@ -8,9 +8,10 @@ from torch import Tensor
 
 from ..cells.base import Cell
 from ..errors import IncompatibleError
-from ..fixed_point import Measure, Measured, System, Tolerance
+from ..fixed_point import Measure, Measured, Tolerance
 from ..ops.adpt_step import Pass, reference
 from ..ops.linear_scan import linear_scan
+from ..system import System
 from .damping import Damping, Undamped
 from .linearisations import ConjugateDiagonal, Linear, Linearisation
 

@@ -8,8 +8,9 @@ from torch import Tensor
 from ..adjoints import Adjoint
 from ..cells.base import ADPTState, Cell, positions
 from ..errors import InputError
-from ..fixed_point import History, System
+from ..fixed_point import History
 from ..spectra.base import compute_dtype
+from ..system import System
 from .base import Solution, Solver
 
 __all__ = ["Problem", "check_cell", "check_dtype", "check_lengths", "pose", "valid"]

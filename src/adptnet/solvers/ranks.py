@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import DistributedError
-from ..fixed_point import System
+from ..system import System
 from ..transitions import Transition, Zero
 
 __all__ = ["Line", "Notes", "Ranks", "Stretch"]
