@@ -1,6 +1,7 @@
 """`adptnet train`, `evaluate`, `sweep` and `replay`, as typed."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -212,6 +213,24 @@ def test_a_run_that_is_terminated_saves_and_says_how_to_go_on(tmp_path):
     saved = int(next((tmp_path / "a" / "checkpoints").iterdir()).name[5:])
     assert f"stopped after step {saved} of 100000" in said
     assert len(read_metrics(metrics)) == saved
+
+
+def test_a_sweep_asks_slurm_for_what_was_given(tmp_path, monkeypatch):
+    pytest.importorskip("submitit", reason="needs submitit: pip install 'adptnet[cluster]'")
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("sbatch", "srun"):  # stand-ins: what sbatch is handed is kept
+        path = programs / name
+        path.write_text(f'#!/bin/sh\ncp "$1" {tmp_path}/handed\necho Submitted batch job 12\n')
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    options = sweep.Slurm(partition="long", minutes=7, cpus=3, gpus=1, at_once=5)
+    points = [sweep.Point({}, experiment(steps=2, seed=seed), tmp_path / str(seed)) for seed in (0, 1)]
+    jobs = sweep.submit(points, sweep.executor_for(tmp_path / "slurm", options), Keeping())
+    assert [job.job_id for job in jobs] == ["12_0", "12_1"]
+    handed = (tmp_path / "handed").read_text()
+    for line in ("partition=long", "time=7", "cpus-per-task=3", "gpus-per-node=1", "array=0-1%2", "signal="):
+        assert f"--{line}" in handed, handed
 
 
 def submitted(folder, described):

@@ -172,11 +172,11 @@ def executor_for(folder: Path, slurm: Slurm) -> Any:
     except ImportError:
         raise IncompatibleError("--cluster slurm needs submitit: pip install 'adptnet[cluster]'.") from None
     try:
-        executor = submitit.AutoExecutor(folder, cluster="slurm")
+        # a point is queued again until it has ended
+        executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_max_num_timeout=1000)
     except RuntimeError as error:
         raise IncompatibleError(f"--cluster slurm: {error}. Use --cluster local on a machine without it.") from None
     wanted = {"timeout_min": slurm.minutes, "cpus_per_task": slurm.cpus, "slurm_array_parallelism": slurm.at_once}
-    wanted["slurm_max_num_timeout"] = 1000  # a point is queued again until it has ended
     if slurm.partition is not None:
         wanted["slurm_partition"] = slurm.partition  # type: ignore[assignment]
     if slurm.gpus:
