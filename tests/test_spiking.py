@@ -14,6 +14,7 @@ from adptnet.cells.spiking import surrogate
 from adptnet.errors import IncompatibleError, InputError, SpecError
 from adptnet.nn import Recurrent, SpikingModelSpec, silif_for_speech, spiking_adpt_for_speech
 from adptnet.nn.spiking import spiking_adpt
+from adptnet.ops import native
 
 SIZE = 5
 raw = {"input_projection": projections.Identity()}
@@ -557,6 +558,31 @@ def test_a_network_learns_and_is_saved(tmp_path):
     adptnet.save(model, tmp_path / "model")
     again = adptnet.load(tmp_path / "model").eval()
     assert_close(again(x)[0], model(x)[0])
+
+
+@pytest.mark.skipif(not native.wanted(), reason="ADPTNET_BACKEND=reference")
+def test_the_networks_of_speech_are_fused(caplog, monkeypatch):
+    monkeypatch.setattr(native, "_said", set())
+    model = spiking_adpt_for_speech(16, input_size=6, output_size=2).build()
+    x, lengths = (torch.rand(3, 20, 6) < 0.3).double(), torch.tensor([20, 4, 9])
+    model(x, lengths=lengths)[0].sum().backward()
+    assert not caplog.records
+    model.eval()
+    fused = model(x, lengths=lengths)[0]
+    monkeypatch.setenv("ADPTNET_BACKEND", "reference")
+    assert_close(fused, model(x, lengths=lengths)[0])
+
+
+def test_integrators_at_once_are_those_step_by_step():
+    layer = Recurrent(cells.LeakyIntegrator(5))
+    x, lengths, reset = torch.randn(3, 9, 5), torch.tensor([9, 1, 4]), torch.rand(3, 9) < 0.3
+    results = []
+    for adjoint in (None, adjoints.Implicit()):  # all steps at once, and one by one
+        y, final = layer(x, lengths=lengths, reset=reset, adjoint=adjoint)
+        gradient = torch.autograd.grad(y.sin().sum() + final.state.cos().sum(), layer.cell.decay)[0]
+        results.append((y.detach(), final.state.detach(), gradient))
+    for a, b in zip(*results, strict=True):
+        assert_close(a, b)
 
 
 def test_a_trace_holds_what_each_layer_did():

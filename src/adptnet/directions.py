@@ -15,7 +15,9 @@ from .projections.heads import Heads
 from .spec import Spec, check_positive, check_size, spec
 from .typing import Device, DType, Vector
 
-__all__ = ["DirectionSpec", "Directions", "FromInput", "FromState", "KeyValue", "spike", "unit"]
+__all__ = ["LAYER_NORM_EPS", "DirectionSpec", "Directions", "FromInput", "FromState", "KeyValue", "spike", "unit"]
+
+LAYER_NORM_EPS = 1e-5  # as torch has it
 
 
 class KeyValue(NamedTuple):
@@ -133,7 +135,7 @@ class Directions(nn.Module):
             return heads[0] if spec.heads == 1 else Heads(heads)
 
         def norm() -> nn.LayerNorm | None:
-            return nn.LayerNorm(state_size, device=device, dtype=dtype) if spec.layer_norm else None
+            return nn.LayerNorm(state_size, LAYER_NORM_EPS, device=device, dtype=dtype) if spec.layer_norm else None
 
         self.key_projection, self.value_projection = projections(), projections()
         self.key_norm, self.value_norm = norm(), norm()

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..beta import Beta
 from ..conjugates import ConjugateSpec, Diagonal, Exact, Product, Taylor
-from ..directions import Directions, FromInput, FromState
+from ..directions import LAYER_NORM_EPS, Directions, FromInput, FromState
 from ..ops import adpt_step, gpu, native
 from ..ops.adpt_scan import Constants, Form, Retracted, Source, adpt_scan, ready
 from ..ops.transforms import transformed, watched
@@ -55,21 +55,24 @@ def _uncovered(spec: ADPTSpec, drive: Tensor) -> str | None:
         return f"the kernel has no retraction={spec.retraction}."
     if not isinstance(direction, (FromState, FromInput)):
         return f"the kernel has no direction={direction}."
-    if from_state and direction.layer_norm:
-        return "the kernel has no LayerNorm on key and value."
-    if spec.start and (spec.memory is not None or (isinstance(direction, FromState) and direction.entrywise)):
-        return "the kernel has no learned start with a slow memory, ReLU or spikes."
+    if from_state and direction.layer_norm and spec.heads > 1:
+        return "the kernel has no LayerNorm on key and value over several heads."
+    told_apart = isinstance(direction, FromState) and (direction.entrywise or direction.layer_norm)
+    if spec.start and (spec.memory is not None or told_apart):
+        return "the kernel has no learned start with a slow memory, ReLU, spikes or LayerNorm."
     return None
 
 
 def form_of(spec: ADPTSpec, *, beta_given: bool = False) -> Form:
     """The kind of recurrence a cell is."""
     direction = spec.direction
-    source, spike = Source.STATE, 0.0
+    source, spike, dot, norm = Source.STATE, 0.0, None, None
     if isinstance(direction, FromState):
         source = Source.RELU if direction.relu else Source.STATE
         if direction.spike is not None:
             source, spike = Source.SPIKES, direction.spike
+        if spec.conjugate.turns:
+            dot, norm = direction.dot, LAYER_NORM_EPS if direction.layer_norm else None
     return Form(
         heads=spec.heads,
         turns=spec.conjugate.turns,
@@ -78,8 +81,9 @@ def form_of(spec: ADPTSpec, *, beta_given: bool = False) -> Form:
         source=int(source),
         spike=spike,
         retracted=int(_retracted(spec.conjugate, spec.retraction)),
-        dot=direction.dot if spec.conjugate.turns and isinstance(direction, FromState) else None,
+        dot=dot,
         aware=spec.rotation_aware,
+        norm=norm,
     )
 
 
@@ -92,7 +96,7 @@ def _retracted(conjugate: ConjugateSpec, retraction: Retraction) -> Retracted:
 def constants_of(blocks: BlockDiagonal, directions: nn.ModuleList, beta: Beta | None, form: Form) -> Constants:
     """Λ̄, K, V and β. Factored projections become dense matrices here, once a call."""
     real = blocks.real
-    weight = bias = number = None
+    weight = bias = number = norm_weight = norm_bias = None
     if form.turns and not form.given:
         found = directions[0]
         assert isinstance(found, Directions)
@@ -100,11 +104,15 @@ def constants_of(blocks: BlockDiagonal, directions: nn.ModuleList, beta: Beta | 
         weight = torch.stack([matrices for matrices, _ in both], 1)
         biases = [vectors for _, vectors in both if vectors is not None]
         bias = torch.stack(biases, 1) if biases else None
+        if found.key_norm is not None and found.value_norm is not None:
+            norms = (found.key_norm, found.value_norm)
+            norm_weight, norm_bias = (torch.stack([getattr(n, name) for n in norms]) for name in ("weight", "bias"))
     if form.turns and beta is not None:
         value = beta(real)
         value = value if isinstance(value, Tensor) else torch.full((), value, dtype=real.dtype, device=real.device)
         number = value.reshape(-1).expand(form.heads)
-    return Constants(real, blocks.imag, weight, bias, number)
+    constants = Constants(real, blocks.imag, weight, bias, number)
+    return constants._replace(norm_weight=norm_weight, norm_bias=norm_bias)
 
 
 def _matrices(projection: Projection, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -161,16 +169,16 @@ def scan(
 
 
 def steps_known(spec: ADPTSpec, states: Tensor, drive: Tensor, constants: Constants, form: Form) -> bool:
-    """Whether the step at many known states has a kernel, which records no derivative."""
+    """Whether the step at many known states has a kernel, which records no derivative; if not, it is said once."""
     tensors = (states, drive, *constants)
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    return (
-        states.device.type == "cpu"
-        and not (recorded or spec.start or watched() or transformed(*tensors))
-        and _uncovered(spec, drive) is None
-        and adpt_step.covers(constants, form)
-        and adpt_step.ready(states.dtype)
-    )
+    if states.device.type != "cpu" or recorded or spec.start or watched() or transformed(*tensors):
+        return False
+    if _uncovered(spec, drive) is not None or not adpt_step.covers(constants, form):
+        if native.wanted():
+            native.notice("the kernel of Jacobians and Newton passes is for one head, a real spectrum, K and V of x.")
+        return False
+    return adpt_step.ready(states.dtype)
 
 
 def jacobians(

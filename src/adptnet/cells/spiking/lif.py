@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 
 from ...errors import SpecError
+from ...ops.linear_scan import linear_scan
 from ...projections import Dense, Projection, ProjectionSpec
 from ...spec import check_kind, check_size, spec
 from ...spectra import BlockDiagonal
 from ...typing import Device, DType, Vector
 from ..base import Cell, CellSpec
+from ..fused import own_steps
 from .base import (
     USUAL_DECAY,
     Initial,
@@ -206,6 +208,24 @@ class LeakyIntegratorCell(Cell):
     def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
         decay = self.eigenvalues().real
         return lambda state, drive: decay * state + (1 - decay) * drive
+
+    def scan(
+        self,
+        drive: Tensor,
+        state: Tensor,
+        *,
+        reset: Tensor | None = None,
+        lengths: Tensor | None = None,
+        lean: bool = False,
+    ) -> Tensor | None:
+        if not own_steps(self, LeakyIntegratorCell) or (reset is not None and self.spec.initial != "zero"):
+            return None
+        decay = self.eigenvalues().real
+        states = linear_scan(decay, (1 - decay) * drive, state, reset=reset)
+        if lengths is None:
+            return states
+        ended = torch.arange(drive.shape[1], device=drive.device) >= lengths.unsqueeze(-1)
+        return torch.where(ended.unsqueeze(-1), 0.0, states)
 
     def eigenvalues(self) -> BlockDiagonal:
         return BlockDiagonal(full(self.decay).clamp(*self.spec.decay))

@@ -16,6 +16,8 @@ from .form import PLAIN, Constants, Form, Retracted, Source, check
 
 __all__ = ["Constants", "Form", "Retracted", "Source", "adpt_scan", "ready"]
 
+_LEAVES = 2 + len(Constants._fields)  # drive, state and constants: what has a derivative
+
 
 def _ready(dtype: torch.dtype, device: str = "cpu") -> bool:
     """Whether there is a kernel."""
@@ -33,7 +35,7 @@ def _by_triton(drive: Tensor, constants: Constants, form: Form) -> Any:
 
     if triton.covers(constants, form):
         return triton
-    native.notice("the Triton kernel is for float32, one head, a real spectrum and plain directions of the state.")
+    native.notice("the Triton kernel is for float32, one head, a real spectrum, K and V of the state.")
     return None
 
 
@@ -74,6 +76,8 @@ def _scan(
     feed_imag: Tensor | None,
     decay: Tensor | None,
     charge: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
     reset: Tensor | None,
     lengths: Tensor | None,
     heads: int,
@@ -85,10 +89,11 @@ def _scan(
     retracted: int,
     dot: float | None,
     aware: bool,
+    norm: float | None,
     save: bool,
 ) -> tuple[Tensor, Tensor]:
-    constants = Constants(real, imag, weight, bias, beta, feed_real, feed_imag, decay, charge)
-    form = Form(heads, turns, given, beta_given, source, spike, retracted, dot, aware)
+    constants = Constants(real, imag, weight, bias, beta, feed_real, feed_imag, decay, charge, norm_weight, norm_bias)
+    form = Form(heads, turns, given, beta_given, source, spike, retracted, dot, aware, norm)
     if drive.device.type == "cpu" and cpu.ready(drive.dtype):
         return cpu.forward(drive, state, constants, form, reset, lengths, save)
     kernel = _by_triton(drive, constants, form)
@@ -114,6 +119,8 @@ def _scan_backward(
     feed_imag: Tensor | None,
     decay: Tensor | None,
     charge: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
     reset: Tensor | None,
     lengths: Tensor | None,
     heads: int,
@@ -125,9 +132,10 @@ def _scan_backward(
     retracted: int,
     dot: float | None,
     aware: bool,
+    norm: float | None,
 ) -> list[Tensor]:
-    constants = Constants(real, imag, weight, bias, beta, feed_real, feed_imag, decay, charge)
-    form = Form(heads, turns, given, beta_given, source, spike, retracted, dot, aware)
+    constants = Constants(real, imag, weight, bias, beta, feed_real, feed_imag, decay, charge, norm_weight, norm_bias)
+    form = Form(heads, turns, given, beta_given, source, spike, retracted, dot, aware, norm)
     if drive.device.type == "cpu":
         found = cpu.backward(gradient, drive, state, constants, form, reset, lengths, states, projections)
     else:
@@ -138,30 +146,32 @@ def _scan_backward(
 
 @_scan.register_fake
 def _(drive: Tensor, state: Tensor, real: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    constants, form, save = Constants(real, *others[:8]), Form(*others[10:19]), others[19]
-    return drive.new_empty(*drive.shape[:2], state.shape[-1]), drive.new_empty(cpu.kept(drive, constants, form, save))
+    rest = len(Constants._fields) - 1
+    *form, save = others[rest + 2 :]  # reset and lengths come before
+    kept = cpu.kept(drive, Constants(real, *others[:rest]), Form(*form), save)
+    return drive.new_empty(*drive.shape[:2], state.shape[-1]), drive.new_empty(kept)
 
 
 @_scan_backward.register_fake
 def _(gradient: Tensor, states: Tensor, projections: Tensor, *inputs: Any) -> list[Tensor]:
-    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs[:11] if t is not None]
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs[:_LEAVES] if t is not None]
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:13], *output)
-    ctx.form = Form(*inputs[13:22])
+    ctx.save_for_backward(*inputs[: _LEAVES + 2], *output)  # reset and lengths too
+    ctx.form = Form(*inputs[_LEAVES + 2 : -1])
 
 
 def _differentiate(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Any, ...]:
     *inputs, states, projections = ctx.saved_tensors
-    rest = (None,) * 12  # reset, lengths, form and save have no derivative
+    rest = (None,) * (2 + len(Form._fields) + 1)  # reset, lengths, form and save have no derivative
     if gradient is None:
-        return (None,) * 11 + rest
-    if torch.is_grad_enabled() or not _has_backward(inputs[0], Constants(*inputs[2:11]), ctx.form):
+        return (None,) * _LEAVES + rest
+    if torch.is_grad_enabled() or not _has_backward(inputs[0], Constants(*inputs[2:_LEAVES]), ctx.form):
         return *_by_reference(gradient, inputs, ctx.form, ctx.needs_input_grad), *rest
     found = iter(_scan_backward(gradient, states, projections, *inputs, *ctx.form))
-    return *(None if t is None else next(found) for t in inputs[:11]), *rest
+    return *(None if t is None else next(found) for t in inputs[:_LEAVES]), *rest
 
 
 def _has_backward(drive: Tensor, constants: Constants, form: Form) -> bool:
@@ -178,9 +188,9 @@ def _by_reference(gradient: Tensor, inputs: list[Any], form: Form, needed: Seque
     drive, state, *constants, reset, lengths = inputs
     with torch.enable_grad():
         states = reference.adpt_scan(drive, state, Constants(*constants), form, reset=reset, lengths=lengths)
-        wanted = [t for t, need in zip(inputs[:11], needed, strict=False) if need]
+        wanted = [t for t, need in zip(inputs[:_LEAVES], needed, strict=False) if need]
         found = iter(torch.autograd.grad(states, wanted, gradient, create_graph=again, allow_unused=True))
-    return [next(found) if need else None for need in needed[:11]]
+    return [next(found) if need else None for need in needed[:_LEAVES]]
 
 
 _scan.register_autograd(_differentiate, setup_context=_remember)

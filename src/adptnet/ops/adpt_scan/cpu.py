@@ -19,9 +19,10 @@ _NAMES = {torch.float32: "float", torch.float64: "double"}
 NARROW, WIDE = 1 << 18, 1 << 22
 
 _NUMBERS = "batch steps heads size features width first last tile threads complex_pairs given turns source form aware"
-_NUMBERS += " coupled beta_given mixes"
-_POINTERS = "drive initial real imag weight bias beta feed_real feed_imag decay charge reset lengths states projections"
-_POINTERS += " state_gradients carry drive_gradients projection_gradients sources sums workspace"
+_NUMBERS += " coupled beta_given mixes norms"
+_POINTERS = "drive initial real imag weight bias beta feed_real feed_imag decay charge norm_weight norm_bias reset"
+_POINTERS += " lengths states projections state_gradients carry drive_gradients projection_gradients sources sums"
+_POINTERS += " workspace"
 
 
 class _Scan(ctypes.Structure):
@@ -31,6 +32,7 @@ class _Scan(ctypes.Structure):
         *((name, ctypes.c_int64) for name in _NUMBERS.split(" ")),
         ("spike", ctypes.c_double),
         ("dot", ctypes.c_double),
+        ("norm", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in _POINTERS.split(" ")),
     )
 
@@ -92,7 +94,7 @@ def backward(
     weights = form.turns and not form.given
     drive_gradient = memory.empty(*drive.shape, dtype=dtype)
     carry = torch.zeros_like(state, memory_format=torch.contiguous_format)
-    sums = torch.zeros(call.tasks, 7, pad, dtype=torch.float64)
+    sums = torch.zeros(call.tasks, 11, pad, dtype=torch.float64)
     gradient = gradient.contiguous()
     call.set(
         states=states, projections=projections, state_gradients=gradient, drive_gradients=drive_gradient, carry=carry
@@ -137,9 +139,9 @@ def _gathered(
     call: "_Call", constants: Constants, form: Form, sums: Tensor, weight: Tensor, bias: Tensor, size: int
 ) -> Constants:
     heads, dtype = form.heads, constants.real.dtype
-    # (tasks, 7, pad) to (7, heads, pad): tasks are tiles of the first head, then of the second ...
+    # (tasks, 11, pad) to (11, heads, pad): tasks are tiles of the first head, then of the second ...
     each = sums.unflatten(0, (heads, -1)).sum(1).transpose(0, 1)
-    real, imag, feed_real, feed_imag, decay, charge = (s[:, :size].flatten().to(dtype, copy=True) for s in each[:6])
+    real, imag, feed_real, feed_imag, decay, charge = (s[:, :size].flatten().to(dtype, copy=True) for s in each[1:7])
     imag, feed_imag = _signed(imag), _signed(feed_imag)
     halves = (heads, 2, -1)
     return Constants(
@@ -147,11 +149,13 @@ def _gathered(
         None if constants.imag is None else imag,
         None if constants.weight is None else weight.unflatten(1, (2, -1))[:, :, :size, :size].contiguous(),
         None if constants.bias is None else bias.view(halves)[:, :, :size].contiguous(),
-        None if constants.beta is None else each[6, :, 0].to(dtype),
+        None if constants.beta is None else each[0, :, 0].to(dtype),
         None if constants.feed_real is None else feed_real,
         None if constants.feed_imag is None else feed_imag,
         None if constants.decay is None else decay,
         None if constants.charge is None else charge,
+        None if constants.norm_weight is None else each[7:9, 0, :size].to(dtype, copy=True),
+        None if constants.norm_bias is None else each[9:11, 0, :size].to(dtype, copy=True),
     )
 
 
@@ -203,8 +207,10 @@ class _Call:
             coupled=constants.decay is not None,
             beta_given=form.beta_given,
             mixes=form.dot is not None,
+            norms=form.norm is not None,
             spike=form.spike,
             dot=0.0 if form.dot is None else form.dot,
+            norm=0.0 if form.norm is None else form.norm,
         )
         self.held: dict[str, Tensor] = {}
         self.set(drive=drive, initial=state, reset=reset, lengths=lengths)

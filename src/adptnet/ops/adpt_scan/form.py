@@ -40,6 +40,7 @@ class Form(NamedTuple):
     retracted: int = Retracted.EXPONENTIAL
     dot: float | None = None  # of key and value, where it is fixed
     aware: bool = False  # the drive is turned with the state
+    norm: float | None = None  # ε of the LayerNorm on unit(K x) and unit(V x), where there is one: with one head
 
 
 PLAIN = Form()
@@ -58,6 +59,8 @@ class Constants(NamedTuple):
     feed_imag: Tensor | None = None
     decay: Tensor | None = None
     charge: Tensor | None = None
+    norm_weight: Tensor | None = None  # (2, n): of the LayerNorm on key and value
+    norm_bias: Tensor | None = None
 
 
 def is_plain(constants: Constants, form: Form) -> bool:
@@ -68,6 +71,7 @@ def is_plain(constants: Constants, form: Form) -> bool:
         and not (form.given or form.beta_given or form.aware)
         and form.source == Source.STATE
         and form.dot is None
+        and form.norm is None
         and form.retracted in (Retracted.EXPONENTIAL, Retracted.CAYLEY)
         and constants.imag is None
         and constants.decay is None
@@ -92,6 +96,8 @@ def check(
         "bias": (constants.bias, None if constants.bias is None else (heads, 2, m), drive.dtype),
         "beta": (constants.beta, (heads,) if form.turns and not form.beta_given else None, drive.dtype),
     }
+    for name in ("norm_weight", "norm_bias"):
+        needed[name] = getattr(constants, name), None if form.norm is None else (2, size), drive.dtype
     for name in ("real", "imag", "feed_real", "feed_imag", "decay", "charge"):
         optional = name == "imag" or not slow or (name == "feed_imag" and constants.imag is None)
         tensor = getattr(constants, name)
@@ -100,5 +106,7 @@ def check(
         given = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
         if shape is not None and given != (shape, dtype):
             raise InputError(f"adpt_scan: {name} must be {dtype} of shape {shape}; got {given}.")
+    if form.norm is not None and (heads > 1 or not matrices):
+        raise InputError(f"adpt_scan: norm={form.norm} is for one head with K and V of the state; got {form}.")
     if size % heads or (constants.imag is not None and m % 2):
         raise InputError(f"adpt_scan: {heads} heads, complex pairs within each, do not divide a state of {size}.")

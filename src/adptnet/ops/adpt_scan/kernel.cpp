@@ -13,23 +13,30 @@ struct Scan {
   int64_t features, width;                // of a row of the drive, of a row of the state
   int64_t first, last;                    // steps that the backward runs, and what its buffers hold
   int64_t tile, threads;                  // sequences in a tile
-  int64_t complex_pairs, given, turns, source, form, aware, coupled, beta_given, mixes;
-  double spike, dot;                      // dot: of key and value, if `mixes`
+  int64_t complex_pairs, given, turns, source, form, aware, coupled, beta_given, mixes, norms;
+  double spike, dot, norm;                // dot: of key and value, if `mixes`; norm: an epsilon, if `norms`
   const void *drive, *initial, *real, *imag, *weight, *bias, *beta;
-  const void *feed_real, *feed_imag, *decay, *charge;
+  const void *feed_real, *feed_imag, *decay, *charge, *norm_weight, *norm_bias;
   const uint8_t* reset;
   const int64_t* lengths;
   void *states, *projections;             // projections: (heads, steps, batch, 2 pad), may be null
   const void* state_gradients;
   void *carry, *drive_gradients;
   void *projection_gradients, *sources;   // (heads, last - first, batch, 2 pad) and (..., pad)
-  double* sums;                           // (tasks, 7, pad): of real, imag, feed_real, feed_imag, decay, charge; beta
+  double* sums;                           // (tasks, every_sum, pad): see Sum
   void* workspace;
 };
 
 namespace {
 
 enum Source { identity, relu, spikes };
+
+// Derivatives that are summed over rows and steps, one vector each but for beta, which is the first number of its own. The
+// last four are those of the LayerNorm, of key and of value.
+enum Sum {
+  of_beta, of_real, of_imag, of_feed_real, of_feed_imag, of_decay, of_charge,
+  of_norm_weight, of_norm_bias = of_norm_weight + 2, every_sum = of_norm_bias + 2
+};
 
 // Rows of one step lie far apart, so the processor does not see the next ones coming. Only a few are asked for ahead: with a
 // length that is a power of two they all share the same few places in the caches.
@@ -107,6 +114,65 @@ template <class T> void mix_backward(const Scan& s, const T* p, const T* q, int6
   set_times<T>(from.value_scale, value, value, pad);
 }
 
+// ---- A LayerNorm ----------------------------------------------------------------------------------------------------
+
+// What a projection p became on its way to weight (y - mean) spread + bias, y = p scale; scale is 0 if p counts as zero.
+template <class T> struct Normed {
+  T scale, mean, spread;
+};
+
+template <class T> T sum_of(const T* from, int64_t pad) {
+  Vec<T> sum[8] = {};
+  for (int64_t i = 0; i < pad; i += lanes<T>) sum[0] += load<T>(from + i);
+  T total[8];
+  sum_lanes<T, 8>(sum, total);
+  return total[0];
+}
+
+// `ones` are one where there are entries, so that the padding stays zero.
+template <class T>
+Normed<T> norm_forward(const Scan& s, const T* p, const T* weight, const T* bias, const T* ones, int64_t pad, T* out) {
+  Normed<T> by;
+  const T squared = dot<T>(p, p, pad);
+  if (within_range(squared)) {
+    by.scale = 1 / std::sqrt(squared);
+    set_times<T>(by.scale, p, out, pad);
+  } else {
+    unit_or_zero<T>(p, out, pad, by.scale);
+  }
+  by.mean = sum_of<T>(out, pad) / s.size;
+  add_times<T>(-by.mean, ones, out, pad);
+  by.spread = 1 / std::sqrt(dot<T>(out, out, pad) / s.size + T(s.norm));
+  for (int64_t i = 0; i < pad; i += lanes<T>)
+    store<T>(out + i, by.spread * load<T>(out + i) * load<T>(weight + i) + load<T>(bias + i));
+  return by;
+}
+
+// Derivatives of what came out to derivatives of p, in their place. The part along y is closed in scalars: without epsilon
+// the length of y would not matter at all.
+template <class T>
+void norm_backward(const Scan& s, const T* p, const Normed<T>& by, const T* weight, const T* ones, int64_t pad,
+                   T* gradients, T* weight_sums, T* bias_sums) {
+  const T by_p = by.spread * by.scale, by_one = by.spread * by.mean;
+  auto normed = [&](int64_t i) { return by_p * load<T>(p + i) - by_one * load<T>(ones + i); };
+  Vec<T> sum[8] = {};
+  for (int64_t i = 0; i < pad; i += lanes<T>) {
+    Vec<T> from = load<T>(gradients + i), z = normed(i), weighted = load<T>(weight + i) * from;
+    sum[0] += weighted;
+    sum[1] += weighted * z;
+    store<T>(weight_sums + i, load<T>(weight_sums + i) + from * z);
+    store<T>(bias_sums + i, load<T>(bias_sums + i) + from);
+  }
+  T total[8];
+  sum_lanes<T, 8>(sum, total);
+  const T shift = total[0] / s.size, along = total[1] / s.size, lost = total[1] * T(s.norm) * by.spread * by.spread;
+  for (int64_t i = 0; i < pad; i += lanes<T>) {
+    Vec<T> weighted = load<T>(weight + i) * load<T>(gradients + i);
+    Vec<T> to_y = by.spread * (weighted - shift * load<T>(ones + i) - along * normed(i));
+    store<T>(gradients + i, by.scale * (to_y - lost * by.scale * load<T>(p + i)));
+  }
+}
+
 // ---- Tasks ----------------------------------------------------------------------------------------------------------
 
 template <class T> INLINE Vec<T> sourced(const Scan& s, Vec<T> x) {
@@ -123,25 +189,31 @@ template <class T> INLINE Vec<T> masked(const Scan& s, Vec<T> x, Vec<T> gradient
 
 template <class T> struct Task {
   int64_t head, begin, rows, index;
-  T *real, *imag, *bias, *feed_real, *feed_imag, *decay, *charge;
-  T *x, *source, *slow, *u, *projections, *scratch, *mixed, *mixing;
+  T *real, *imag, *bias, *feed_real, *feed_imag, *decay, *charge, *norm_weight, *norm_bias, *ones;
+  T *x, *source, *slow, *u, *projections, *scratch, *normed, *mixed, *mixing;
   T *g, *slow_g, *partial, *gradients, *sums;
   Row<T>* row;
+  Normed<T>* norms;  // of key and value of each row
 
   void lay_out(const Scan& s, int64_t tile, bool backward, Arena<T>& memory) {
     int64_t pad = padded<T>(s.size);
     for (T** vector : {&real, &imag, &feed_real, &feed_imag, &decay, &charge}) *vector = memory.take(pad);
-    bias = memory.take(2 * pad);
+    for (T** vectors : {&bias, &norm_weight, &norm_bias}) *vectors = memory.take(2 * pad);
+    ones = memory.take(pad);
     for (T** vectors : {&x, &source, &slow, &u}) *vectors = memory.take(tile * pad);
     for (T** vectors : {&projections, &scratch}) *vectors = memory.take(tile * 2 * pad);
+    normed = memory.take(s.norms ? tile * 2 * pad : 0);
+    norms = reinterpret_cast<Normed<T>*>(memory.take(s.norms ? tile * 2 * sizeof(Normed<T>) / sizeof(T) : 0));
     mixed = memory.take(s.mixes ? tile * 2 * pad : 0);
     mixing = memory.take(s.mixes ? 4 * pad : 0);
     row = reinterpret_cast<Row<T>*>(memory.take(tile * sizeof(Row<T>) / sizeof(T) + 16));
     if (!backward) return;
     for (T** vectors : {&g, &slow_g, &partial}) *vectors = memory.take(tile * pad);
     gradients = memory.take(tile * 2 * pad);
-    sums = memory.take(6 * pad);
+    sums = memory.take(every_sum * pad);
   }
+
+  T* sum(Sum which, int64_t pad) const { return sums + which * pad; }
 };
 
 template <class T> void copy_padded(const void* from, int64_t offset, int64_t size, int64_t pad, T* to) {
@@ -157,8 +229,12 @@ template <class T> void load_constants(const Scan& s, Task<T>& task) {
   copy_padded<T>(s.feed_imag, at, m, pad, task.feed_imag);
   copy_padded<T>(s.decay, at, m, pad, task.decay);
   copy_padded<T>(s.charge, at, m, pad, task.charge);
-  copy_padded<T>(s.bias, 2 * at, m, pad, task.bias);
-  copy_padded<T>(s.bias, 2 * at + m, m, pad, task.bias + pad);
+  for (int64_t half = 0; half < 2; ++half) {
+    copy_padded<T>(s.bias, 2 * at + half * m, m, pad, task.bias + half * pad);
+    copy_padded<T>(s.norm_weight, half * m, m, pad, task.norm_weight + half * pad);
+    copy_padded<T>(s.norm_bias, half * m, m, pad, task.norm_bias + half * pad);
+  }
+  for (int64_t i = 0; i < pad; ++i) task.ones[i] = i < m;
 }
 
 // The p and q of every row at step t.
@@ -178,12 +254,23 @@ template <class T> INLINE void project(const Scan& s, const Task<T>& task, const
       for (int64_t i = 0; i < 2 * pad; i += lanes<T>) store<T>(out + i, load<T>(out + i) + load<T>(task.bias + i));
 }
 
-// The rows that directions are taken of: the projections, or those with a fixed dot product.
-template <class T> const T* mixed_rows(const Scan& s, const Task<T>& task, const T* projections) {
-  if (!s.mixes) return projections;
+// The projections, or those after the LayerNorm.
+template <class T> const T* normed_rows(const Scan& s, const Task<T>& task, const T* projections) {
+  if (!s.norms) return projections;
+  const int64_t pad = padded<T>(s.size);
+  for (int64_t i = 0; i < 2 * task.rows; ++i) {
+    const int64_t half = i % 2 * pad;
+    task.norms[i] = norm_forward<T>(s, projections + i * pad, task.norm_weight + half, task.norm_bias + half, task.ones,
+                                    pad, task.normed + i * pad);
+  }
+  return task.normed;
+}
+// The rows that directions are taken of: those, or those with a fixed dot product.
+template <class T> const T* mixed_rows(const Scan& s, const Task<T>& task, const T* normed) {
+  if (!s.mixes) return normed;
   const int64_t pad = padded<T>(s.size);
   for (int64_t r = 0; r < task.rows; ++r) {
-    const T* p = projections + r * 2 * pad;
+    const T* p = normed + r * 2 * pad;
     mix_forward<T>(s, p, p + pad, pad, task.mixing, task.mixed + r * 2 * pad);
   }
   return task.mixed;
@@ -228,7 +315,8 @@ template <class T, bool Pairs> void run_forward(const Scan& s, Task<T>& task, co
     if (s.projections)
       projections = static_cast<T*>(s.projections) + ((task.head * s.steps + t) * s.batch + task.begin) * 2 * pad;
     if (s.turns) project<T>(s, task, weights, t, projections);
-    const T* pairs = mixed_rows<T>(s, task, projections);
+    const T* normed = normed_rows<T>(s, task, projections);
+    const T* pairs = mixed_rows<T>(s, task, normed);
     for (int64_t r = 0; r < task.rows; ++r) {
       const T* drive = static_cast<const T*>(s.drive) + ((task.begin + r) * s.steps + t) * s.features + offset;
       T* fed = task.u + r * pad;
@@ -315,13 +403,14 @@ INLINE T row_backward(const Scan& s, const Task<T>& task, const Eigen<T>& eigen,
     for (int64_t i = 0; i < pad; i += lanes<T>) {
       Vec<T> from = load<T>(g + i);
       store<T>(partial + i, times_transposed<T, Pairs>(eigen, i, from));
-      add_outer<T, Pairs>(task.sums, pad, i, from, load<T>(x + i));
+      add_outer<T, Pairs>(task.sum(of_real, pad), pad, i, from, load<T>(x + i));
       if (s.aware) store<T>(u_gradient + i, from);
     }
     std::memset(gradients, 0, 2 * pad * sizeof(T));
     return 0;
   }
   const T *p = row.p, *q = row.q;
+  T *to_real = task.sum(of_real, pad), *to_imag = task.sum(of_imag, pad);
   Vec<T> sum[8] = {};
   for (int64_t i = 0; i < pad; i += lanes<T>) {
     Vec<T> a = load<T>(p + i), b = load<T>(q + i), from = load<T>(g + i), back = times_transposed<T, Pairs>(eigen, i, from);
@@ -373,10 +462,10 @@ INLINE T row_backward(const Scan& s, const Task<T>& task, const Eigen<T>& eigen,
     store<T>(partial + i, times_transposed<T, Pairs>(eigen, i, from + e.kLx * k + e.wLx * w) + e.kx * k + e.wx * w);
     Vec<T> y = old + by.y1 * k + by.y2 * w;
     Vec<T> change = from * y + k * k_right + w * w_right;
-    store<T>(task.sums + i, load<T>(task.sums + i) + change);
+    store<T>(to_real + i, load<T>(to_real + i) + change);
     if constexpr (Pairs) {
       Vec<T> turned = from * swapped<T>(y) + k * swapped<T>(k_right) + w * swapped<T>(w_right);
-      store<T>(task.sums + pad + i, load<T>(task.sums + pad + i) + turned);
+      store<T>(to_imag + i, load<T>(to_imag + i) + turned);
     }
   }
   return beta_gradient;
@@ -390,8 +479,9 @@ void run_backward(const Scan& s, Task<T>& task, const T* weights, const T* trans
   load_constants(s, task);
   Eigen<T> eigen = {task.real, task.imag};
   const Eigen<T> feed = {task.feed_real, task.feed_imag};
-  double* totals = s.sums + task.index * 7 * pad;
-  std::memset(task.sums, 0, 6 * pad * sizeof(T));
+  double* totals = s.sums + task.index * every_sum * pad;
+  const int64_t summed = (s.norms ? every_sum : of_norm_weight) * pad;
+  std::memset(task.sums, 0, summed * sizeof(T));
   for (int64_t r = 0; r < task.rows; ++r) {
     const T* carry = static_cast<const T*>(s.carry) + (task.begin + r) * s.width + offset;
     fetch<T>(carry, m, task.g + r * pad, pad);
@@ -420,7 +510,8 @@ void run_backward(const Scan& s, Task<T>& task, const T* weights, const T* trans
       make_sources(s, task, r);
     }
     if (s.given || (weighted && !s.projections)) project<T>(s, task, weights, t, projections);
-    const T* pairs = mixed_rows<T>(s, task, projections);
+    const T* normed = normed_rows<T>(s, task, projections);
+    const T* pairs = mixed_rows<T>(s, task, normed);
     for (int64_t r = 0; r < task.rows; ++r) {  // the derivative at the step, and the drive where it is needed
       const int64_t sequence = task.begin + r, at = (sequence * s.steps + t) * s.width + offset;
       T *g = task.g + r * pad, *slow_g = task.slow_g + r * pad, *u = task.u + r * pad, *slow = task.slow + r * pad;
@@ -439,7 +530,7 @@ void run_backward(const Scan& s, Task<T>& task, const T* weights, const T* trans
         if (s.coupled) add<T>(given + n, m, slow_g);
       }
       if (s.coupled) {
-        T *to_decay = task.sums + 4 * pad, *to_charge = task.sums + 5 * pad, *next = task.scratch + r * 2 * pad;
+        T *to_decay = task.sum(of_decay, pad), *to_charge = task.sum(of_charge, pad), *next = task.scratch + r * 2 * pad;
         fetch<T>(static_cast<const T*>(s.states) + at, m, next, pad);
         for (int64_t i = 0; i < pad; i += lanes<T>) {
           Vec<T> from = load<T>(slow_g + i);
@@ -468,11 +559,15 @@ void run_backward(const Scan& s, Task<T>& task, const T* weights, const T* trans
       T beta = row_backward<T, Pairs>(s, task, eigen, task.row[r], beta_of<T>(s, task, drive), task.x + r * pad, u, g, u,
                                       task.partial + r * pad, to_projections);
       if (s.mixes) {
-        const T* p = projections + r * 2 * pad;
+        const T* p = normed + r * 2 * pad;
         mix_backward<T>(s, p, p + pad, pad, task.mixing, to_projections);
       }
+      for (int64_t half = 0; s.norms && half < 2; ++half)
+        norm_backward<T>(s, projections + (2 * r + half) * pad, task.norms[2 * r + half], task.norm_weight + half * pad,
+                         task.ones, pad, to_projections + half * pad, task.sum(of_norm_weight, pad) + half * pad,
+                         task.sum(of_norm_bias, pad) + half * pad);
       const T* to_u = s.aware ? u : g;
-      totals[6 * pad] += beta;
+      totals[0] += beta;
       if (s.beta_given) to_drive[s.features - 1] = beta;
       put<T>(to_u, m, to_drive + offset);
       if (s.given) {
@@ -481,7 +576,7 @@ void run_backward(const Scan& s, Task<T>& task, const T* weights, const T* trans
       }
       for (int64_t i = 0; s.coupled && i < pad; i += lanes<T>) {
         T* slow_g = task.slow_g + r * pad;
-        add_outer<T, Pairs>(task.sums + 2 * pad, pad, i, load<T>(to_u + i), load<T>(task.slow + r * pad + i));
+        add_outer<T, Pairs>(task.sum(of_feed_real, pad), pad, i, load<T>(to_u + i), load<T>(task.slow + r * pad + i));
         store<T>(slow_g + i, load<T>(slow_g + i) + times_transposed<T, Pairs>(feed, i, load<T>(to_u + i)));
       }
     }
@@ -502,8 +597,8 @@ void run_backward(const Scan& s, Task<T>& task, const T* weights, const T* trans
         if (s.reset[(task.begin + r) * s.steps + t])
           for (T* vectors : {task.g, task.slow_g}) std::memset(vectors + r * pad, 0, pad * sizeof(T));
     if ((t - s.first) % 16 == 0) {  // sums of sixteen steps, then of those in double: the error does not grow with T
-      for (int64_t i = 0; i < 6 * pad; ++i) totals[i] += task.sums[i];
-      std::memset(task.sums, 0, 6 * pad * sizeof(T));
+      for (int64_t i = pad; i < summed; ++i) totals[i] += task.sums[i];
+      std::memset(task.sums, 0, summed * sizeof(T));
     }
   }
   for (int64_t r = 0; r < task.rows; ++r) {

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..directions import mixed, spike, unit
 from ..plane_rotation import cayley, exponential, plane_rotation
@@ -70,6 +71,13 @@ def _step(x: Tensor, u: Tensor, rest: list[Tensor], constants: Constants, form: 
             projected = projected + constants.bias.transpose(0, 1).unsqueeze(1)
         key, value = projected
     key, value = unit(key), unit(value)
+    if form.norm is not None:
+        assert constants.norm_weight is not None
+        assert constants.norm_bias is not None
+        key, value = (
+            unit(functional.layer_norm(part, part.shape[-1:], weight, bias, form.norm))
+            for part, weight, bias in zip((key, value), constants.norm_weight, constants.norm_bias, strict=True)
+        )
     if form.dot is not None:
         key = mixed(key, value, form.dot)
     if form.beta_given:

@@ -210,6 +210,12 @@ INLINE void dot_products(const Eigen<T>& eigen, const T* p, const T* q, const T*
   if constexpr (!Pairs) out[qLp] = out[pLq];
 }
 
+// Whether a sum of squares kept its digits.
+template <class T> INLINE bool within_range(T squared) {
+  constexpr T far = T(1 << 30);
+  return squared > std::numeric_limits<T>::min() * far && squared < std::numeric_limits<T>::max() / far;
+}
+
 // `from` at length one, in `to`; the length is scale. False if it counts as zero: below 1e-35 in float.
 template <class T> bool to_unit(const T* from, T* to, int64_t pad, T& inverse) {
   T largest = 0;
@@ -254,9 +260,8 @@ INLINE void directions(const Eigen<T>& eigen, const T* p, const T* q, const T* x
                        Row<T>& row) {
   T d[dots];
   dot_products<T, Pairs>(eigen, p, q, x, u, pad, d);
-  constexpr T smallest = std::numeric_limits<T>::min() * T(1 << 30), largest = std::numeric_limits<T>::max() / T(1 << 30);
   T ip = 1 / std::sqrt(d[pp]), iq = 1 / std::sqrt(d[qq]), c = d[pq] * ip * iq;
-  bool plain = d[pp] > smallest && d[qq] > smallest && d[pp] < largest && d[qq] < largest && c * c < T(0.8);
+  bool plain = within_range(d[pp]) && within_range(d[qq]) && c * c < T(0.8);
   if (__builtin_expect(!plain, 0)) return look_closely<T, Pairs>(eigen, p, q, x, u, pad, scratch, row);
   T kx = d[px] * ip, vx = d[qx] * iq, kLx = d[pLx] * ip, vLx = d[qLx] * iq;
   T kLk = d[pLp] * ip * ip, kLv = d[pLq] * ip * iq, vLk = d[qLp] * ip * iq, vLv = d[qLq] * iq * iq;
