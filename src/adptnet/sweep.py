@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -153,12 +154,17 @@ def run_here(left: list[Point], jobs: int, keep: Keeping) -> list[Point]:
 
 
 class Job:
-    """A run as submitit takes it: when its time is up it is queued again, and goes on from its last checkpoint."""
+    """A run as submitit takes it: when its time is up it saves, is queued again, and goes on where it was."""
 
     def __call__(self, described: str, folder: str, keep: Keeping) -> dict[str, Any]:
         experiment = Experiment.from_json(described)
         assert isinstance(experiment, Experiment)
-        return training.run(experiment, Path(folder), resume=True, keeping=keep, catch_signals=False)
+        warning = getattr(signal, "SIG" + os.environ.get("SUBMITIT_PREEMPT_SIGNAL", "USR2"))
+        try:
+            return training.run(experiment, Path(folder), resume=True, keeping=keep, signals=[warning])
+        except training.Interrupted as stopped:
+            signal.raise_signal(stopped.signum)  # all is saved; submitit's own answer to it queues the job again
+            raise
 
     def checkpoint(self, described: str, folder: str, keep: Keeping) -> Any:
         from submitit.helpers import DelayedSubmission

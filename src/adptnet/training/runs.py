@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from .folder import Keeping, RunFolder, batch_from
 from .lock import held
 from .places import Place, launched
 from .progress import Silent, screen
-from .signals import Request, stoppable
+from .signals import STOPPING, stoppable
 from .state import Progress, set_random_states
 from .store import Store, read_folder
 from .trainer import train
@@ -38,7 +39,7 @@ def run(
     resume: bool = False,
     place: Place | None = None,
     keeping: Keeping = Keeping(),
-    catch_signals: bool = True,
+    signals: Sequence[int] = STOPPING,
 ) -> dict[str, Any]:
     """Trains, keeps everything in `folder`, scores the chosen weights on test data; returns what result.json holds.
 
@@ -48,7 +49,7 @@ def run(
         resume: Go on from the newest checkpoint, if the folder holds one; the numbers are those of a run without a cut.
         place: The processes; found from the environment if not given.
         keeping: How often to save.
-        catch_signals: Whether SIGTERM and SIGINT save and stop, with `Interrupted`.
+        signals: Those that save and stop, with `Interrupted`: SIGTERM and SIGINT if not given.
     """
     place = place or launched(experiment.training.precision)
     with ExitStack() as stack:
@@ -60,7 +61,7 @@ def run(
             return dict(done)
         keeper = RunFolder(folder, place, keeping, json.loads(experiment.to_json())["spec"])
         stack.callback(keeper.close)
-        request = stack.enter_context(stoppable()) if catch_signals else Request()
+        request = stack.enter_context(stoppable(signals))
         model = built(experiment)
         shown = stack.enter_context(screen(experiment.training.steps)) if place.first else Silent()
         record = train(

@@ -2,13 +2,15 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
 from ..errors import AdptnetError
 
-__all__ = ["Interrupted", "Request", "stoppable"]
+__all__ = ["STOPPING", "Interrupted", "Request", "stoppable"]
+
+STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interrupted(AdptnetError, RuntimeError):
@@ -26,8 +28,8 @@ class Request:
 
 
 @contextmanager
-def stoppable(*, at_once: bool = False) -> Iterator[Request]:
-    """Inside, SIGTERM and SIGINT only leave a request, or raise KeyboardInterrupt if `at_once`.
+def stoppable(signals: Sequence[int] = STOPPING, *, at_once: bool = False) -> Iterator[Request]:
+    """Inside, `signals` only leave a request, or raise KeyboardInterrupt if `at_once`.
 
     A second one acts as usual.
     """
@@ -35,7 +37,7 @@ def stoppable(*, at_once: bool = False) -> Iterator[Request]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in signals}
 
     def ask(signum: int, frame: FrameType | None) -> None:
         request.signum = signum
