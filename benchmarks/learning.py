@@ -3,6 +3,7 @@
     python benchmarks/learning.py                      # all of it, about two hours of one core; goes on where it was
     python benchmarks/learning.py s3 forecast          # some of it
     python benchmarks/learning.py --tables             # the tables of the runs that have ended
+    python benchmarks/learning.py --times              # a training step with the kernels and without them
 
 Each experiment is one or more `adptnet sweep`; `--commands` prints them as they would be typed. CIFAR-10 and tiny
 Shakespeare have to be here (`adptnet data fetch`). Rows go to benchmarks/results/learning.jsonl, tables to learning.md.
@@ -10,13 +11,18 @@ Shakespeare have to be here (`adptnet data fetch`). Rows go to benchmarks/result
 
 import argparse
 import json
+import math
+import os
 import pathlib
 import shlex
 import statistics
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from adptnet import files, training
 from adptnet.cells import ADPTSpec
@@ -51,7 +57,7 @@ IMAGES = (
     "sequential-image --task.side 16 --task.training-images 4000 --task.test-images 1000 --model.depth 2"
     " --training.steps 720 --training.batch-size 50 --training.weight-decay 0.01"
     " --training.schedule 'Cosine(warmup=0.1)' --training.clip 1 --training.evaluate-every 72"
-    " --training.evaluation-size 1000 --grid training.seed 0 1"
+    " --training.evaluation-size 1000"
 )
 TEXT = (
     "text --task.length 128 --model.depth 2 --model.dropout 0.1 --training.steps 2000 --training.batch-size 16"
@@ -61,7 +67,7 @@ TEXT = (
 LORENZ = (
     "forecast --task.system lorenz63 --task.noise 0.005 --model.depth 2 --training.steps 2000 --training.batch-size 32"
     " --training.schedule 'Cosine(warmup=0.05)' --training.clip 1 --training.evaluate-every 500"
-    " --training.evaluation-size 256 --grid training.seed 0 1"
+    " --training.evaluation-size 256"
 )
 
 EXPERIMENTS = {
@@ -70,7 +76,6 @@ EXPERIMENTS = {
         (
             f"word-problem {WORDS} {TURNING} --grid model.beta 0 0.0125 0.125 1 4 {SEEDS}",
             f"word-problem {WORDS} --model.layer relu-rnn {SEEDS}",
-            f"word-problem {WORDS} --model.layer gru {SEEDS}",
         ),
     ),
     "s5": Learning(
@@ -84,27 +89,28 @@ EXPERIMENTS = {
         "Selective Copy, six symbols in 40 steps",
         (
             f"{COPY} {SELECTIVE} --grid model.beta 0 0.0125 0.125 {SEEDS}",
-            f"{COPY} {SELECTIVE} --model.gate 'SoftplusGate()' --grid model.beta 0 0.125 {SEEDS}",
-            f"{COPY} --model.layer hawk {SEEDS}",
-            f"{COPY} --model.layer gru {SEEDS}",
+            f"{COPY} {SELECTIVE} --model.gate 'SoftplusGate()' --grid model.beta 0 0.125",
+            f"{COPY} --model.layer hawk --grid training.seed 0",
+            f"{COPY} --model.layer gru --grid training.seed 0",
         ),
     ),
     "copy-memory": Learning(
         "Copy Memory, 64 steps",
-        (f"{MEMORY} --grid model.beta 0 0.125", f"{MEMORY} --model.layer gru --grid training.seed 0"),
+        (f"{MEMORY} --grid model.beta 0.125 0", f"{MEMORY} --model.layer gru --grid training.seed 0"),
     ),
     "images": Learning(
         "CIFAR-10 pixel by pixel, 16 × 16, 4 000 images",
         (
             f"{IMAGES} --model.width 64 --model.state-size 128 --model.spectrum 'S4DInv()'"
-            " --model.input-projection 'Expand()' --training.learning-rate 0.01 --grid model.beta 0 0.0125",
-            f"{IMAGES} --model.layer gru --model.width 64",
+            " --model.input-projection 'Expand()' --training.learning-rate 0.01 --grid model.beta 0 0.0125"
+            " --grid training.seed 0 1",
+            f"{IMAGES} --model.layer gru --model.width 64 --grid training.seed 0",
         ),
     ),
     "text": Learning(
         "Characters of tiny Shakespeare, a million parameters",
         (
-            f"{TEXT} --model.width 308 --grid model.beta 0 0.125 1",
+            f"{TEXT} --model.width 308 --grid model.beta 0.125 0",
             f"{TEXT} --model.layer gru --model.width 246 --grid training.seed 0",
             f"{TEXT} --model.layer lstm --model.width 220 --grid training.seed 0",
         ),
@@ -113,8 +119,8 @@ EXPERIMENTS = {
         "The next sample of Lorenz-63",
         (
             f"{LORENZ} --model.width 64 --grid model.beta 0 0.125 1",
-            f"{LORENZ} --model.layer gru --model.width 50",
-            f"{LORENZ} --model.layer lstm --model.width 45",
+            f"{LORENZ} --model.layer gru --model.width 50 --grid training.seed 0",
+            f"{LORENZ} --model.layer lstm --model.width 45 --grid training.seed 0",
         ),
     ),
 }
@@ -124,10 +130,21 @@ def command(name: str, sweep: str, output: pathlib.Path) -> list[str]:
     return ["adptnet", "sweep", *shlex.split(sweep), "--output", str(output / name)]
 
 
+def ended(name: str, output: pathlib.Path) -> list[pathlib.Path]:
+    """The folders of the runs that have."""
+    return sorted(path for path in (output / name).glob("*") if training.finished(path))
+
+
+def cell_of(experiment: training.Experiment) -> Any:
+    """What the blocks are built around."""
+    layer = experiment.model.block.layer
+    return getattr(layer, "cell", layer)
+
+
 def rows(name: str, output: pathlib.Path) -> list[dict[str, Any]]:
     """One for each run that has ended."""
     found = []
-    for folder in sorted(path for path in (output / name).glob("*") if training.finished(path)):
+    for folder in ended(name, output):
         result, experiment = training.finished(folder), read_experiment(folder)
         assert result is not None
         numbers = {length: scores[result["metric"]] for length, scores in result["test"].items()}
@@ -136,21 +153,19 @@ def rows(name: str, output: pathlib.Path) -> list[dict[str, Any]]:
         found.append(
             {
                 "experiment": name,
-                "layer": described(experiment.model.block.layer),
+                "layer": described(cell_of(experiment)),
                 "seed": experiment.training.seed,
                 "metric": result["metric"],
                 "scores": numbers,
                 "parameters": result["parameters"],
-                "seconds": round(result["seconds"]),
                 "config": json.loads(experiment.to_json()),
             }
         )
     return found
 
 
-def described(layer: Any) -> str:
+def described(cell: Any) -> str:
     """Its name, β, and whether it has a gate."""
-    cell = getattr(layer, "cell", layer)
     if isinstance(cell, ADPTSpec):
         return f"ADPTNet, β = {cell.beta:g}" + (", gate" if cell.gate else "")
     return type(cell).__name__
@@ -161,13 +176,12 @@ def table(title: str, found: list[dict[str, Any]]) -> str:
     columns = list(found[0]["scores"])
     metric = found[0]["metric"]
     head = [f"{metric} at {column}" if column.isdigit() else column for column in columns]
-    lines = [f"### {title}", "", "| layer | parameters | " + " | ".join(head) + " | seconds a run |"]
-    lines.append("| --- " * (len(head) + 3) + "|")
+    lines = [f"### {title}", "", "| layer | parameters | " + " | ".join(head) + " |"]
+    lines.append("| --- " * (len(head) + 2) + "|")
     for layer in sorted({row["layer"] for row in found}):
         same = sorted((row for row in found if row["layer"] == layer), key=lambda row: row["seed"])
         cells = [shown([row["scores"][column] for row in same], metric) for column in columns]
-        seconds = statistics.mean(row["seconds"] for row in same)
-        lines.append(f"| {layer} | {same[0]['parameters']:,} | " + " | ".join(cells) + f" | {seconds:.0f} |")
+        lines.append(f"| {layer} | {same[0]['parameters']:,} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -178,15 +192,50 @@ def shown(values: list[float], metric: str) -> str:
     return mean if len(each) == 1 else f"{mean} ({', '.join(each)})"
 
 
+def step_times(experiment: training.Experiment, repeats: int = 5) -> tuple[float, float]:
+    """Processor seconds of a training step with the kernels and without them: the least of interleaved ones."""
+    task, settings = experiment.task, experiment.training
+    model = experiment.model.build()
+    optimiser = torch.optim.AdamW(model.parameters())
+    least = {"cpu": math.inf, "reference": math.inf}
+    for step in range(repeats + 1):  # the first is not counted
+        for backend in least:
+            os.environ["ADPTNET_BACKEND"] = backend
+            batch = task.training_batch(step, settings.batch_size, settings.seed)
+            begun = time.process_time()
+            task.loss(model(batch.inputs)[0], batch.targets).backward()
+            optimiser.step()
+            optimiser.zero_grad()
+            if step:
+                least[backend] = min(least[backend], time.process_time() - begun)
+    return least["cpu"], least["reference"]
+
+
+def times(name: str, output: pathlib.Path) -> str:
+    """A step of the run with the largest β, as a line of a table."""
+    every = [read_experiment(folder) for folder in ended(name, output)]
+    ours = [experiment for experiment in every if isinstance(cell_of(experiment), ADPTSpec)]
+    experiment = max(ours, key=lambda each: cell_of(each).beta)
+    kernel, loop = (1e3 * seconds for seconds in step_times(experiment))
+    return f"| {name} | {described(cell_of(experiment))} | {kernel:.0f} | {loop:.0f} | {loop / kernel:.1f} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(EXPERIMENTS) + "; all if none is given")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("runs/learning"), help="folder of the runs")
     parser.add_argument("--commands", action="store_true", help="print the commands and do nothing")
     parser.add_argument("--tables", action="store_true", help="only write the tables of what has ended")
+    parser.add_argument("--times", action="store_true", help="time a training step with the kernels and without them")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(EXPERIMENTS):
         parser.error(f"{', '.join(sorted(unknown))}: there is {', '.join(EXPERIMENTS)}")
+    if arguments.times:
+        torch.set_num_threads(1)
+        print("| experiment | layer | kernels, ms | loop in torch, ms | ratio |\n| --- | --- | --- | --- | --- |")
+        for name in arguments.names or EXPERIMENTS:
+            print(times(name, arguments.output), flush=True)
+        return
     for name in arguments.names or EXPERIMENTS:
         for sweep in EXPERIMENTS[name].sweeps:
             typed = command(name, sweep, arguments.output)
