@@ -60,7 +60,7 @@ IMAGES = (
     " --training.evaluation-size 1000"
 )
 TEXT = (
-    "text --task.length 128 --model.depth 2 --model.dropout 0.1 --training.steps 2000 --training.batch-size 16"
+    "text --task.length 128 --model.depth 2 --model.dropout 0.1 --training.steps 2000 --training.batch-size 8"
     " --training.schedule 'Cosine(warmup=0.05)' --training.clip 1 --training.evaluate-every 500"
     " --training.evaluation-size 256 --training.evaluation-batch 64"
 )
