@@ -110,9 +110,10 @@ EXPERIMENTS = {
     "text": Learning(
         "Characters of tiny Shakespeare, a million parameters",
         (
-            f"{TEXT} --model.width 308 --grid model.beta 0.125 0",
+            f"{TEXT} --model.width 308 --grid model.beta 0.125",
             f"{TEXT} --model.layer gru --model.width 246 --grid training.seed 0",
             f"{TEXT} --model.layer lstm --model.width 220 --grid training.seed 0",
+            f"{TEXT} --model.width 308 --grid model.beta 0",
         ),
     ),
     "forecast": Learning(
