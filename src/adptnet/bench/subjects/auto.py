@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 import torch
 
-from ... import directions, solvers
+from ... import conjugates, solvers
 from ...nn import ADPTNet
 from ...solvers.auto import BLOCK
 from ..goals import Found, Goal
@@ -31,8 +31,8 @@ def _case(size: Size, fast: bool) -> Case:
     few = min(size.steps, LOOP_STEPS)
     for setting in SETTINGS:
         torch.manual_seed(0)
-        uncovered = directions.FromState(layer_norm=setting == "cell without a kernel")
-        layer, x = ADPTNet(size.state, direction=uncovered), torch.randn(size)
+        conjugate = conjugates.Product(steps=2) if setting == "cell without a kernel" else conjugates.Exact()
+        layer, x = ADPTNet(size.state, conjugate=conjugate), torch.randn(size)
         parameters = [p for p in layer.parameters() if p.requires_grad]
 
         def training(
