@@ -19,8 +19,8 @@ try:
 except ImportError as error:
     sys.exit(f"deer cannot be imported ({error}). Run: pip install jax git+https://github.com/machine-discovery/deer")
 
-import torch  # noqa: E402
-from side_by_side import Peer, Problem, compare  # noqa: E402
+import torch
+from side_by_side import Peer, Problem, compare
 
 
 def step(state, x, weights):

@@ -3,8 +3,8 @@
     git clone https://github.com/BanaanKiamanesh/Para-Seq
     python benchmarks/peers/para_seq.py --repository Para-Seq --size 1 1024 16
 
-It is no package: its folder is named by --repository or by the environment variable PARA_SEQ. Its gradients are those of
-the iterations, kept and differentiated one after another. Run here with its newest public commit of June 2026.
+It is no package: its folder is named by --repository or by the environment variable PARA_SEQ. Its gradients are those
+of the iterations, kept and differentiated one after another. Run here with its newest public commit of June 2026.
 """
 
 import os

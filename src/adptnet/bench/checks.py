@@ -108,6 +108,15 @@ def _constant(values: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _plane_rotation() -> None:
+    rows, names = plane_rotation.turn.LEAST // 61 + 1, ("x", "key", "offset", "turn", "shrink_key", "shrink_offset")
+    for threads, dtype in ((1, torch.float64), (2, torch.float64), (2, torch.float32)):
+        leaves = [_leaf(torch.randn(rows, 61 if k < 3 else 1, dtype=dtype)) for k in range(6)]
+        with on_threads(threads):
+            fast, slow = (
+                _values_and_gradients(partial(run, *leaves), leaves)
+                for run in (plane_rotation.turned, plane_rotation.reference.turned)
+            )
+        _agree(["what is turned", *_gradients(*names)], fast, slow, _bound(dtype, 61))
     for size in (3, 50):
         key, value, x = (_leaf(torch.randn(4, size, dtype=torch.float64)) for _ in range(3))
         leaves = [key, value, x]

@@ -12,7 +12,7 @@ from ...ops.adpt_scan.reference import adpt_scan as loop
 from ..goals import Goal
 from ..subject import SIX, Case, Size, Subject
 from ..timing import Side
-from .problem import Problem
+from .problem import Problem, as_reference
 
 __all__ = ["LOOPS"]
 
@@ -23,7 +23,7 @@ def _case(size: Size, fast: bool) -> Case:
     problem = Problem(size)
     few = min(size.steps, STEPS)
     scale = size.steps / few
-    forward, training = problem.some_steps(loop, few)
+    forward, training = problem.some_steps(_plain_loop, few)
     sides = [
         Side("fused, forward", problem.forward),
         Side("fused, training", problem.training),
@@ -48,6 +48,11 @@ def _case(size: Size, fast: bool) -> Case:
             Goal("training / loop", lambda f: f.cpu("fused, training") / f.cpu("loop, training"), at_most=1 / 500)
         )
     return Case(sides, goals, numbers, skipped)
+
+
+def _plain_loop(drive: Tensor, state: Tensor, constants: Constants) -> Tensor:
+    with as_reference():
+        return loop(drive, state, constants)
 
 
 def _no_compiler(fast: bool) -> str | None:
