@@ -150,6 +150,14 @@ for size, batch in ((1, 1), (13, 3), (16, 2)):
         for tiles in (None, 1, 8):
             newton_pass(states, drive, start, start, reset, constants, form, diagonal=tiles != 1, tiles=tiles)
 """,
+    "plane_rotation": """
+from adptnet.ops.plane_rotation import cpu
+for rows, size in ((1, 1), (3, 13), (2, 64), (5, 97)):
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        inputs = [torch.randn(rows, size) for _ in range(3)] + [torch.randn(rows, 1) for _ in range(3)]
+        cpu.backward(cpu.forward(*inputs), *inputs)
+""",
     "linear_scan": """
 from adptnet.ops.linear_scan import cpu
 for size in (1, 3, 4, 13, 50):

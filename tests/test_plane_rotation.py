@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from adptnet.ops.plane_rotation import skew
+from adptnet.ops import native
+from adptnet.ops.plane_rotation import cpu, reference, skew, turn, turned
 from adptnet.retractions import Cayley, Exponential
 from members import all_retractions
 
@@ -114,3 +115,100 @@ def test_second_derivatives_are_right_across_the_change_of_formula(retraction):
     around = [torch.tensor([s], requires_grad=True) for s in (1 - 1e-9, 1 + 1e-9)]
     jumps = [torch.autograd.grad(sum(retraction.coefficients(s)).sum(), s)[0] for s in around]
     assert_close(jumps[0], jumps[1], atol=1e-8, rtol=0)
+
+
+def turning(*lead, size=13, dtype=torch.float64):
+    torch.manual_seed(0)
+    shapes = [(*lead, size)] * 3 + [(*lead, 1)] * 3
+    return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+
+
+def with_gradients(run, inputs):
+    y = run(*inputs)
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    return [y.detach(), *torch.autograd.grad(y, inputs, weights)]
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """The kernel also for few numbers; its calls are counted."""
+    if not cpu.ready(torch.float64):
+        pytest.skip("there is no compiled kernel")
+    calls, forward = [], cpu.forward
+    monkeypatch.setattr(turn, "LEAST", 0)
+    monkeypatch.setattr(cpu, "forward", lambda *inputs: calls.append(1) or forward(*inputs))
+    return calls
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 13, 64, 97])
+@pytest.mark.parametrize("lead", [(), (1,), (5,), (3, 7)])
+def test_many_are_turned_as_by_the_reference(size, lead, always):
+    inputs = turning(*lead, size=size)
+    for found, expected in zip(*(with_gradients(run, inputs) for run in (turned, reference.turned)), strict=True):
+        assert_close(found, expected, atol=1e-12 * max(1.0, float(expected.abs().max())), rtol=0)
+    assert always
+
+
+def test_turning_in_single_precision_rounds_as_the_reference_does(always):
+    exact = with_gradients(reference.turned, turning(9, size=97))
+    narrow = [t.detach().float().requires_grad_() for t in turning(9, size=97)]
+    for found, right in zip(with_gradients(turned, narrow), exact, strict=True):
+        assert float((found - right).abs().max()) <= 97 * torch.finfo(torch.float32).eps * float(right.abs().max())
+
+
+def test_turning_does_not_depend_on_threads(always, monkeypatch):
+    monkeypatch.setattr(cpu, "LEAST", 1)
+    inputs, before = turning(37, size=61), torch.get_num_threads()
+    try:
+        each = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            each.append(with_gradients(turned, inputs))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for other in each[1:] for a, b in zip(each[0], other, strict=True))
+
+
+def test_rows_that_do_not_lie_one_after_another(always):
+    inputs = [t.detach().transpose(0, 1) for t in turning(4, 6)]
+    assert_close(turned(*inputs), reference.turned(*inputs), atol=1e-12, rtol=0)
+    strided = [t.detach().repeat_interleave(2, -1)[..., ::2] for t in turning(4, 6)]
+    assert_close(turned(*strided), reference.turned(*strided), atol=1e-12, rtol=0)
+
+
+def test_second_derivatives_of_turning(always):
+    inputs = turning(2, size=3)
+    assert torch.autograd.gradgradcheck(turned, inputs)
+
+
+def test_transforms_forward_mode_and_counting_see_every_operation(always):
+    inputs = [t.detach() for t in turning(4, size=5)]
+    alone = torch.func.vmap(turned)(*inputs)
+    torch.func.jvp(lambda x: turned(x, *inputs[1:]), (inputs[0],), (inputs[0],))
+    with torch.utils.flop_counter.FlopCounterMode(display=False):
+        turned(*inputs)
+    assert not always
+    assert_close(alone, turned(*inputs), atol=1e-12, rtol=0)
+    assert len(always) == 1
+
+
+def test_what_the_kernel_does_not_take_is_turned_by_torch(always, monkeypatch):
+    x, key, offset, *columns = (t.detach() for t in turning(4, size=5))
+    wide = x.unsqueeze(1).expand(4, 3, 5)
+    turned(wide, key.unsqueeze(1), offset.unsqueeze(1), *(c.unsqueeze(1) for c in columns))  # broadcast
+    turned(*(t.bfloat16() for t in (x, key, offset, *columns)))
+    assert turned(*(t[:0] for t in (x, key, offset, *columns))).shape == (0, 5)
+    assert not always
+    monkeypatch.setenv("ADPTNET_BACKEND", "reference")
+    turned(x, key, offset, *columns)
+    assert not always
+
+
+def test_the_compiler_of_torch_and_the_operation_agree(always):
+    inputs = [t.detach() for t in turning(4, size=5)]
+    torch.library.opcheck(turn._turned, tuple(t.requires_grad_() for t in inputs))
+
+
+def test_few_numbers_are_left_to_torch():
+    assert turn.LEAST > 4 * 64
+    assert "plane_rotation" in native.OPERATIONS

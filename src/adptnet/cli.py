@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; the exit code is 0, or 1 for an error that is explained (2, from tyro, for a wrong call)."""
     from tyro.extras import subcommand_cli_from_dict
 
-    from . import analyse, cochlea_command, data_command, quickstart, sweep, train
+    from . import analyse, bench, cochlea_command, data_command, quickstart, sweep, train
     from .errors import AdptnetError
     from .paper import compare, report, reproduce
     from .training import Interrupted
@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "sweep": sweep.command(rest if called == "sweep" else ["--help"]),
             "replay": (train.Replay, train.replay),
             "kernels": (Kernels, kernels),
+            "bench": (bench.Bench, bench.run),
             "analyse": (analyse.Analyse, analyse.run),
             "cochlea": (cochlea_command.Listen, cochlea_command.run),
             "data": (data_command.Data, data_command.run),

@@ -17,6 +17,7 @@ __all__ = [
     "NotConverged",
     "NotConvergedWarning",
     "SpecError",
+    "WrongResultError",
 ]
 
 
@@ -66,3 +67,7 @@ class BackendWarning(UserWarning):
 
 class DistributedError(AdptnetError, RuntimeError):
     """The ranks of a process group do not work together: one is gone, has failed, or was given something else."""
+
+
+class WrongResultError(AdptnetError, ArithmeticError):
+    """A fast program gave another answer than its reference."""

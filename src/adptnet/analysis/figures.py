@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import AdptnetError, InputError
+from ..files import drafted
 from .bounds import Certificate
 from .entropy import offdiagonal_entropy
 
@@ -26,13 +27,15 @@ _SHADE = "#f0e442"
 
 
 def save(figure: "Figure", path: str | Path) -> tuple[Path, Path]:
-    """Writes `path`.svg and `path`.png, makes the folder if need be, and returns both."""
+    """Writes `path`.svg and `path`.png, each whole or not at all, makes the folder if need be, and returns both."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     stem = target.with_suffix("") if target.suffix in (".svg", ".png") else target
     vector, pixels = stem.with_name(stem.name + ".svg"), stem.with_name(stem.name + ".png")
-    figure.savefig(vector, metadata={"Date": None})  # the same figure is the same file
-    figure.savefig(pixels, dpi=150)
+    with drafted(vector) as draft:
+        figure.savefig(draft, format="svg", metadata={"Date": None})  # the same figure is the same file
+    with drafted(pixels) as draft:
+        figure.savefig(draft, format="png", dpi=150)
     return vector, pixels
 
 

@@ -18,7 +18,7 @@ from .sequential import Sequential
 __all__ = ["Auto", "Choice"]
 
 # On a CPU without the compiled operation, a step of the loop costs about as much as one iteration over this many
-# numbers of state, whatever its size: `benchmarks/auto.py` measures it.
+# numbers of state, whatever its size: `adptnet bench auto` measures it.
 NUMBERS_A_STEP = 8192
 ITERATIONS = 6  # of Conv-DEER at the paper's initialisation, and the check
 SHORT = 64  # steps below which there is nothing to gain

@@ -1,0 +1,31 @@
+"""The subjects of `adptnet bench`, by name."""
+
+from ..subject import Subject
+from .auto import AUTO
+from .exponents import EXPONENTS
+from .growth import GROWTH_BATCH, GROWTH_TIME
+from .layers import LAYERS
+from .loops import LOOPS
+from .memory import MEMORY
+from .recurrence import RECURRENCE
+from .rotations import ROTATIONS
+from .scans import SCANS
+from .solvers import SOLVERS
+from .widths import WIDTHS
+
+__all__ = ["SUBJECTS"]
+
+SUBJECTS: dict[str, Subject] = {
+    "recurrence": RECURRENCE,
+    "loops": LOOPS,
+    "layers": LAYERS,
+    "widths": WIDTHS,
+    "growth-time": GROWTH_TIME,
+    "growth-batch": GROWTH_BATCH,
+    "rotations": ROTATIONS,
+    "scans": SCANS,
+    "solvers": SOLVERS,
+    "auto": AUTO,
+    "exponents": EXPONENTS,
+    "memory": MEMORY,
+}

@@ -1,0 +1,37 @@
+"""Widths that are not round: what a number more or less of the state costs."""
+
+from ..goals import Goal
+from ..subject import Case, Size, Subject
+from ..timing import Side
+from .problem import Problem
+
+__all__ = ["WIDTHS"]
+
+ROUND = 16
+
+
+def _case(size: Size, fast: bool) -> Case:
+    rounded = size._replace(state=-(-size.state // ROUND) * ROUND)
+    sides, goals = [], []
+    for each in (size, rounded):
+        problem = Problem(each)
+        sides += [Side(f"forward, {each.state}", problem.forward), Side(f"training, {each.state}", problem.training)]
+    for kind in ("forward", "training"):
+        goals.append(
+            Goal(
+                f"{kind}, {size.state} / {rounded.state}",
+                lambda f, kind=kind: f.cpu(f"{kind}, {size.state}") / f.cpu(f"{kind}, {rounded.state}"),  # type: ignore[misc]
+                at_most=1.3,
+            )
+        )
+    return Case(sides, goals)
+
+
+WIDTHS = Subject(
+    "The fused recurrence at odd widths over the next multiple of 16.",
+    tuple(Size(batch, steps, n) for batch, steps in ((1, 4096), (16, 512)) for n in (50, 97, 200)),
+    tuple(Size(16, 64, n) for n in (50, 97, 200)),
+    ("adpt_scan",),
+    _case,
+    threads=(1,),
+)
