@@ -16,7 +16,7 @@ import torch
 from tyro.conf import Positional, arg
 
 from ..training import environment
-from .recipe import Point, Scale
+from .recipe import Part, Point, Scale, belongs
 from .registry import ReproductionError, Result, find, labels, results
 from .rows import Shelf, key, plain
 
@@ -37,6 +37,8 @@ class Reproduce:
     """smoke takes seconds, laptop minutes; paper has the paper's sizes."""
     rows: Path = Path("runs/paper")
     """Folder of the rows."""
+    only: Annotated[tuple[str, ...], arg(metavar="SETTING=VALUE,…")] = ()
+    """Points with these settings alone: task=memorisation model=ADPTNet,Hawk."""
     shard: Annotated[str, arg(metavar="I/N")] = "1/1"
     """The I-th of N shares, to divide the work over machines."""
     processes: int = 1
@@ -63,9 +65,11 @@ def run(options: Reproduce) -> int:
             "nothing runs it. `adptnet reproduce --list` shows which have one."
         )
     shelf = Shelf(options.rows, _share(options.shard))
-    jobs = list(_left(_sources(chosen), shelf, options.scale))
+    sources = _sources(chosen)
+    jobs = list(_left(sources, shelf, options.scale, _part(options.only, sources, options.scale)))
     if missing:
         print(f"no recipe yet for {len(missing)} results: {', '.join(missing)}")
+    jobs = _possible(jobs, options)
     begun = time.monotonic()
     for number, (job, row) in enumerate(_finished(jobs, options), 1):
         shelf.add(job.result, options.scale, row)
@@ -80,7 +84,7 @@ def _sources(chosen: list[Result]) -> list[Result]:
     return [results()[name] for name in dict.fromkeys(names)]
 
 
-def _left(chosen: list[Result], shelf: Shelf, scale: Scale) -> Iterator[_Job]:
+def _left(chosen: list[Result], shelf: Shelf, scale: Scale, part: Part) -> Iterator[_Job]:
     """The points of this share that have no row."""
     number, count = shelf.share
     place = 0
@@ -88,9 +92,49 @@ def _left(chosen: list[Result], shelf: Shelf, scale: Scale) -> Iterator[_Job]:
         assert result.recipe is not None
         done = shelf.lines(result, scale)
         for point in result.recipe.points(scale):
-            place += 1
-            if place % count == number % count and key(point) not in done:
-                yield _Job(result, point)
+            if belongs(point.settings, part):
+                place += 1
+                if place % count == number % count and key(point) not in done:
+                    yield _Job(result, point)
+
+
+def _part(wanted: tuple[str, ...], chosen: list[Result], scale: Scale) -> Part:
+    """What `--only` asks for, which some point must have."""
+    part: dict[str, list[Any]] = {}
+    for text in wanted:
+        name, equals, values = text.partition("=")
+        if not equals:
+            raise ReproductionError(f"--only {text}: must be SETTING=VALUE, for instance model=Hawk.")
+        part[name] = [_value(value) for value in values.split(",")]
+    points = [point for result in chosen if result.recipe for point in result.recipe.points(scale)]
+    if not any(belongs(point.settings, part) for point in points):
+        known = sorted({name for point in points for name in point.settings})
+        raise ReproductionError(
+            f"--only {' '.join(wanted)}: no point at the scale {scale} is like that. Settings are {', '.join(known)}."
+        )
+    return part
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _possible(jobs: list[_Job], options: Reproduce) -> list[_Job]:
+    """Those whose data are here. A result that was asked for by name has to be possible."""
+    lacking: dict[str, str] = {}
+    for result in {job.result.name: job.result for job in jobs}.values():
+        assert result.recipe is not None
+        lacks = result.recipe.lacks(options.scale)
+        if lacks is not None:
+            lacking[result.name] = lacks
+    if lacking and not options.all:
+        raise ReproductionError("; ".join(f"{name} cannot be run: {why}" for name, why in lacking.items()))
+    for name, why in lacking.items():
+        print(f"{name} is left out: {why}")
+    return [job for job in jobs if job.result.name not in lacking]
 
 
 def _finished(jobs: list[_Job], options: Reproduce) -> Iterator[tuple[_Job, dict[str, Any]]]:

@@ -18,14 +18,15 @@ from ...nn.block import BlockSpec
 from ...nn.model import ModelSpec
 from ...spectra import Linspace, Negative, S4DReal, Sparse, SpectrumSpec
 from ...tasks import WordProblem
-from ...training import TrainConfig, evaluate, train
-from ..evidence import paired, rank_correlation
+from ...training import TrainConfig
+from ..evidence import rank_correlation
 from ..recipe import Check, Finding, Point, Recipe, Rows, Scale, Table, Verdict
+from ..scoring import difference, mean_accuracy, scored
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["LABEL", "RECIPES", "SIZES", "mean_accuracy", "run"]
+__all__ = ["LABEL", "RECIPES", "SIZES", "run"]
 
 LABEL = "table:s5_8_results"
 BETAS = [0.0, 0.0125, 0.125, 1.0, 4.0]
@@ -82,29 +83,15 @@ def run(point: Point) -> Finding:
     task = WordProblem(settings["group"], length=settings.get("length", LENGTHS[0]))
     lengths = [factor * task.length for factor in (1, 2, 4)]
     spec = ModelSpec(BlockSpec(LayerSpec(_cell(settings)), norm="batch", dropout=0.05), vocabulary=task.vocabulary)
-    model = spec.build()
     config = TrainConfig(seed=point.seed, steps=settings["steps"], batch_size=settings["batch"])
-    record = train(model, task, config)
-    scores = evaluate(model, task, lengths, size=settings["test"])
-    numbers = {
-        "accuracy": [100 * float(scores[length]["accuracy"]) for length in lengths],  # type: ignore[arg-type]
-        "last token": [100 * float(scores[length]["last_token"]) for length in lengths],  # type: ignore[arg-type]
-        "loss": record.losses[-1],
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "training": config.to_json(),
-    }
-    return Finding(numbers, spec)
-
-
-def mean_accuracy(rows: Rows, place: int = 0) -> float:
-    """Over seeds, at 1, 2 or 4 times the length."""
-    return float(np.mean([row.numbers["accuracy"][place] for row in rows]))
+    found = scored(spec, task, config, sequences=settings["test"], lengths=lengths)
+    last = [100 * float(scores["last_token"]) for scores in found.scores]  # type: ignore[arg-type]
+    return Finding({**found.numbers, "last token": last}, spec)
 
 
 def _groups(rows: Rows) -> list[Rows]:
     """One for each spectrum, sparsity and sign."""
-    kinds = dict.fromkeys(tuple(row.settings[key] for key in ("spectrum", "sparsity", "negative")) for row in rows)
-    return [rows.where(spectrum=a, sparsity=b, negative=c) for a, b, c in kinds]
+    return list(rows.groups("spectrum", "sparsity", "negative").values())
 
 
 def _beta(rows: Rows) -> Verdict:
@@ -122,24 +109,8 @@ def _beta(rows: Rows) -> Verdict:
 
 def _linear(rows: Rows) -> Verdict:
     """At the training length β = 4 minus β = 0, paired by spectrum and seed, has a 95 % interval above 0."""
-    difference = _difference(rows, {"beta": 4.0}, {"beta": 0.0})
-    return Verdict.of(difference.low > 0, f"{difference} (%)")
-
-
-def _difference(rows: Rows, first: dict[str, Any], second: dict[str, Any], place: int = 0) -> Any:
-    """Paired by all settings but those that differ, and by seed."""
-
-    def keyed(chosen: dict[str, Any]) -> dict[Any, float]:
-        return {
-            (row.seed, *(value for key, value in sorted(row.settings.items()) if key not in chosen)): row.numbers[
-                "accuracy"
-            ][place]
-            for row in rows.where(**chosen)
-        }
-
-    left, right = keyed(first), keyed(second)
-    pairs = [key for key in left if key in right]
-    return paired([left[key] for key in pairs], [right[key] for key in pairs])
+    found = difference(rows, {"beta": 4.0}, {"beta": 0.0})
+    return Verdict.of(found.low > 0, f"{found} (%)")
 
 
 def _extrapolates(rows: Rows) -> Verdict:
@@ -155,8 +126,8 @@ def _extrapolates(rows: Rows) -> Verdict:
 def _negative(rows: Rows) -> Verdict:
     """For 0 < β < 1, negative minus positive at the training length, paired, has a 95 % interval above 0."""
     low = Rows([row for row in rows if 0 < row.settings["beta"] < 1])
-    difference = _difference(low, {"negative": True}, {"negative": False})
-    return Verdict.of(difference.low > 0, f"{difference} (%)")
+    found = difference(low, {"negative": True}, {"negative": False})
+    return Verdict.of(found.low > 0, f"{found} (%)")
 
 
 def _exclusive(rows: Rows) -> Verdict:
@@ -268,14 +239,14 @@ def _collapse(rows: Rows) -> Verdict:
 def _width(rows: Rows) -> Verdict:
     """The wider network minus the narrower, paired by seed, is below 2 points in the mean."""
     narrow, wide = sorted({row.settings["width"] for row in rows})
-    difference = _difference(rows.where(spectrum="Linspace"), {"width": wide}, {"width": narrow})
-    return Verdict.of(difference.mean < 2, f"{difference} (%)")
+    found = difference(rows.where(spectrum="Linspace"), {"width": wide}, {"width": narrow})
+    return Verdict.of(found.mean < 2, f"{found} (%)")
 
 
 def _helps(rows: Rows) -> Verdict:
     """S4D-Real: negative minus positive at the training length, paired by seed, has a 95 % interval above 0."""
-    difference = _difference(rows.where(spectrum="S4D-Real"), {"negative": True}, {"negative": False})
-    return Verdict.of(difference.low > 0, f"{difference} (%)")
+    found = difference(rows.where(spectrum="S4D-Real"), {"negative": True}, {"negative": False})
+    return Verdict.of(found.low > 0, f"{found} (%)")
 
 
 def _baseline_table(rows: Rows) -> Table:
