@@ -13,6 +13,7 @@ from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,9 +65,6 @@ def test_a_result_says_what_is_claimed_and_a_recipe_tests_all_of_it(result):
     assert result.section
     if "columns" in result.numbers:
         assert all(len(row) == len(result.numbers["columns"]) for row in result.numbers["rows"])
-    if result.recipe is None:
-        assert result.status == "no recipe yet"
-        return
     assert set(result.recipe.checks) == {claim.id for claim in result.claims}
     assert all(check.words.endswith(".") for check in result.recipe.checks.values())
     for scale in SCALES:
@@ -75,15 +73,13 @@ def test_a_result_says_what_is_claimed_and_a_recipe_tests_all_of_it(result):
         assert scale in result.recipe.cost
 
 
-def test_what_is_registered_without_a_recipe_is_known():
-    waiting = [name for name, result in results().items() if result.recipe is None]
+def test_the_map_of_the_paper_says_how_every_result_is_run():
     page = (PROJECT / "docs" / "paper-map.md").read_text()
-    for name, result in results().items():
+    for result in results().values():
         for label in result.labels:
-            if len(labels()[label].results) > 1:
-                continue  # used twice in the paper
-            line = re.search(rf"^\| {re.escape(label)} \|.*$", page, re.MULTILINE)[0]
-            assert ("adptnet reproduce" in line) == (name not in waiting), line
+            if len(labels()[label].results) == 1:  # one is used twice in the paper
+                line = re.search(rf"^\| {re.escape(label)} \|.*$", page, re.MULTILINE)[0]
+                assert "adptnet reproduce" in line, line
 
 
 def test_an_unknown_label_is_refused_with_the_nearest_one(capsys):
@@ -95,8 +91,6 @@ def test_an_unknown_label_is_refused_with_the_nearest_one(capsys):
         find(["table:mamba_state_tracking"])
     assert [result.name for result in find(["fig:dt_min_deer"])] == ["fig:eigenvalue_dt_min_max"]
     assert len(find(["table:ADPTNet_sc_results"])) == 4
-    assert cli.main(["reproduce", "table:ssc_results"]) == 1
-    assert "there is no recipe yet for table:ssc_results" in capsys.readouterr().err
     assert cli.main(["reproduce"]) == 1
     assert "--all" in capsys.readouterr().err
     assert cli.main(["reproduce", "fig:tradeoffs", "--shard", "3/2"]) == 1
@@ -107,7 +101,44 @@ def test_the_list_shows_every_label(capsys, monkeypatch):
     assert cli.main(["reproduce", "--list"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in labels())
-    assert "no recipe yet" in shown
+    assert "not run" in shown
+
+
+def test_a_part_of_the_points_is_run_and_the_claims_that_need_no_more_are_judged(tmp_path, capsys):
+    name, only = "table:mad_results", ("task=selective-copying", "model=ADPTNet,Hawk")
+    with pytest.raises(ReproductionError, match=r"Settings are batch, .*, task"):
+        ran(tmp_path, name, only=("tsk=compression",))
+    with pytest.raises(ReproductionError, match="SETTING=VALUE"):
+        ran(tmp_path, name, only=("Hawk",))
+    assert ran(tmp_path, name, only=only) == 2
+    judged = compare.judge(results()[name], Shelf(tmp_path))
+    assert judged.scale is None
+    found = {claim.id: verdict for claim, verdict in judged.verdicts}
+    assert found["hawk"].outcome == Outcome.NOT_TESTABLE  # a toy
+    assert found["hawk"].why.startswith("scale smoke")
+    assert {found[id].outcome for id in ("linear", "compression", "memorisation")} == {Outcome.NOT_RUN}
+    assert ran(tmp_path, name, only=("rate=0.001",)) > 0  # numbers are numbers
+
+
+def test_a_result_whose_data_are_not_here_says_what_it_lacks(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("ADPTNET_DATA", str(tmp_path))
+    monkeypatch.setenv("ADPTNET_CACHE", str(tmp_path))
+    lacks = {name: results()[name].recipe.lacks for name in ("table:ssc_results", "table:linear_scifar_results")}
+    assert all(lack("smoke") is None for lack in lacks.values())
+    assert "ssc_train.h5, ssc_valid.h5, ssc_test.h5" in lacks["table:ssc_results"]("paper")
+    assert "adptnet data fetch cifar10" in lacks["table:linear_scifar_results"]("laptop")
+    assert cli.main(["reproduce", "table:ssc_results", "--scale", "paper", "--rows", str(tmp_path)]) == 1
+    assert "zenkelab.org" in capsys.readouterr().err
+    images = np.zeros((20, 2, 2, 3), np.uint8)
+    labels_of = np.arange(20) % 10
+    np.savez(tmp_path / "cifar10.npz", x_train=images, y_train=labels_of, x_test=images, y_test=labels_of)
+    lack = lacks["table:linear_scifar_results"]
+    assert lack("laptop") is None
+    assert "45,000 images to train on; those found are 18" in lack("paper")
+    everything = reproduce.Reproduce((), all=True, scale="paper", rows=tmp_path)
+    jobs = [reproduce._Job(results()[name], None) for name in (*lacks, "fig:ortho_gd")]
+    assert [job.result.name for job in reproduce._possible(jobs, everything)] == ["fig:ortho_gd"]
+    assert "table:ssc_results is left out" in capsys.readouterr().out
 
 
 # The tests behind verdicts

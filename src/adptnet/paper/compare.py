@@ -38,22 +38,14 @@ class Judged(NamedTuple):
 
 def judge(result: Result, shelf: Shelf, scale: Scale | None = None) -> Judged:
     """The verdicts on a result, at `scale` or the largest scale that is complete; a claim may need a part of it."""
-    recipe = result.recipe
-    if recipe is None:
-        return _unrun(result, "no recipe yet")
     scales: Sequence[Scale] = [scale] if scale else SCALES[::-1]
     whole = _largest(result, shelf, scales)
-    if whole.scale is None and not any(check.part for check in recipe.checks.values()):
-        return _unrun(result, whole.missing)
     verdicts = []
     for claim in result.claims:
-        check = recipe.checks.get(claim.id)
-        if check is None:
-            verdicts.append((claim, Verdict(Outcome.NOT_RUN, "no test yet")))
-            continue
+        check = result.recipe.checks[claim.id]
         found = _largest(result, shelf, scales, check.part) if check.part else whole
-        verdict = _verdict(check, found)
-        if found.scale is not None and found.scale != whole.scale:
+        verdict = _verdict(check, found, whole)
+        if found.scale not in (None, whole.scale):
             verdict = verdict._replace(why=f"scale {found.scale}: {verdict.why}")
         verdicts.append((claim, verdict))
     return Judged(result, whole.scale, whole.rows, verdicts)
@@ -78,27 +70,22 @@ def _largest(result: Result, shelf: Shelf, scales: Sequence[Scale], part: Part |
     return _Found(None, Rows([]), "; ".join(begun) or f"adptnet reproduce {result.name}")
 
 
-def _verdict(check: Check, found: _Found) -> Verdict:
-    if found.scale is None:
-        return Verdict(Outcome.NOT_RUN, found.missing)
-    if SCALES.index(found.scale) < SCALES.index(check.smallest):
+def _verdict(check: Check, found: _Found, whole: _Found) -> Verdict:
+    scale = found.scale or whole.scale
+    if scale is not None and SCALES.index(scale) < SCALES.index(check.smallest):
         return Verdict(Outcome.NOT_TESTABLE, f"needs the scale {check.smallest}")
-    return check.test(found.rows)
+    return Verdict(Outcome.NOT_RUN, found.missing) if found.scale is None else check.test(found.rows)
 
 
-def _unrun(result: Result, why: str) -> Judged:
-    return Judged(result, None, Rows([]), [(claim, Verdict(Outcome.NOT_RUN, why)) for claim in result.claims])
-
-
-def progress(result: Result, shelf: Shelf) -> list[str]:
-    """How far each scale is, with its cost."""
-    assert result.recipe is not None
+def progress(result: Result, shelf: Shelf) -> tuple[Scale | None, list[str]]:
+    """The largest scale that is complete, and how far each is, with its cost."""
+    done: Scale | None = None
     shown = []
     for scale in SCALES:
         rows, left = shelf.rows(result, scale)
-        cost = result.recipe.cost.get(scale, "?")
-        shown.append(f"{len(rows)} of {len(rows) + left}, {cost}")
-    return shown
+        done = done if left else scale
+        shown.append(f"{len(rows)} of {len(rows) + left}, {result.recipe.cost[scale]}")
+    return done, shown
 
 
 def run(options: Compare) -> Counter[Outcome]:

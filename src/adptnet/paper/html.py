@@ -78,16 +78,14 @@ def _result(entry: "Entry") -> str:
     result, scale = entry.judged.result, entry.judged.scale
     claims = []
     for claim, verdict in entry.judged.verdicts:
-        check = result.recipe.checks.get(claim.id) if result.recipe else None
-        test = f'<p class="test">Test: {escape(check.words)}</p>' if check else ""
+        test = f'<p class="test">Test: {escape(result.recipe.checks[claim.id].words)}</p>'
         claims.append(f"<li>{_badge(verdict)} {escape(claim.says)}<p>{escape(verdict.why)}</p>{test}</li>")
     figures = "".join(
         f'<figure><div class="scroll">{picture.inline}</div><figcaption>{escape(picture.caption)}</figcaption></figure>'
         for picture in entry.pictures
     )
     command = f"adptnet reproduce {result.name} --scale {scale or 'laptop'}"
-    cost = (result.recipe.cost.get(scale, "") if scale else "") if result.recipe else ""
-    state = f"rows of the scale {scale}{f', {cost} on one core' if cost else ''}" if scale else result.status
+    state = f"rows of the scale {scale}, {result.recipe.cost[scale]} on one core" if scale else "not run"
     return f"""<section id="{_anchor(result.name)}" class="result">
 <h2>{escape(result.title)}</h2>
 <p class="labels">{" ".join(f"<code>{escape(label)}</code>" for label in result.labels)} · {escape(result.section)}</p>

@@ -44,12 +44,10 @@ def _result(entry: "Entry") -> list[str]:
     lines = [f"## {result.name}: {result.title}", "", f"Labels: {', '.join(result.labels)}. Section {result.section}."]
     lines += ["", f"*Set-up of the paper.* {result.setup}"]
     lines += ["", f"    adptnet reproduce {result.name} --scale {scale or 'laptop'}", ""]
-    lines.append(f"Rows of the scale {scale}." if scale else f"Not run ({result.status}).")
+    lines.append(f"Rows of the scale {scale}." if scale else "Not run.")
     for claim, verdict in entry.judged.verdicts:
-        check = result.recipe.checks.get(claim.id) if result.recipe else None
         lines += ["", f"- **{_MARKS[verdict.outcome]} {verdict.outcome}** — {claim.says}", f"  - {verdict.why}"]
-        if check is not None:
-            lines.append(f"  - *Test:* {check.words}")
+        lines.append(f"  - *Test:* {result.recipe.checks[claim.id].words}")
     for heading, table in (("The paper", entry.paper), ("Ours", entry.ours)):
         if table is not None:
             lines += ["", f"{heading}:", "", *_table(table)]

@@ -30,7 +30,7 @@ class Reproduce:
     labels: Positional[tuple[str, ...]] = ()
     """Labels of the paper: fig:time_ablation, table:s5_8_results, …"""
     all: bool = False
-    """Everything there is a recipe for."""
+    """Everything."""
     list: bool = False
     """Show every label, what it belongs to and its status; run nothing."""
     scale: Scale = "laptop"
@@ -58,17 +58,9 @@ def run(options: Reproduce) -> int:
     if bool(options.labels) == options.all:
         raise ReproductionError("say what to run: some labels, or --all. `adptnet reproduce --list` shows the labels.")
     chosen = find(options.labels)
-    missing = [result.name for result in chosen if result.recipe is None]
-    if missing and not options.all:
-        raise ReproductionError(
-            f"there is no recipe yet for {', '.join(missing)}: its claims and the paper's numbers are registered, but "
-            "nothing runs it. `adptnet reproduce --list` shows which have one."
-        )
     shelf = Shelf(options.rows, _share(options.shard))
     sources = _sources(chosen)
     jobs = list(_left(sources, shelf, options.scale, _part(options.only, sources, options.scale)))
-    if missing:
-        print(f"no recipe yet for {len(missing)} results: {', '.join(missing)}")
     jobs = _possible(jobs, options)
     begun = time.monotonic()
     for number, (job, row) in enumerate(_finished(jobs, options), 1):
@@ -80,7 +72,7 @@ def run(options: Reproduce) -> int:
 
 def _sources(chosen: list[Result]) -> list[Result]:
     """The results that have runs of their own: those chosen, or those that they show another side of."""
-    names = [result.recipe.source or result.name for result in chosen if result.recipe is not None]
+    names = [result.recipe.source or result.name for result in chosen]
     return [results()[name] for name in dict.fromkeys(names)]
 
 
@@ -89,7 +81,6 @@ def _left(chosen: list[Result], shelf: Shelf, scale: Scale, part: Part) -> Itera
     number, count = shelf.share
     place = 0
     for result in chosen:
-        assert result.recipe is not None
         done = shelf.lines(result, scale)
         for point in result.recipe.points(scale):
             if belongs(point.settings, part):
@@ -106,7 +97,7 @@ def _part(wanted: tuple[str, ...], chosen: list[Result], scale: Scale) -> Part:
         if not equals:
             raise ReproductionError(f"--only {text}: must be SETTING=VALUE, for instance model=Hawk.")
         part[name] = [_value(value) for value in values.split(",")]
-    points = [point for result in chosen if result.recipe for point in result.recipe.points(scale)]
+    points = [point for result in chosen for point in result.recipe.points(scale)]
     if not any(belongs(point.settings, part) for point in points):
         known = sorted({name for point in points for name in point.settings})
         raise ReproductionError(
@@ -126,7 +117,6 @@ def _possible(jobs: list[_Job], options: Reproduce) -> list[_Job]:
     """Those whose data are here. A result that was asked for by name has to be possible."""
     lacking: dict[str, str] = {}
     for result in {job.result.name: job.result for job in jobs}.values():
-        assert result.recipe is not None
         lacks = result.recipe.lacks(options.scale)
         if lacks is not None:
             lacking[result.name] = lacks
@@ -153,7 +143,6 @@ def _finished(jobs: list[_Job], options: Reproduce) -> Iterator[tuple[_Job, dict
 def _row(name: str, point: Point, scale: Scale) -> dict[str, Any]:
     """Runs one point."""
     result = results()[name]
-    assert result.recipe is not None
     began, clock = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic()
     with _alone(point.seed, result.recipe.dtype):
         finding = result.recipe.run(point)
@@ -205,13 +194,15 @@ def _list(folder: Path) -> None:
     whole = Column("label", overflow="fold")  # to be copied, so never cut short
     part = Column("belongs to", overflow="fold")
     table = Table(whole, part, "status", "claims", "smoke / laptop / paper: points done, cost on one core")
+    known = {name: progress(result, Shelf(folder)) for name, result in results().items()}
     for label in labels().values():
         if label.kind != "result":
             table.add_row(label.name, "", label.kind, "", label.configuration or label.literature)
         for name in label.results:
-            result = results()[name]
-            runs = " / ".join(progress(result, Shelf(folder))) if result.recipe else ""
-            table.add_row(label.name, "" if name == label.name else name, result.status, str(len(result.claims)), runs)
+            done, far = known[name]
+            status = f"{done} done" if done else "not run"
+            claims = str(len(results()[name].claims))
+            table.add_row(label.name, "" if name == label.name else name, status, claims, " / ".join(far))
     Console(width=None if sys.stdout.isatty() else 160).print(table)
-    ready = sum(result.recipe is not None for result in results().values())
-    print(f"{len(labels())} labels, {len(results())} results, {ready} with a recipe.")
+    total = sum(len(result.claims) for result in results().values())
+    print(f"{len(labels())} labels, {len(results())} results, {total} claims.")

@@ -79,7 +79,6 @@ class Shelf:
 
     def lines(self, result: Result, scale: Scale) -> dict[str, dict[str, Any]]:
         """The whole rows of the current recipe, by the key of their point."""
-        assert result.recipe is not None
         source = result.recipe.source or result.name
         found: dict[str, dict[str, Any]] = {}
         folder = self.folder / scale
@@ -96,7 +95,6 @@ class Shelf:
 
     def rows(self, result: Result, scale: Scale, part: Part | None = None) -> tuple[Rows, int]:
         """The rows of the points there are at this scale, all or those of `part`, and how many points have none."""
-        assert result.recipe is not None
         lines = self.lines(result, scale)
         points = [point for point in result.recipe.points(scale) if belongs(point.settings, part or {})]
         done = [lines[key(point)] for point in points if key(point) in lines]

@@ -35,7 +35,7 @@ def scored(
     sequences: int,
     lengths: Sequence[int] = (),
     batch: int = 512,
-    watch: Callable[[nn.Module], Callable[[int, float], None]] | None = None,
+    watch: Callable[[nn.Module], Callable[[int, float], None] | None] | None = None,
 ) -> Scored:
     """Builds a network, trains it and scores it on test data.
 
@@ -46,7 +46,7 @@ def scored(
         sequences: How many to be scored on.
         lengths: At which lengths, for a list of accuracies; at the task's own, for one, if not given.
         batch: Sequences to score at a time.
-        watch: Makes of the network what is called after each step.
+        watch: Sees the network before it is trained; what it returns is called after each step.
     """
     model = spec.build()
     record = train(model, task, config, on_step=None if watch is None else watch(model))
