@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -405,27 +406,90 @@ def test_a_report_without_matplotlib_says_what_to_install(tmp_path, monkeypatch,
     assert "pip install 'adptnet[plots]'" in capsys.readouterr().err
 
 
-MOVE = """<script>
-const share = () => document.getElementById("dial-share").textContent;
-const before = share(), dial = document.getElementById("beta");
-dial.value = "1";
-dial.dispatchEvent(new Event("input"));
-document.title = before !== share() ? "it moved" : "it did not";
+LOOK = """<script>
+const errors = [];
+addEventListener("error", (event) => errors.push(event.message));
+addEventListener("load", () => {
+  const shown = ["dial-share", "dial-interval", "dial-counts"].map((id) => document.getElementById(id));
+  const words = () => shown.map((part) => part.textContent);
+  const before = words(), dial = document.getElementById("beta");
+  dial.value = "1";
+  dial.dispatchEvent(new Event("input"));
+  const figures = [...document.querySelectorAll("figure svg, figure canvas")];
+  const seen = figures.map((figure) => figure.getBoundingClientRect());
+  const style = getComputedStyle(document.body);
+  const found = JSON.stringify({
+    errors,
+    moved: words().map((text, i) => text !== before[i]),
+    figures: seen.length,
+    smallest: Math.min(...seen.map((box) => Math.min(box.width, box.height))),
+    overflow: document.documentElement.scrollWidth - innerWidth,
+    width: innerWidth,
+    colours: [style.color, style.backgroundColor],
+  });
+  if (parent === window) document.title = found;
+  else parent.postMessage(found, "*");
+});
 </script>"""
+# A window is never narrower than 500 pixels; a frame in it may be.
+PHONE = """<!doctype html><title></title><iframe src="index.html" width="390" height="844" style="border: 0"></iframe>
+<script>addEventListener("message", (event) => { document.title = event.data; });</script>"""
 
 
-def test_in_a_browser_the_dial_moves_without_an_error(tmp_path):
+def looked_at(page, *options):
+    """What a browser says of the page."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
         pytest.skip("no Chromium here; what the page is made of is checked by another test")
-    ran(tmp_path, "fig:beta_effect_interactions")
-    assert cli.main(["report", "--rows", str(tmp_path), "--output", str(tmp_path)]) == 0
-    page = tmp_path / "index.html"
-    page.write_text(page.read_text().replace("</body>", MOVE + "</body>"))
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
-    shown = subprocess.run([browser, *options, page.as_uri()], capture_output=True, text=True, check=True, timeout=100)
-    assert "<title>it moved</title>" in shown.stdout
-    assert "Uncaught" not in shown.stderr
+    always = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        "--virtual-time-budget=5000",
+        "--dump-dom",
+    ]
+    shown = subprocess.run(
+        [browser, *always, *options, page.as_uri()], capture_output=True, text=True, check=True, timeout=100
+    )
+    assert "CONSOLE" not in shown.stderr
+    return json.loads(unescape(re.search(r"<title>(.*?)</title>", shown.stdout)[1]))
+
+
+@pytest.fixture(scope="module")
+def page_to_look_at(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("page")
+    ran(folder, *CHEAP)
+    assert cli.main(["report", "--rows", str(folder), "--output", str(folder)]) == 0
+    page = folder / "index.html"
+    page.write_text(page.read_text().replace("<head>", "<head>" + LOOK))
+    (folder / "phone.html").write_text(PHONE)
+    return folder
+
+
+def lightness(colour):
+    return sum(map(int, re.findall(r"\d+", colour)[:3])) / 765
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "width"),
+    [
+        ("index.html", [], 1200),
+        ("index.html", ["--blink-settings=preferredColorScheme=0"], 1200),
+        ("phone.html", [], 390),
+    ],
+    ids=["light", "dark", "phone"],
+)
+def test_in_a_browser_every_figure_is_seen_and_the_dial_moves(page_to_look_at, name, options, width):
+    seen = looked_at(page_to_look_at / name, "--window-size=1200,900", *options)
+    assert seen["errors"] == []
+    assert seen["moved"] == [True, True, True]
+    assert seen["figures"] == 5 + 4  # and those of the dial
+    assert seen["smallest"] > 100
+    assert seen["width"] == width
+    assert seen["overflow"] <= 0  # wide figures and tables scroll in themselves
+    text, ground = map(lightness, seen["colours"])
+    assert (text > 0.8 and ground < 0.2) if options else (text < 0.2 and ground > 0.8)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
+    "MARKS",
     "SCALES",
     "Check",
     "Finding",
@@ -114,6 +115,9 @@ class Outcome(enum.StrEnum):
     FAILS = "fails"
     NOT_TESTABLE = "not testable at this scale"
     NOT_RUN = "not run"
+
+
+MARKS = {Outcome.HOLDS: "✓", Outcome.FAILS: "✗", Outcome.NOT_TESTABLE: "–", Outcome.NOT_RUN: "·"}
 
 
 class Verdict(NamedTuple):

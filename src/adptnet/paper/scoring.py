@@ -99,7 +99,8 @@ def by_setting(rows: Rows, columns: Mapping[str, str], *, heights: Callable[[Row
         found = some.numbers("accuracy")
         counts = sorted({row.numbers["parameters"] for row in some})
         size = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
-        lines.append([*settings, f"{heights(some):.1f}", f"{min(found):.1f} to {max(found):.1f}", len(found), size])
+        named = ["--" if value is None else value for value in settings]
+        lines.append([*named, f"{heights(some):.1f}", f"{min(found):.1f} to {max(found):.1f}", len(found), size])
     return Table([*columns.values(), "Acc (%)", "range", "runs", "N. Param."], lines)
 
 
