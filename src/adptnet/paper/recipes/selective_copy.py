@@ -142,7 +142,7 @@ RECIPES = {
         checks={"beta": Check(_rises, "laptop"), "small-beta": Check(_small, "paper")},
         figures={"Accuracy by β (points: runs)": _draw},
         table=_table,
-        cost={"smoke": "1 s", "laptop": "25 min", "paper": "a GPU for days"},
+        cost={"smoke": "1 s", "laptop": "6 min", "paper": "a GPU for days"},
         dtype=torch.float32,
     ),
     "table:non-linear_selective_results": Recipe(
@@ -152,7 +152,7 @@ RECIPES = {
         checks={"beta": Check(_better, "laptop"), "doubles": Check(_doubles, "paper")},
         figures={"Accuracy by β (points: runs)": _draw},
         table=_table,
-        cost={"smoke": "1 s", "laptop": "15 min", "paper": "a GPU for a day"},
+        cost={"smoke": "1 s", "laptop": "4 min", "paper": "a GPU for a day"},
         dtype=torch.float32,
     ),
 }

@@ -227,7 +227,7 @@ RECIPES = {
         },
         figures={"Exponents and ln λ̄ by β, along training": _draw("beta")},
         table=_table("beta"),
-        cost={"smoke": "2 s", "laptop": "15 min", "paper": "50 min"},
+        cost={"smoke": "2 s", "laptop": "4 min", "paper": "20 min"},
         dtype=torch.float32,
     ),
     "fig:kv_trained_ablation": Recipe(
@@ -241,7 +241,7 @@ RECIPES = {
         },
         figures={"Exponents and ln λ̄ by K and V, along training": _draw("weights")},
         table=_table("weights"),
-        cost={"smoke": "2 s", "laptop": "30 min", "paper": "90 min"},
+        cost={"smoke": "2 s", "laptop": "7 min", "paper": "45 min"},
         dtype=torch.float32,
     ),
 }
