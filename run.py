@@ -4,6 +4,7 @@
   python3 run.py quickstart             the first run
   python3 run.py test [pytest args]     the tests
   python3 run.py lint                   ruff, mypy and import-linter
+  python3 run.py docs                   the documentation site, in runs/site
   python3 run.py COMMAND [args]         any other adptnet command
 
 The environment variable ADPTNET_TORCH chooses the build of torch (unset: the one .venv has, or else auto):
@@ -40,7 +41,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 UV = "uv>=0.9,<1"
 PATIENCE = 8  # seconds for PyTorch's index to answer when nobody asked for it by name; it needs about one
 
-EXTRA_OF_JOB = {"test": "dev", "lint": "dev"}  # every other job makes do with "plots"
+EXTRA_OF_JOB = {"test": "dev", "lint": "dev", "docs": "docs"}  # every other job makes do with "plots"
 INCLUDED_EXTRAS = {"dev": {"dev", "test", "plots", "train", "cluster"}}  # as pyproject.toml nests them
 
 
@@ -60,6 +61,8 @@ def main(argv: list[str]) -> int:
             return lint()
         if job == "test":
             return hand_over(["pytest", *args], folder=ROOT)
+        if job == "docs":
+            return hand_over(["sphinx", "-W", "--keep-going", "-q", "docs", "runs/site", *args], folder=ROOT)
         return hand_over(["adptnet", job, *args], folder=Path.cwd())
     except SetupError as error:
         say(str(error))

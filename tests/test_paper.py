@@ -10,9 +10,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,9 +66,6 @@ def test_a_result_says_what_is_claimed_and_a_recipe_tests_all_of_it(result):
     assert result.section
     if "columns" in result.numbers:
         assert all(len(row) == len(result.numbers["columns"]) for row in result.numbers["rows"])
-    if result.recipe is None:
-        assert result.status == "no recipe yet"
-        return
     assert set(result.recipe.checks) == {claim.id for claim in result.claims}
     assert all(check.words.endswith(".") for check in result.recipe.checks.values())
     for scale in SCALES:
@@ -75,15 +74,13 @@ def test_a_result_says_what_is_claimed_and_a_recipe_tests_all_of_it(result):
         assert scale in result.recipe.cost
 
 
-def test_what_is_registered_without_a_recipe_is_known():
-    waiting = [name for name, result in results().items() if result.recipe is None]
+def test_the_map_of_the_paper_says_how_every_result_is_run():
     page = (PROJECT / "docs" / "paper-map.md").read_text()
-    for name, result in results().items():
+    for result in results().values():
         for label in result.labels:
-            if len(labels()[label].results) > 1:
-                continue  # used twice in the paper
-            line = re.search(rf"^\| {re.escape(label)} \|.*$", page, re.MULTILINE)[0]
-            assert ("adptnet reproduce" in line) == (name not in waiting), line
+            if len(labels()[label].results) == 1:  # one is used twice in the paper
+                line = re.search(rf"^\| {re.escape(label)} \|.*$", page, re.MULTILINE)[0]
+                assert "adptnet reproduce" in line, line
 
 
 def test_an_unknown_label_is_refused_with_the_nearest_one(capsys):
@@ -95,8 +92,6 @@ def test_an_unknown_label_is_refused_with_the_nearest_one(capsys):
         find(["table:mamba_state_tracking"])
     assert [result.name for result in find(["fig:dt_min_deer"])] == ["fig:eigenvalue_dt_min_max"]
     assert len(find(["table:ADPTNet_sc_results"])) == 4
-    assert cli.main(["reproduce", "table:ssc_results"]) == 1
-    assert "there is no recipe yet for table:ssc_results" in capsys.readouterr().err
     assert cli.main(["reproduce"]) == 1
     assert "--all" in capsys.readouterr().err
     assert cli.main(["reproduce", "fig:tradeoffs", "--shard", "3/2"]) == 1
@@ -107,7 +102,44 @@ def test_the_list_shows_every_label(capsys, monkeypatch):
     assert cli.main(["reproduce", "--list"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in labels())
-    assert "no recipe yet" in shown
+    assert "not run" in shown
+
+
+def test_a_part_of_the_points_is_run_and_the_claims_that_need_no_more_are_judged(tmp_path, capsys):
+    name, only = "table:mad_results", ("task=selective-copying", "model=ADPTNet,Hawk")
+    with pytest.raises(ReproductionError, match=r"Settings are batch, .*, task"):
+        ran(tmp_path, name, only=("tsk=compression",))
+    with pytest.raises(ReproductionError, match="SETTING=VALUE"):
+        ran(tmp_path, name, only=("Hawk",))
+    assert ran(tmp_path, name, only=only) == 2
+    judged = compare.judge(results()[name], Shelf(tmp_path))
+    assert judged.scale is None
+    found = {claim.id: verdict for claim, verdict in judged.verdicts}
+    assert found["hawk"].outcome == Outcome.NOT_TESTABLE  # a toy
+    assert found["hawk"].why.startswith("scale smoke")
+    assert {found[id].outcome for id in ("linear", "compression", "memorisation")} == {Outcome.NOT_RUN}
+    assert ran(tmp_path, name, only=("rate=0.001",)) > 0  # numbers are numbers
+
+
+def test_a_result_whose_data_are_not_here_says_what_it_lacks(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("ADPTNET_DATA", str(tmp_path))
+    monkeypatch.setenv("ADPTNET_CACHE", str(tmp_path))
+    lacks = {name: results()[name].recipe.lacks for name in ("table:ssc_results", "table:linear_scifar_results")}
+    assert all(lack("smoke") is None for lack in lacks.values())
+    assert "ssc_train.h5, ssc_valid.h5, ssc_test.h5" in lacks["table:ssc_results"]("paper")
+    assert "adptnet data fetch cifar10" in lacks["table:linear_scifar_results"]("laptop")
+    assert cli.main(["reproduce", "table:ssc_results", "--scale", "paper", "--rows", str(tmp_path)]) == 1
+    assert "zenkelab.org" in capsys.readouterr().err
+    images = np.zeros((20, 2, 2, 3), np.uint8)
+    labels_of = np.arange(20) % 10
+    np.savez(tmp_path / "cifar10.npz", x_train=images, y_train=labels_of, x_test=images, y_test=labels_of)
+    lack = lacks["table:linear_scifar_results"]
+    assert lack("laptop") is None
+    assert "45,000 images to train on; those found are 18" in lack("paper")
+    everything = reproduce.Reproduce((), all=True, scale="paper", rows=tmp_path)
+    jobs = [reproduce._Job(results()[name], None) for name in (*lacks, "fig:ortho_gd")]
+    assert [job.result.name for job in reproduce._possible(jobs, everything)] == ["fig:ortho_gd"]
+    assert "table:ssc_results is left out" in capsys.readouterr().out
 
 
 # The tests behind verdicts
@@ -374,27 +406,90 @@ def test_a_report_without_matplotlib_says_what_to_install(tmp_path, monkeypatch,
     assert "pip install 'adptnet[plots]'" in capsys.readouterr().err
 
 
-MOVE = """<script>
-const share = () => document.getElementById("dial-share").textContent;
-const before = share(), dial = document.getElementById("beta");
-dial.value = "1";
-dial.dispatchEvent(new Event("input"));
-document.title = before !== share() ? "it moved" : "it did not";
+LOOK = """<script>
+const errors = [];
+addEventListener("error", (event) => errors.push(event.message));
+addEventListener("load", () => {
+  const shown = ["dial-share", "dial-interval", "dial-counts"].map((id) => document.getElementById(id));
+  const words = () => shown.map((part) => part.textContent);
+  const before = words(), dial = document.getElementById("beta");
+  dial.value = "1";
+  dial.dispatchEvent(new Event("input"));
+  const figures = [...document.querySelectorAll("figure svg, figure canvas")];
+  const seen = figures.map((figure) => figure.getBoundingClientRect());
+  const style = getComputedStyle(document.body);
+  const found = JSON.stringify({
+    errors,
+    moved: words().map((text, i) => text !== before[i]),
+    figures: seen.length,
+    smallest: Math.min(...seen.map((box) => Math.min(box.width, box.height))),
+    overflow: document.documentElement.scrollWidth - innerWidth,
+    width: innerWidth,
+    colours: [style.color, style.backgroundColor],
+  });
+  if (parent === window) document.title = found;
+  else parent.postMessage(found, "*");
+});
 </script>"""
+# A window is never narrower than 500 pixels; a frame in it may be.
+PHONE = """<!doctype html><title></title><iframe src="index.html" width="390" height="844" style="border: 0"></iframe>
+<script>addEventListener("message", (event) => { document.title = event.data; });</script>"""
 
 
-def test_in_a_browser_the_dial_moves_without_an_error(tmp_path):
+def looked_at(page, *options):
+    """What a browser says of the page."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
         pytest.skip("no Chromium here; what the page is made of is checked by another test")
-    ran(tmp_path, "fig:beta_effect_interactions")
-    assert cli.main(["report", "--rows", str(tmp_path), "--output", str(tmp_path)]) == 0
-    page = tmp_path / "index.html"
-    page.write_text(page.read_text().replace("</body>", MOVE + "</body>"))
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
-    shown = subprocess.run([browser, *options, page.as_uri()], capture_output=True, text=True, check=True, timeout=100)
-    assert "<title>it moved</title>" in shown.stdout
-    assert "Uncaught" not in shown.stderr
+    always = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        "--virtual-time-budget=5000",
+        "--dump-dom",
+    ]
+    shown = subprocess.run(
+        [browser, *always, *options, page.as_uri()], capture_output=True, text=True, check=True, timeout=100
+    )
+    assert "CONSOLE" not in shown.stderr
+    return json.loads(unescape(re.search(r"<title>(.*?)</title>", shown.stdout)[1]))
+
+
+@pytest.fixture(scope="module")
+def page_to_look_at(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("page")
+    ran(folder, *CHEAP)
+    assert cli.main(["report", "--rows", str(folder), "--output", str(folder)]) == 0
+    page = folder / "index.html"
+    page.write_text(page.read_text().replace("<head>", "<head>" + LOOK))
+    (folder / "phone.html").write_text(PHONE)
+    return folder
+
+
+def lightness(colour):
+    return sum(map(int, re.findall(r"\d+", colour)[:3])) / 765
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "width"),
+    [
+        ("index.html", [], 1200),
+        ("index.html", ["--blink-settings=preferredColorScheme=0"], 1200),
+        ("phone.html", [], 390),
+    ],
+    ids=["light", "dark", "phone"],
+)
+def test_in_a_browser_every_figure_is_seen_and_the_dial_moves(page_to_look_at, name, options, width):
+    seen = looked_at(page_to_look_at / name, "--window-size=1200,900", *options)
+    assert seen["errors"] == []
+    assert seen["moved"] == [True, True, True]
+    assert seen["figures"] == 5 + 4  # and those of the dial
+    assert seen["smallest"] > 100
+    assert seen["width"] == width
+    assert seen["overflow"] <= 0  # wide figures and tables scroll in themselves
+    text, ground = map(lightness, seen["colours"])
+    assert (text > 0.8 and ground < 0.2) if options else (text < 0.2 and ground > 0.8)
 
 
 @pytest.mark.slow

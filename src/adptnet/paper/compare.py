@@ -1,13 +1,14 @@
 """`adptnet compare`: a verdict for every claim, from the rows there are."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from tyro.conf import Positional
 
-from .recipe import SCALES, Outcome, Rows, Scale, Verdict
+from .recipe import SCALES, Check, Outcome, Part, Rows, Scale, Verdict
 from .registry import Claim, Result, find
 from .rows import Shelf
 
@@ -36,44 +37,55 @@ class Judged(NamedTuple):
 
 
 def judge(result: Result, shelf: Shelf, scale: Scale | None = None) -> Judged:
-    """The verdicts on a result, at `scale` or the largest scale that is complete."""
-    recipe = result.recipe
-    if recipe is None:
-        return _unrun(result, "no recipe yet")
-    found = {at: shelf.rows(result, at) for at in ([scale] if scale else reversed(SCALES))}
-    chosen = next((at for at, (rows, left) in found.items() if rows and not left), None)
-    if chosen is None:
-        begun = [
-            f"{left} of {len(rows) + left} points left at scale {at}" for at, (rows, left) in found.items() if rows
-        ]
-        return _unrun(result, "; ".join(begun) or f"adptnet reproduce {result.name}")
-    rows = found[chosen][0]
+    """The verdicts on a result, at `scale` or the largest scale that is complete; a claim may need a part of it."""
+    scales: Sequence[Scale] = [scale] if scale else SCALES[::-1]
+    whole = _largest(result, shelf, scales)
     verdicts = []
     for claim in result.claims:
-        check = recipe.checks.get(claim.id)
-        if check is None:
-            verdict = Verdict(Outcome.NOT_RUN, "no test yet")
-        elif SCALES.index(chosen) < SCALES.index(check.smallest):
-            verdict = Verdict(Outcome.NOT_TESTABLE, f"needs the scale {check.smallest}")
-        else:
-            verdict = check.test(rows)
+        check = result.recipe.checks[claim.id]
+        found = _largest(result, shelf, scales, check.part) if check.part else whole
+        verdict = _verdict(check, found, whole)
+        if found.scale not in (None, whole.scale):
+            verdict = verdict._replace(why=f"scale {found.scale}: {verdict.why}")
         verdicts.append((claim, verdict))
-    return Judged(result, chosen, rows, verdicts)
+    return Judged(result, whole.scale, whole.rows, verdicts)
 
 
-def _unrun(result: Result, why: str) -> Judged:
-    return Judged(result, None, Rows([]), [(claim, Verdict(Outcome.NOT_RUN, why)) for claim in result.claims])
+class _Found(NamedTuple):
+    """The rows of the largest scale that is complete; or why there are none."""
+
+    scale: Scale | None
+    rows: Rows
+    missing: str = ""
 
 
-def progress(result: Result, shelf: Shelf) -> list[str]:
-    """How far each scale is, with its cost."""
-    assert result.recipe is not None
+def _largest(result: Result, shelf: Shelf, scales: Sequence[Scale], part: Part | None = None) -> _Found:
+    begun = []
+    for scale in scales:
+        rows, left = shelf.rows(result, scale, part)
+        if rows and not left:
+            return _Found(scale, rows)
+        if rows:
+            begun.append(f"{left} of {len(rows) + left} points left at scale {scale}")
+    return _Found(None, Rows([]), "; ".join(begun) or f"adptnet reproduce {result.name}")
+
+
+def _verdict(check: Check, found: _Found, whole: _Found) -> Verdict:
+    scale = found.scale or whole.scale
+    if scale is not None and SCALES.index(scale) < SCALES.index(check.smallest):
+        return Verdict(Outcome.NOT_TESTABLE, f"needs the scale {check.smallest}")
+    return Verdict(Outcome.NOT_RUN, found.missing) if found.scale is None else check.test(found.rows)
+
+
+def progress(result: Result, shelf: Shelf) -> tuple[Scale | None, list[str]]:
+    """The largest scale that is complete, and how far each is, with its cost."""
+    done: Scale | None = None
     shown = []
     for scale in SCALES:
         rows, left = shelf.rows(result, scale)
-        cost = result.recipe.cost.get(scale, "?")
-        shown.append(f"{len(rows)} of {len(rows) + left}, {cost}")
-    return shown
+        done = done if left else scale
+        shown.append(f"{len(rows)} of {len(rows) + left}, {result.recipe.cost[scale]}")
+    return done, shown
 
 
 def run(options: Compare) -> Counter[Outcome]:

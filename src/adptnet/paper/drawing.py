@@ -26,7 +26,7 @@ def standalone(text: str) -> str:
 
 
 def inline(text: str) -> str:
-    """An element whose black is the colour of the text around it."""
+    """An element whose black is the colour of the text around it, never larger than it was drawn."""
     text = re.sub(r'<g id="[^"]*"', "<g", text[text.index("<svg") :])  # the same names occur in every figure
-    text = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', "", text, count=1)
+    text = re.sub(r'width="([\d.]+)pt" height="[\d.]+pt"', r'style="max-width: \1pt"', text, count=1)
     return text.replace("#000000", "currentColor")

@@ -7,7 +7,7 @@ from html import escape
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from .recipe import Outcome, Table, Verdict
+from .recipe import MARKS, Outcome, Table, Verdict
 from .registry import labels
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ with a verdict by a stated test on our own runs. A claim that fails is shown as 
 <main>
 {_dial(dial)}
 <section id="glance"><h2>At a glance</h2>
-{"".join(_glance(entry) for entry in entries if entry.judged.verdicts)}
+{_failing(entries)}
+<table><tbody>{"".join(_glance(entry) for entry in entries if entry.judged.verdicts)}</tbody></table>
 </section>
 {"".join(_result(entry) for entry in entries)}
 <section><h2>Tables that set up or quote others</h2><ul>{others}</ul></section>
@@ -68,26 +69,47 @@ def _badge(verdict: Verdict) -> str:
     return f'<span class="badge {_KIND[verdict.outcome]}">{escape(verdict.outcome)}</span>'
 
 
-def _glance(entry: "Entry") -> str:
+def _link(entry: "Entry") -> str:
     result = entry.judged.result
-    claims = "".join(f"<li>{_badge(verdict)} {escape(claim.says)}</li>" for claim, verdict in entry.judged.verdicts)
-    return f'<h3><a href="#{_anchor(result.name)}">{escape(result.title)}</a></h3><ul class="claims">{claims}</ul>'
+    return f'<a href="#{_anchor(result.name)}">{escape(result.title)}</a>'
+
+
+def _failing(entries: Sequence["Entry"]) -> str:
+    """The claims that fail, in full."""
+    lines = [
+        f"<li>{_badge(verdict)} {_link(entry)}: {escape(claim.says)}</li>"
+        for entry in entries
+        for claim, verdict in entry.judged.verdicts
+        if verdict.outcome == Outcome.FAILS
+    ]
+    return f'<ul class="claims">{"".join(lines)}</ul>'
+
+
+def _glance(entry: "Entry") -> str:
+    """One line: a result, the scale of its rows, a mark for each claim."""
+    marks = "".join(
+        f'<span class="mark {_KIND[verdict.outcome]}" title="{escape(f"{verdict.outcome}: {claim.says}")}">'
+        f"{MARKS[verdict.outcome]}</span>"
+        for claim, verdict in entry.judged.verdicts
+    )
+    return f"<tr><td>{_link(entry)}</td><td>{entry.judged.scale or 'not run'}</td><td>{marks}</td></tr>"
 
 
 def _result(entry: "Entry") -> str:
     result, scale = entry.judged.result, entry.judged.scale
     claims = []
     for claim, verdict in entry.judged.verdicts:
-        check = result.recipe.checks.get(claim.id) if result.recipe else None
-        test = f'<p class="test">Test: {escape(check.words)}</p>' if check else ""
+        test = f'<p class="test">Test: {escape(result.recipe.checks[claim.id].words)}</p>'
         claims.append(f"<li>{_badge(verdict)} {escape(claim.says)}<p>{escape(verdict.why)}</p>{test}</li>")
     figures = "".join(
         f'<figure><div class="scroll">{picture.inline}</div><figcaption>{escape(picture.caption)}</figcaption></figure>'
         for picture in entry.pictures
     )
     command = f"adptnet reproduce {result.name} --scale {scale or 'laptop'}"
-    cost = (result.recipe.cost.get(scale, "") if scale else "") if result.recipe else ""
-    state = f"rows of the scale {scale}{f', {cost} on one core' if cost else ''}" if scale else result.status
+    state = "not run"
+    if scale:
+        source = result.recipe.source
+        state = f"rows of {source}" if source else f"rows of the scale {scale}, {result.recipe.cost[scale]} on one core"
     return f"""<section id="{_anchor(result.name)}" class="result">
 <h2>{escape(result.title)}</h2>
 <p class="labels">{" ".join(f"<code>{escape(label)}</code>" for label in result.labels)} · {escape(result.section)}</p>

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .recipe import Outcome, Table
+from .recipe import MARKS, Outcome, Table
 from .registry import labels
 
 if TYPE_CHECKING:
@@ -12,15 +12,13 @@ if TYPE_CHECKING:
 
 __all__ = ["page"]
 
-_MARKS = {Outcome.HOLDS: "✓", Outcome.FAILS: "✗", Outcome.NOT_TESTABLE: "–", Outcome.NOT_RUN: "·"}
-
 
 def page(entries: Sequence["Entry"], counts: Counter[Outcome]) -> str:
     """Verdicts at a glance, then every result."""
     lines = [
         "# The paper, checked",
         "",
-        f"{sum(counts.values())} claims: " + ", ".join(f"{_MARKS[o]} {o} {counts[o]}" for o in Outcome) + ".",
+        f"{sum(counts.values())} claims: " + ", ".join(f"{MARKS[o]} {o} {counts[o]}" for o in Outcome) + ".",
         "How verdicts are made: docs/reproduction.md. The same with a β dial: index.html.",
         "",
         "| result | claim | verdict |",
@@ -29,7 +27,7 @@ def page(entries: Sequence["Entry"], counts: Counter[Outcome]) -> str:
     for entry in entries:
         result = entry.judged.result
         for claim, verdict in entry.judged.verdicts:
-            lines.append(f"| {result.name} | {_cell(claim.says)} | {_MARKS[verdict.outcome]} {verdict.outcome} |")
+            lines.append(f"| {result.name} | {_cell(claim.says)} | {MARKS[verdict.outcome]} {verdict.outcome} |")
     for entry in entries:
         lines += ["", *_result(entry)]
     lines += ["", "## Tables that set up or quote others", ""]
@@ -44,12 +42,10 @@ def _result(entry: "Entry") -> list[str]:
     lines = [f"## {result.name}: {result.title}", "", f"Labels: {', '.join(result.labels)}. Section {result.section}."]
     lines += ["", f"*Set-up of the paper.* {result.setup}"]
     lines += ["", f"    adptnet reproduce {result.name} --scale {scale or 'laptop'}", ""]
-    lines.append(f"Rows of the scale {scale}." if scale else f"Not run ({result.status}).")
+    lines.append(f"Rows of the scale {scale}." if scale else "Not run.")
     for claim, verdict in entry.judged.verdicts:
-        check = result.recipe.checks.get(claim.id) if result.recipe else None
-        lines += ["", f"- **{_MARKS[verdict.outcome]} {verdict.outcome}** — {claim.says}", f"  - {verdict.why}"]
-        if check is not None:
-            lines.append(f"  - *Test:* {check.words}")
+        lines += ["", f"- **{MARKS[verdict.outcome]} {verdict.outcome}** — {claim.says}", f"  - {verdict.why}"]
+        lines.append(f"  - *Test:* {result.recipe.checks[claim.id].words}")
     for heading, table in (("The paper", entry.paper), ("Ours", entry.ours)):
         if table is not None:
             lines += ["", f"{heading}:", "", *_table(table)]

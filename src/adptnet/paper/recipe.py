@@ -16,10 +16,32 @@ from ..spec import Spec
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["SCALES", "Check", "Finding", "Outcome", "Point", "Recipe", "Row", "Rows", "Scale", "Table", "Verdict"]
+__all__ = [
+    "MARKS",
+    "SCALES",
+    "Check",
+    "Finding",
+    "Outcome",
+    "Part",
+    "Point",
+    "Recipe",
+    "Row",
+    "Rows",
+    "Scale",
+    "Table",
+    "Verdict",
+    "belongs",
+]
 
 Scale = Literal["smoke", "laptop", "paper"]
 SCALES: tuple[Scale, ...] = ("smoke", "laptop", "paper")
+
+Part = Mapping[str, Sequence[Any]]  # some of the points: the values that settings may have
+
+
+def belongs(settings: Mapping[str, Any], part: Part) -> bool:
+    """Whether a point with these settings is one of `part`."""
+    return all(key in settings and settings[key] in values for key, values in part.items())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +92,13 @@ class Rows(Sequence[Row]):
         """The rows with these settings."""
         return Rows([row for row in self if all(row.settings.get(key) == value for key, value in settings.items())])
 
+    def groups(self, *keys: str) -> dict[tuple[Any, ...], "Rows"]:
+        """The rows by their values of these settings, in order of appearance."""
+        found: dict[tuple[Any, ...], list[Row]] = {}
+        for row in self:
+            found.setdefault(tuple(row.settings[key] for key in keys), []).append(row)
+        return {values: Rows(rows) for values, rows in found.items()}
+
     def values(self, key: str) -> list[Any]:
         """The different values of one setting, in order of appearance."""
         return list(dict.fromkeys(row.settings[key] for row in self if key in row.settings))
@@ -86,6 +115,9 @@ class Outcome(enum.StrEnum):
     FAILS = "fails"
     NOT_TESTABLE = "not testable at this scale"
     NOT_RUN = "not run"
+
+
+MARKS = {Outcome.HOLDS: "✓", Outcome.FAILS: "✗", Outcome.NOT_TESTABLE: "–", Outcome.NOT_RUN: "·"}
 
 
 class Verdict(NamedTuple):
@@ -105,6 +137,7 @@ class Check:
 
     test: Callable[[Rows], Verdict]
     smallest: Scale = "smoke"  # below this scale the claim cannot be tested
+    part: Part = dataclasses.field(default_factory=dict)  # the points it takes, if they are not all
 
     @property
     def words(self) -> str:
@@ -131,6 +164,7 @@ class Recipe:
         checks: The test of each claim, by the id of the claim.
         cost: How long all points of a scale take, on one core.
         source: The name of another result whose rows these are, where two figures show one experiment.
+        lacks: What has to be here for a scale and is not, such as files of data, and what to do; None if nothing is.
     """
 
     version: int
@@ -142,3 +176,4 @@ class Recipe:
     cost: Mapping[Scale, str] = dataclasses.field(default_factory=dict)
     source: str | None = None
     dtype: torch.dtype = torch.float64
+    lacks: Callable[[Scale], str | None] = lambda scale: None

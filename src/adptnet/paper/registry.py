@@ -57,7 +57,7 @@ class Result:
         assumptions: What we assumed where the paper is silent.
         deviations: Points of docs/deviations.md that bear on it.
         labels: All labels that show it.
-        recipe: How we compute it; None if there is none yet.
+        recipe: How we compute it.
     """
 
     name: str
@@ -69,11 +69,7 @@ class Result:
     assumptions: tuple[str, ...]
     deviations: tuple[int, ...]
     labels: tuple[str, ...]
-    recipe: Recipe | None
-
-    @property
-    def status(self) -> str:
-        return "no recipe yet" if self.recipe is None else "recipe"
+    recipe: Recipe
 
 
 @functools.cache
@@ -94,7 +90,7 @@ def results() -> Mapping[str, Result]:
         described |= tomllib.loads(page.read_text("utf-8"))
     found = _recipes()
     order = dict.fromkeys(name for label in labels().values() for name in label.results)
-    return {name: _result(name, described[name], found.get(name)) for name in order}
+    return {name: _result(name, described[name], found[name]) for name in order}
 
 
 def find(names: Sequence[str]) -> list[Result]:
@@ -122,7 +118,7 @@ def find(names: Sequence[str]) -> list[Result]:
     return list(found.values())
 
 
-def _result(name: str, entry: dict[str, Any], recipe: Recipe | None) -> Result:
+def _result(name: str, entry: dict[str, Any], recipe: Recipe) -> Result:
     return Result(
         name,
         entry["title"],

@@ -67,7 +67,7 @@ def _entry(judged: Judged) -> Entry:
     recipe = judged.result.recipe
     pictures = []
     ours = None
-    if recipe is not None and judged.scale is not None:
+    if judged.scale is not None:
         for number, (caption, draw) in enumerate(recipe.figures.items(), 1):
             stem = f"{judged.result.name.replace(':', '-')}-{number}"
             text = drawing.svg(draw(judged.rows), stem)

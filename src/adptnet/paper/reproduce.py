@@ -16,7 +16,7 @@ import torch
 from tyro.conf import Positional, arg
 
 from ..training import environment
-from .recipe import Point, Scale
+from .recipe import Part, Point, Scale, belongs
 from .registry import ReproductionError, Result, find, labels, results
 from .rows import Shelf, key, plain
 
@@ -30,13 +30,15 @@ class Reproduce:
     labels: Positional[tuple[str, ...]] = ()
     """Labels of the paper: fig:time_ablation, table:s5_8_results, …"""
     all: bool = False
-    """Everything there is a recipe for."""
+    """Everything."""
     list: bool = False
     """Show every label, what it belongs to and its status; run nothing."""
     scale: Scale = "laptop"
     """smoke takes seconds, laptop minutes; paper has the paper's sizes."""
     rows: Path = Path("runs/paper")
     """Folder of the rows."""
+    only: Annotated[tuple[str, ...], arg(metavar="SETTING=VALUE,…")] = ()
+    """Points with these settings alone: task=memorisation model=ADPTNet,Hawk."""
     shard: Annotated[str, arg(metavar="I/N")] = "1/1"
     """The I-th of N shares, to divide the work over machines."""
     processes: int = 1
@@ -56,16 +58,10 @@ def run(options: Reproduce) -> int:
     if bool(options.labels) == options.all:
         raise ReproductionError("say what to run: some labels, or --all. `adptnet reproduce --list` shows the labels.")
     chosen = find(options.labels)
-    missing = [result.name for result in chosen if result.recipe is None]
-    if missing and not options.all:
-        raise ReproductionError(
-            f"there is no recipe yet for {', '.join(missing)}: its claims and the paper's numbers are registered, but "
-            "nothing runs it. `adptnet reproduce --list` shows which have one."
-        )
     shelf = Shelf(options.rows, _share(options.shard))
-    jobs = list(_left(_sources(chosen), shelf, options.scale))
-    if missing:
-        print(f"no recipe yet for {len(missing)} results: {', '.join(missing)}")
+    sources = _sources(chosen)
+    jobs = list(_left(sources, shelf, options.scale, _part(options.only, sources, options.scale)))
+    jobs = _possible(jobs, options)
     begun = time.monotonic()
     for number, (job, row) in enumerate(_finished(jobs, options), 1):
         shelf.add(job.result, options.scale, row)
@@ -76,21 +72,59 @@ def run(options: Reproduce) -> int:
 
 def _sources(chosen: list[Result]) -> list[Result]:
     """The results that have runs of their own: those chosen, or those that they show another side of."""
-    names = [result.recipe.source or result.name for result in chosen if result.recipe is not None]
+    names = [result.recipe.source or result.name for result in chosen]
     return [results()[name] for name in dict.fromkeys(names)]
 
 
-def _left(chosen: list[Result], shelf: Shelf, scale: Scale) -> Iterator[_Job]:
+def _left(chosen: list[Result], shelf: Shelf, scale: Scale, part: Part) -> Iterator[_Job]:
     """The points of this share that have no row."""
     number, count = shelf.share
     place = 0
     for result in chosen:
-        assert result.recipe is not None
         done = shelf.lines(result, scale)
         for point in result.recipe.points(scale):
-            place += 1
-            if place % count == number % count and key(point) not in done:
-                yield _Job(result, point)
+            if belongs(point.settings, part):
+                place += 1
+                if place % count == number % count and key(point) not in done:
+                    yield _Job(result, point)
+
+
+def _part(wanted: tuple[str, ...], chosen: list[Result], scale: Scale) -> Part:
+    """What `--only` asks for, which some point must have."""
+    part: dict[str, list[Any]] = {}
+    for text in wanted:
+        name, equals, values = text.partition("=")
+        if not equals:
+            raise ReproductionError(f"--only {text}: must be SETTING=VALUE, for instance model=Hawk.")
+        part[name] = [_value(value) for value in values.split(",")]
+    points = [point for result in chosen for point in result.recipe.points(scale)]
+    if not any(belongs(point.settings, part) for point in points):
+        known = sorted({name for point in points for name in point.settings})
+        raise ReproductionError(
+            f"--only {' '.join(wanted)}: no point at the scale {scale} is like that. Settings are {', '.join(known)}."
+        )
+    return part
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _possible(jobs: list[_Job], options: Reproduce) -> list[_Job]:
+    """Those whose data are here. A result that was asked for by name has to be possible."""
+    lacking: dict[str, str] = {}
+    for result in {job.result.name: job.result for job in jobs}.values():
+        lacks = result.recipe.lacks(options.scale)
+        if lacks is not None:
+            lacking[result.name] = lacks
+    if lacking and not options.all:
+        raise ReproductionError("; ".join(f"{name} cannot be run: {why}" for name, why in lacking.items()))
+    for name, why in lacking.items():
+        print(f"{name} is left out: {why}")
+    return [job for job in jobs if job.result.name not in lacking]
 
 
 def _finished(jobs: list[_Job], options: Reproduce) -> Iterator[tuple[_Job, dict[str, Any]]]:
@@ -109,7 +143,6 @@ def _finished(jobs: list[_Job], options: Reproduce) -> Iterator[tuple[_Job, dict
 def _row(name: str, point: Point, scale: Scale) -> dict[str, Any]:
     """Runs one point."""
     result = results()[name]
-    assert result.recipe is not None
     began, clock = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic()
     with _alone(point.seed, result.recipe.dtype):
         finding = result.recipe.run(point)
@@ -161,13 +194,15 @@ def _list(folder: Path) -> None:
     whole = Column("label", overflow="fold")  # to be copied, so never cut short
     part = Column("belongs to", overflow="fold")
     table = Table(whole, part, "status", "claims", "smoke / laptop / paper: points done, cost on one core")
+    known = {name: progress(result, Shelf(folder)) for name, result in results().items()}
     for label in labels().values():
         if label.kind != "result":
             table.add_row(label.name, "", label.kind, "", label.configuration or label.literature)
         for name in label.results:
-            result = results()[name]
-            runs = " / ".join(progress(result, Shelf(folder))) if result.recipe else ""
-            table.add_row(label.name, "" if name == label.name else name, result.status, str(len(result.claims)), runs)
+            done, far = known[name]
+            status = f"{done} done" if done else "not run"
+            claims = str(len(results()[name].claims))
+            table.add_row(label.name, "" if name == label.name else name, status, claims, " / ".join(far))
     Console(width=None if sys.stdout.isatty() else 160).print(table)
-    ready = sum(result.recipe is not None for result in results().values())
-    print(f"{len(labels())} labels, {len(results())} results, {ready} with a recipe.")
+    total = sum(len(result.claims) for result in results().values())
+    print(f"{len(labels())} labels, {len(results())} results, {total} claims.")

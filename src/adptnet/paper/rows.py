@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .recipe import Point, Row, Rows, Scale
+from .recipe import Part, Point, Row, Rows, Scale, belongs
 from .registry import Result
 
 __all__ = ["Shelf", "key", "plain"]
@@ -79,7 +79,6 @@ class Shelf:
 
     def lines(self, result: Result, scale: Scale) -> dict[str, dict[str, Any]]:
         """The whole rows of the current recipe, by the key of their point."""
-        assert result.recipe is not None
         source = result.recipe.source or result.name
         found: dict[str, dict[str, Any]] = {}
         folder = self.folder / scale
@@ -94,11 +93,10 @@ class Shelf:
                     found.setdefault(json.dumps([row["settings"], row["seed"]], sort_keys=True), row)
         return found
 
-    def rows(self, result: Result, scale: Scale) -> tuple[Rows, int]:
-        """The rows of the points there are at this scale, and how many points have none."""
-        assert result.recipe is not None
+    def rows(self, result: Result, scale: Scale, part: Part | None = None) -> tuple[Rows, int]:
+        """The rows of the points there are at this scale, all or those of `part`, and how many points have none."""
         lines = self.lines(result, scale)
-        points = result.recipe.points(scale)
+        points = [point for point in result.recipe.points(scale) if belongs(point.settings, part or {})]
         done = [lines[key(point)] for point in points if key(point) in lines]
         rows = [Row(row["settings"], row["seed"], _read(row["numbers"]), _read(row["time"]), scale) for row in done]
         return Rows(rows), len(points) - len(done)

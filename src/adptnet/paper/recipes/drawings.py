@@ -191,6 +191,7 @@ def _draw_descent(rows: Rows) -> "Figure":
             left.plot(*path.T, "-o", color=colour, markersize=3, label=kind)
         right.semilogy(np.maximum(numbers["away"], 1e-17), "-o", markersize=3, color=colour, label=kind)
     left.set(title="First column of Q, on the sphere or not", xticks=[], yticks=[], zticks=[])
+    _open(left)
     right.set(title="‖QQ' − I‖", xlabel="step", ylim=(1e-17, 100))
     right.legend(frameon=False, fontsize=8)
     figures.bare(right)
@@ -285,7 +286,14 @@ def _draw_conjugates(rows: Rows) -> "Figure":
     for axis in (left, right):
         axis.set(xticklabels=[], yticklabels=[], zticklabels=[])
         axis.legend(frameon=False, fontsize=8)
+        _open(axis)
     return figure
+
+
+def _open(axis: Any) -> None:
+    """No walls behind a picture of space: they would be white on a dark page."""
+    for side in (axis.xaxis, axis.yaxis, axis.zaxis):
+        side.set_pane_color((1, 1, 1, 0))
 
 
 # fig:copy_memory, fig:selective_copy_memory

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from ..recipe import Check, Point, Recipe, Rows, Scale, Table, Verdict
-from .state_tracking import SIZES, mean_accuracy, run
+from ..scoring import mean_accuracy
+from .state_tracking import SIZES, run
 
 # LayerNorm, ReLU, k·v held at one half: the rows of the table
 VARIANTS: dict[str, dict[str, Any]] = {

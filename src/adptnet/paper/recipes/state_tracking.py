@@ -18,14 +18,15 @@ from ...nn.block import BlockSpec
 from ...nn.model import ModelSpec
 from ...spectra import Linspace, Negative, S4DReal, Sparse, SpectrumSpec
 from ...tasks import WordProblem
-from ...training import TrainConfig, evaluate, train
-from ..evidence import paired, rank_correlation
+from ...training import TrainConfig
+from ..evidence import rank_correlation
 from ..recipe import Check, Finding, Point, Recipe, Rows, Scale, Table, Verdict
+from ..scoring import difference, mean_accuracy, scored
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["LABEL", "RECIPES", "SIZES", "mean_accuracy", "run"]
+__all__ = ["LABEL", "RECIPES", "SIZES", "run"]
 
 LABEL = "table:s5_8_results"
 BETAS = [0.0, 0.0125, 0.125, 1.0, 4.0]
@@ -34,15 +35,16 @@ SPECTRA: dict[str, SpectrumSpec] = {"Linspace": Linspace(), "S4D-Real": S4DReal(
 SIZES: dict[str, dict[str, Any]] = {
     "smoke": {"group": "S3", "width": 8, "steps": 3, "batch": 16, "test": 32},
     "laptop": {"group": "S3", "width": 64, "steps": 1500, "batch": 256, "test": 2048},
-    "paper": {"group": "S5", "width": 512, "steps": 16384, "batch": 512, "test": 4096},
+    "paper": {"group": "S5", "width": 512, "steps": 16384, "batch": 512, "test": 4096, "evaluate": 1000},
 }
 LENGTHS = (8, 16, 32)
+KINDS = [(sparsity, negative) for sparsity in (0.0, 0.75) for negative in (True, False)]
 
 
 def _points(scale: Scale) -> list[Point]:
     """At the scale laptop one seed of every spectrum, and three of one of them."""
     settings = SIZES[scale]
-    grid = [(name, sparse, negative) for name in SPECTRA for sparse in (0.0, 0.75) for negative in (True, False)]
+    grid = [(name, *kind) for name in SPECTRA for kind in KINDS]
     if scale == "smoke":
         grid = [("S4D-Real", 0.0, True), ("S4D-Real", 0.0, False)]
     points = []
@@ -82,29 +84,21 @@ def run(point: Point) -> Finding:
     task = WordProblem(settings["group"], length=settings.get("length", LENGTHS[0]))
     lengths = [factor * task.length for factor in (1, 2, 4)]
     spec = ModelSpec(BlockSpec(LayerSpec(_cell(settings)), norm="batch", dropout=0.05), vocabulary=task.vocabulary)
-    model = spec.build()
-    config = TrainConfig(seed=point.seed, steps=settings["steps"], batch_size=settings["batch"])
-    record = train(model, task, config)
-    scores = evaluate(model, task, lengths, size=settings["test"])
-    numbers = {
-        "accuracy": [100 * float(scores[length]["accuracy"]) for length in lengths],  # type: ignore[arg-type]
-        "last token": [100 * float(scores[length]["last_token"]) for length in lengths],  # type: ignore[arg-type]
-        "loss": record.losses[-1],
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "training": config.to_json(),
-    }
-    return Finding(numbers, spec)
-
-
-def mean_accuracy(rows: Rows, place: int = 0) -> float:
-    """Over seeds, at 1, 2 or 4 times the length."""
-    return float(np.mean([row.numbers["accuracy"][place] for row in rows]))
+    config = TrainConfig(
+        seed=point.seed,
+        steps=settings["steps"],
+        batch_size=settings["batch"],
+        evaluate_every=settings.get("evaluate"),
+        select_by="loss",
+    )
+    found = scored(spec, task, config, sequences=settings["test"], lengths=lengths)
+    last = [100 * float(scores["last_token"]) for scores in found.scores]  # type: ignore[arg-type]
+    return Finding({**found.numbers, "last token": last}, spec)
 
 
 def _groups(rows: Rows) -> list[Rows]:
     """One for each spectrum, sparsity and sign."""
-    kinds = dict.fromkeys(tuple(row.settings[key] for key in ("spectrum", "sparsity", "negative")) for row in rows)
-    return [rows.where(spectrum=a, sparsity=b, negative=c) for a, b, c in kinds]
+    return list(rows.groups("spectrum", "sparsity", "negative").values())
 
 
 def _beta(rows: Rows) -> Verdict:
@@ -122,24 +116,8 @@ def _beta(rows: Rows) -> Verdict:
 
 def _linear(rows: Rows) -> Verdict:
     """At the training length β = 4 minus β = 0, paired by spectrum and seed, has a 95 % interval above 0."""
-    difference = _difference(rows, {"beta": 4.0}, {"beta": 0.0})
-    return Verdict.of(difference.low > 0, f"{difference} (%)")
-
-
-def _difference(rows: Rows, first: dict[str, Any], second: dict[str, Any], place: int = 0) -> Any:
-    """Paired by all settings but those that differ, and by seed."""
-
-    def keyed(chosen: dict[str, Any]) -> dict[Any, float]:
-        return {
-            (row.seed, *(value for key, value in sorted(row.settings.items()) if key not in chosen)): row.numbers[
-                "accuracy"
-            ][place]
-            for row in rows.where(**chosen)
-        }
-
-    left, right = keyed(first), keyed(second)
-    pairs = [key for key in left if key in right]
-    return paired([left[key] for key in pairs], [right[key] for key in pairs])
+    found = difference(rows, {"beta": 4.0}, {"beta": 0.0})
+    return Verdict.of(found.low > 0, f"{found} (%)")
 
 
 def _extrapolates(rows: Rows) -> Verdict:
@@ -155,8 +133,8 @@ def _extrapolates(rows: Rows) -> Verdict:
 def _negative(rows: Rows) -> Verdict:
     """For 0 < β < 1, negative minus positive at the training length, paired, has a 95 % interval above 0."""
     low = Rows([row for row in rows if 0 < row.settings["beta"] < 1])
-    difference = _difference(low, {"negative": True}, {"negative": False})
-    return Verdict.of(difference.low > 0, f"{difference} (%)")
+    found = difference(low, {"negative": True}, {"negative": False})
+    return Verdict.of(found.low > 0, f"{found} (%)")
 
 
 def _exclusive(rows: Rows) -> Verdict:
@@ -174,24 +152,20 @@ def _exclusive(rows: Rows) -> Verdict:
     return Verdict.of(holds, "; ".join(shown))
 
 
+LENGTH_COLUMNS = [*(f"L={length}" for length in LENGTHS), "seeds"]
+
+
+def _cells(rows: Rows) -> list[Any]:
+    """Mean accuracies, and how many runs."""
+    return [*(f"{mean_accuracy(rows, place):.1f}" for place in range(len(LENGTHS))), len(rows)]
+
+
 def _table(rows: Rows) -> Table:
     lines = []
-    for group in _groups(rows):
-        for beta in group.values("beta"):
-            some = group.where(beta=beta)
-            first = some[0].settings
-            sign = "✓" if first["negative"] else "×"
-            lines.append(
-                [
-                    first["spectrum"],
-                    f"{first['sparsity']:.0%}",
-                    beta,
-                    sign,
-                    *(f"{mean_accuracy(some, i):.1f}" for i in range(3)),
-                    len(some),
-                ]
-            )
-    return Table(["Eig. Init.", "Sparsity", "β", "Neg. Eig.", *(f"L={n}" for n in LENGTHS), "seeds"], lines)
+    for (spectrum, sparsity, negative, beta), some in rows.groups("spectrum", "sparsity", "negative", "beta").items():
+        share, sign = _marks(sparsity, negative)
+        lines.append([spectrum, share, beta, sign, *_cells(some)])
+    return Table(["Eig. Init.", "Sparsity", "β", "Neg. Eig.", *LENGTH_COLUMNS], lines)
 
 
 def _draw(rows: Rows) -> "Figure":
@@ -223,20 +197,33 @@ def _draw(rows: Rows) -> "Figure":
 # table:baselines_state_tracking
 
 
+PAPER_BASELINES = [  # spectrum, width, sparsity, negative: the rows of the table
+    (None, 512, None, None),
+    (None, 864, None, None),
+    ("Linspace", 512, 0.0, True),
+    ("Linspace", 624, 0.0, True),
+    ("Linspace", 512, 0.75, True),
+    ("S4D-Real", 512, 0.0, True),
+    ("S4D-Real", 512, 0.0, False),
+    ("S4D-Real", 512, 0.75, True),
+    ("S4D-Real", 512, 0.75, False),
+]
+
+
 def _baseline_points(scale: Scale) -> list[Point]:
-    settings = SIZES[scale]
-    width = settings["width"]
-    wider = round(1.21875 * width)  # 624 for 512
-    rnn = {"spectrum": None, "beta": None, "sparsity": None, "negative": None}
-    kinds: list[dict[str, Any]] = [
-        {**rnn, "width": width},
-        {"spectrum": "Linspace", "beta": 0.0, "sparsity": 0.0, "negative": True, "width": width},
-        {"spectrum": "Linspace", "beta": 0.0, "sparsity": 0.0, "negative": True, "width": wider},
-        {"spectrum": "S4D-Real", "beta": 0.0, "sparsity": 0.0, "negative": True, "width": width},
-        {"spectrum": "S4D-Real", "beta": 0.0, "sparsity": 0.0, "negative": False, "width": width},
-    ]
-    seeds = 1 if scale == "smoke" else 3
-    return [Point({**settings, **kind}, seed) for kind in kinds for seed in range(seeds)]
+    """Below the scale paper every spectrum at two widths."""
+    settings, kinds = SIZES[scale], PAPER_BASELINES
+    if scale != "paper":
+        width = settings["width"]
+        grid = [(name, w, *kind) for name in SPECTRA for w in (width, 2 * width) for kind in KINDS]
+        kinds = [(None, width, None, None), *(grid if scale == "laptop" else grid[:2])]
+    points = []
+    for spectrum, width, sparsity, negative in kinds:
+        chosen = {"spectrum": spectrum, "width": width, "sparsity": sparsity, "negative": negative}
+        beta = None if spectrum is None else 0.0
+        seeds = {"smoke": 1, "laptop": 2 if width == settings["width"] else 1, "paper": 3}[scale]
+        points += [Point({**settings, **chosen, "beta": beta}, seed) for seed in range(seeds)]
+    return points
 
 
 def _chance(rows: Rows) -> float:
@@ -266,29 +253,29 @@ def _collapse(rows: Rows) -> Verdict:
 
 
 def _width(rows: Rows) -> Verdict:
-    """The wider network minus the narrower, paired by seed, is below 2 points in the mean."""
-    narrow, wide = sorted({row.settings["width"] for row in rows})
-    difference = _difference(rows.where(spectrum="Linspace"), {"width": wide}, {"width": narrow})
-    return Verdict.of(difference.mean < 2, f"{difference} (%)")
+    """Wider networks minus narrower ones, paired by spectrum and seed, are below 2 points in the mean."""
+    narrow, wide = sorted(_beta_0(rows).values("width"))
+    found = difference(_beta_0(rows), {"width": wide}, {"width": narrow})
+    return Verdict.of(found.mean < 2, f"{found} (%)")
 
 
 def _helps(rows: Rows) -> Verdict:
-    """S4D-Real: negative minus positive at the training length, paired by seed, has a 95 % interval above 0."""
-    difference = _difference(rows.where(spectrum="S4D-Real"), {"negative": True}, {"negative": False})
-    return Verdict.of(difference.low > 0, f"{difference} (%)")
+    """S4D-Real: negative minus positive at the training length, paired, has a 95 % interval above 0."""
+    found = difference(rows.where(spectrum="S4D-Real"), {"negative": True}, {"negative": False})
+    return Verdict.of(found.low > 0, f"{found} (%)")
+
+
+def _marks(sparsity: float | None, negative: bool | None) -> list[str]:
+    """As the paper's tables have them."""
+    return ["--", "--"] if sparsity is None else [f"{sparsity:.0%}", "✓" if negative else "×"]
 
 
 def _baseline_table(rows: Rows) -> Table:
     lines = []
-    keys = ("spectrum", "width", "negative")
-    for kind in dict.fromkeys(tuple(row.settings[key] for key in keys) for row in rows):
-        some = rows.where(**dict(zip(keys, kind, strict=True)))
-        model = "ADPTNet (β=0)" if kind[0] else "ReLU RNN"
-        sign = "--" if kind[2] is None else "✓" if kind[2] else "×"
-        lines.append(
-            [kind[0] or "--", model, kind[1], sign, *(f"{mean_accuracy(some, i):.1f}" for i in range(3)), len(some)]
-        )
-    return Table(["Eig. Init.", "Model", "Width", "Neg. Eig.", *(f"L={n}" for n in LENGTHS), "seeds"], lines)
+    for (spectrum, width, sparsity, negative), some in rows.groups("spectrum", "width", "sparsity", "negative").items():
+        model = "ADPTNet (β=0)" if spectrum else "ReLU RNN"
+        lines.append([spectrum or "--", model, width, *_marks(sparsity, negative), *_cells(some)])
+    return Table(["Eig. Init.", "Model", "Width", "Sparsity", "Neg. Eig.", *LENGTH_COLUMNS], lines)
 
 
 RECIPES = {
@@ -305,7 +292,7 @@ RECIPES = {
         },
         figures={"Accuracy by β": _draw},
         table=_table,
-        cost={"smoke": "1 s", "laptop": "30 min", "paper": "a GPU for days"},
+        cost={"smoke": "2 s", "laptop": "20 min", "paper": "a GPU for days"},
         dtype=torch.float32,
     ),
     "table:baselines_state_tracking": Recipe(
@@ -320,7 +307,7 @@ RECIPES = {
             "negative": Check(_helps, "laptop"),
         },
         table=_baseline_table,
-        cost={"smoke": "1 s", "laptop": "8 min", "paper": "a GPU for a day"},
+        cost={"smoke": "1 s", "laptop": "13 min", "paper": "a GPU for a day"},
         dtype=torch.float32,
     ),
 }

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ... import analysis, solvers
 from ...analysis import figures
+from ...nn import ADPTNet
 from ..evidence import rank_correlation
 from ..recipe import Check, Finding, Point, Recipe, Row, Rows, Scale, Table, Verdict
 from .deer_iterations import METHODS, RTOL
-from .trained_timescales import met, spectrum_of, trained
+from .trained_timescales import spectrum_of, trained
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,12 +47,11 @@ def _run(point: Point) -> Finding:
 
 
 @torch.no_grad()
-def _snapshot(model: nn.Module, sample: Tensor) -> dict[str, Any]:
-    layer, x = met(model, sample)
+def _snapshot(layer: ADPTNet, x: Tensor) -> dict[str, Any]:
     shifts = analysis.singular_value_shifts(layer, x[0]).double().flatten()
     clipped = shifts.clamp(float(EDGES[0]), float(EDGES[-1])).numpy()
     return {
-        **spectrum_of(model, sample),
+        **spectrum_of(layer, x),
         "spread": analysis.eigenvalue_spread(layer),
         "shift mean": float(shifts.mean()),
         "shift deviation": float(shifts.std()),
@@ -249,7 +249,7 @@ def _draw_iterations(rows: Rows) -> "Figure":
 
 
 _SHARED: dict[str, Any] = {"version": 1, "points": _points, "run": _run, "dtype": torch.float32}
-_COST: dict[Scale, str] = {"smoke": "3 s", "laptop": "25 min", "paper": "17 h"}
+_COST: dict[Scale, str] = {"smoke": "3 s", "laptop": "5 min", "paper": "10 h"}
 _NONE: dict[Scale, str] = dict.fromkeys(_COST, "nothing more")
 
 RECIPES = {

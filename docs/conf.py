@@ -1,0 +1,82 @@
+"""The documentation site: sphinx-build -W docs runs/site"""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import adptnet
+
+HERE = Path(__file__).parent
+REPORT = HERE / "report"  # of `adptnet report`, a page of its own
+
+project = "adptnet"
+author = "The adptnet developers"
+version = release = adptnet.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+exclude_patterns = ["report/*", *([] if REPORT.is_dir() else ["report.md"])]
+templates_path = ["_templates"]
+html_theme = "furo"
+html_title = "adptnet"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_copyright = False
+
+myst_heading_anchors = 3
+default_role = "code"  # `names` in docstrings
+napoleon_numpy_docstring = False
+autosummary_generate = True
+autosummary_imported_members = True
+autodoc_member_order = "groupwise"
+autodoc_typehints = "signature"
+python_maximum_signature_line_length = 100
+
+CONTENTS = """
+```{toctree}
+:hidden:
+
+choosing
+recurrence
+solvers
+tasks
+baselines
+training
+spiking
+dynamics
+bounds
+reproduction
+report
+notation
+paper-map
+deviations
+decisions
+api
+```
+"""
+
+
+def as_site(app: Any, page: str, source: list[str]) -> None:
+    """The pages are read elsewhere as they are: here index.md has the others, and files of the project are no links."""
+    source[0] = re.sub(r"\[([^\]]+)\]\(\.\./[^)]+\)", r"\1", source[0])
+    if page == "index":
+        source[0] += CONTENTS if REPORT.is_dir() else CONTENTS.replace("report\n", "")
+
+
+def as_text(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Docstrings are plain text: what is a mark to reStructuredText is meant as it stands, but for `code`."""
+    for number, line in enumerate(lines):
+        parts = re.split(r"(`[^`]*`)", line)
+        parts[::2] = [re.sub(r"([\\*|]|_(?!\w))", r"\\\1", part) for part in parts[::2]]
+        lines[number] = "".join(parts)
+
+
+def with_report(app: Any, exception: Exception | None) -> None:
+    if exception is None and REPORT.is_dir():
+        shutil.copytree(REPORT, Path(app.outdir, "report"), dirs_exist_ok=True)
+
+
+def setup(app: Any) -> None:
+    app.connect("source-read", as_site)
+    app.connect("autodoc-process-docstring", as_text, priority=100)  # before the sections of a docstring are made
+    app.connect("build-finished", with_report)
