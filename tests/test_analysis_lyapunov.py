@@ -10,11 +10,17 @@ from torch.testing import assert_close
 
 from adptnet import ADPTNet, ADPTState, Recurrent, SequenceModel, cells, projections, solvers, spectra
 from adptnet.analysis import (
+    certificate,
     gradient_flossing_loss,
     jacobians,
+    key_value_statistics,
+    local_errors,
     lyapunov_exponents,
+    materialised,
     mean_log_singular_values,
+    parallelisability,
     propagators,
+    singular_value_shifts,
 )
 from adptnet.analysis.lyapunov import random_frame
 from adptnet.errors import InputError, NonFiniteError
@@ -65,6 +71,20 @@ def test_a_spectrum_that_widens_on_the_way_loses_no_digits():
     found = lyapunov_exponents(cell, matrices.flatten(1), state=torch.ones(2), transient=0)
     assert found.interval == 64
     assert_close(found.exponents.sum(), torch.tensor(0.5 * math.log(1e-12)), atol=1e-10, rtol=0)
+
+
+def test_a_few_ill_conditioned_steps_among_many_lose_no_digits():
+    """Also where the interval is two: a saturated tanh makes a Jacobian nearly singular for a single step."""
+    matrices = torch.linalg.qr(torch.randn(200, 3, 3)).Q
+    for start in (50, 91, 150):
+        matrices[start : start + 2] *= torch.tensor([1.0, 1e-2, 1e-4]).reshape(3, 1)
+    cell = cells.from_function(lambda x, u: (u.unflatten(-1, (3, 3)) @ x.unsqueeze(-1)).squeeze(-1), 3)
+    for steady in (0.0, 0.3, 2.0):  # what the spectrum is otherwise sets the interval: long, a few steps, two
+        scale = torch.tensor([steady, 0.0, -steady]).exp().reshape(3, 1)
+        moved = matrices[0] @ (scale * (matrices[0].mT @ matrices))
+        found = lyapunov_exponents(cell, moved.flatten(1), state=torch.zeros(3), transient=0)
+        expected = torch.linalg.slogdet(moved).logabsdet.mean()
+        assert_close(found.exponents.sum(), expected, atol=1e-10, rtol=0)
 
 
 def test_a_product_of_rotations_has_exponents_of_zero():
@@ -322,6 +342,14 @@ def test_the_flossing_loss_is_zero_at_its_targets_in_any_order():
         gradient_flossing_loss(lambda x: eigenvalues * x, None, [math.nan], state=torch.ones(2), steps=200)
 
 
+def test_exponents_of_minus_infinity_cannot_be_flossed():
+    """Their loss would be infinite, and every gradient NaN."""
+    line = torch.tensor([[0.5, 0.0], [0.5, 0.0]])
+    assert float(gradient_flossing_loss(lambda x: line @ x, None, [0.0], state=torch.ones(2), steps=50)) > 0
+    with pytest.raises(NonFiniteError, match=r"exponent 2 is minus infinity.*at most 1 targets"):
+        gradient_flossing_loss(lambda x: line @ x, None, [0.0, -1.0], state=torch.ones(2), steps=50)
+
+
 # What has no exponents
 
 
@@ -361,6 +389,73 @@ def test_wrong_input_is_explained():
         lyapunov_exponents(henon, state=torch.tensor([0.0, math.inf]), steps=10)
     with pytest.raises(InputError, match="needs all 4 exponents"):
         _ = lyapunov_exponents(layer, x, count=2).dimension
+
+
+def test_one_start_serves_every_sequence():
+    weight, x, start = torch.randn(3, 3) / 2, torch.randn(2, 30, 3), torch.randn(3)
+    found = lyapunov_exponents(lambda s, u: torch.tanh(weight @ s + u), x, state=start).exponents
+    each = lyapunov_exponents(lambda s, u: torch.tanh(weight @ s + u), x, state=start.expand(2, 3)).exponents
+    assert_close(found, each)
+    cell = nn.GRUCell(3, 3)
+    assert_close(jacobians(cell, x, state=start)[1], jacobians(cell, x[1], state=start))
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda x: (x, x), "made a tuple of a state"),
+        (lambda x: [x[0], x[1]], "made a list.*torch.stack"),
+        (lambda x: 0.5, "made a float"),
+        (lambda x: x * x[0].item(), r"tensor operations alone.*no .item\(\)"),
+        (lambda x: x if x[0] > 0 else -x, "torch.where for if"),
+        (lambda x: torch.tensor([x[0], x[1]]), "torch.stack for torch.tensor"),
+        (lambda x: torch.from_numpy(x.numpy()), r"no .numpy\(\)"),
+        (lambda x: x + torch.randn(2), "no random numbers"),
+        (lambda x, u: x + u, r"\(x, u\) is called as f\(state\), since there are no inputs.*'u'"),
+    ],
+)
+def test_a_function_that_cannot_be_analysed_is_told_why(function, words):
+    with pytest.raises(InputError, match=words):
+        lyapunov_exponents(function, state=torch.ones(2), steps=20)
+
+
+def test_an_error_of_the_function_itself_is_left_alone():
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
+        lyapunov_exponents(lambda x: torch.ones(3, 3) @ x, state=torch.ones(2), steps=20)
+    assert not isinstance(caught.value, InputError)
+
+
+def test_nothing_to_analyse_is_said_by_every_analysis():
+    layer, x = ADPTNet(4), torch.randn(2, 30, 4)
+    for nothing in (x[:0], x[:, :0], x[0, :0]):
+        for analyse in (lyapunov_exponents, mean_log_singular_values, jacobians, certificate, parallelisability):
+            with pytest.raises(InputError, match="nothing to analyse"):
+                analyse(layer, nothing)
+        for analyse in (singular_value_shifts, local_errors, key_value_statistics, materialised):
+            with pytest.raises(InputError, match="nothing to analyse"):
+                analyse(layer, nothing)
+    with pytest.raises(InputError, match="nothing to analyse"):
+        lyapunov_exponents(henon, state=torch.ones(0, 2), steps=20)
+    with pytest.raises(InputError, match="no numbers"):
+        lyapunov_exponents(henon, state=torch.ones(0), steps=20)
+
+
+def test_what_is_no_tensor_no_cell_or_elsewhere_is_explained():
+    layer, x = ADPTNet(4), torch.randn(2, 30, 4)
+    with pytest.raises(InputError, match="the state is a list"):
+        lyapunov_exponents(henon, state=[0.1, 0.1], steps=20)
+    with pytest.raises(InputError, match=r"nn.GRU runs whole sequences.*nn.GRUCell"):
+        lyapunov_exponents(nn.GRU(4, 3), x)
+    with pytest.raises(InputError, match=r"nn.LSTM runs whole sequences"):
+        certificate(nn.LSTM(4, 3))
+    with pytest.raises(InputError, match=r"steps=100.0.*an int from 1"):
+        lyapunov_exponents(henon, state=torch.zeros(2), steps=100.0)
+    with pytest.raises(InputError, match=r"is called as f\(state, input\), since there are inputs"):
+        lyapunov_exponents(henon, x, state=torch.zeros(2))
+    with pytest.raises(InputError, match="inputs are on meta, the cell is on cpu"):
+        lyapunov_exponents(layer, x.to("meta"))
+    with pytest.raises(InputError, match="holds 2 recurrent layers"):
+        certificate(SequenceModel(layer.spec, depth=2, vocabulary=5))
 
 
 def test_projections_that_are_parametrised_are_followed():

@@ -74,6 +74,10 @@ def test_a_contracting_layer_is_recommended_to_run_in_parallel():
     assert report.best.gain(processors=1) < 1
     assert "step by step" in parallelisability(layer, torch.randn(64, 6), processors=1.0).recommendation
     assert "ConvDEER" in str(report)
+    assert {each.name for each in report.solvers if each.predicted is None} == {"DEER"}  # what it takes is quadratic
+    with pytest.raises(InputError, match="processors=0"):
+        parallelisability(layer, torch.randn(64, 6), processors=0)
+    assert "about 1 iteration instead" in parallelisability(frozen(0.0), torch.randn(64, 6)).recommendation
 
 
 def test_a_chaotic_layer_is_recommended_to_run_step_by_step():
@@ -132,6 +136,29 @@ def test_every_figure_is_drawn_with_what_it_may_meet(tmp_path):
         draw.spectra({})
 
 
+def inside(figure):
+    """Whether the legend of a figure is within it."""
+    figure.canvas.draw()
+    box, page = figure.legends[0].get_window_extent(), figure.bbox
+    return box.x0 >= page.x0 and box.x1 <= page.x1 and box.y0 >= page.y0
+
+
+@pytest.mark.parametrize("panels", [1, 2, 3])
+def test_a_legend_fits_its_figure_and_names_what_is_drawn(panels):
+    names = [f"layer {i}" for i in range(panels)]
+    exponents = dict.fromkeys(names, torch.tensor([0.1, -0.5, -0.7, -math.inf]))
+    eigenvalues = dict.fromkeys(names, torch.tensor([0.0, -0.5, -math.inf, -math.inf]))
+    figure = draw.spectra(exponents, eigenvalues, dict.fromkeys(names, (-1.0, 0.5)))
+    assert inside(figure)
+    lines = {line.get_label(): line for line in figure.axes[0].lines}
+    assert lines["exponent −∞"].get_xdata().tolist() == [4]
+    assert lines["ln |λ̄| = −∞"].get_xdata().tolist() == [3, 4]
+    plain = draw.spectra(dict.fromkeys(names, torch.tensor([0.1, -0.5])))
+    assert "−∞" not in "".join(text.get_text() for text in plain.legends[0].texts)
+    narrow = draw.spectra({"pair": torch.tensor([-5e-4, -5e-4 - 1e-17])}).axes[0].get_ylim()
+    assert narrow[1] - narrow[0] > 1e-6
+
+
 def test_the_same_figure_is_the_same_file(tmp_path):
     figure = draw.spectra({"one": torch.tensor([0.0, -1.0])})
     first, _ = draw.save(figure, tmp_path / "a")
@@ -174,6 +201,60 @@ def test_the_command_takes_inputs_from_a_file_and_any_saved_layer(tmp_path, caps
     (tmp_path / "broken.npy").write_text("no")
     assert cli.main([*options, "--inputs", str(tmp_path / "broken.npy")]) == 1
     assert "numpy.save" in capsys.readouterr().err
+
+
+def test_the_command_explains_what_it_cannot_use(tmp_path, capsys):
+    layer, model = tmp_path / "layer.safetensors", tmp_path / "model.safetensors"
+    save(frozen(0.1, 4), layer)
+    save(SequenceModel(frozen(0.1, 4).spec, depth=1, vocabulary=6), model)
+    names = numpy.array(["a"])
+    files = {"beyond": numpy.array([[0, 6] * 4]), "parts": numpy.ones((1, 8)) / 2, "names": names, "none": names[:0]}
+    files |= {
+        "none": numpy.zeros((0, 8), dtype=int),
+        "below": numpy.array([[0, -1] * 4]),
+        "i": numpy.ones((1, 8, 4)) * 1j,
+    }
+    for name, values in files.items():
+        numpy.save(tmp_path / f"{name}.npy", values)
+    for path, options, words in (
+        (model, ["--sequences", "0"], "--sequences 0: at least 1"),
+        (model, ["--length", "-3"], "--length -3: at least 1"),
+        (layer, ["--group", "S3"], "the model takes no tokens but features"),
+        (tmp_path, [], "is a folder"),
+        (model, ["--inputs", "beyond"], "numbers from 0 to 6; the model takes tokens, whole numbers from 0 to 5"),
+        (model, ["--inputs", "below"], "numbers from -1 to 0"),
+        (model, ["--inputs", "parts"], "float64; the model takes tokens"),
+        (model, ["--inputs", "names"], "not a .npy file of numbers"),
+        (model, ["--inputs", "none"], "nothing to analyse"),
+        (layer, ["--inputs", "i"], "real numbers"),
+    ):
+        given = [options[0], str(tmp_path / f"{options[1]}.npy")] if "--inputs" in options else options
+        assert cli.main(["analyse", str(path), "--output", str(tmp_path / "out"), *given]) == 1
+        assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [frozen(0.0, 1), frozen(0.5, 2, spectrum=spectra.S4DInv()), frozen(2.0, 4, conjugate=conjugates.Taylor())],
+    ids=["one number", "one pair", "Taylor"],
+)
+def test_the_command_takes_the_smallest_states_and_bounds_what_it_draws(layer, tmp_path, capsys, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(
+        draw, "shifts", lambda values, bounds: drawn.update(values=values, bounds=bounds) or draw.blank(1, 1)
+    )
+    save(layer, tmp_path / "layer.safetensors")
+    options = ["--output", str(tmp_path / "out"), "--length", "24", "--sequences", "2"]
+    assert cli.main(["analyse", str(tmp_path / "layer.safetensors"), *options]) == 0
+    assert ("M is diagonal" in capsys.readouterr().out) == (layer.cell.state_size < 3)
+    (shift,), (bound,) = drawn["values"].values(), drawn["bounds"].values()
+    assert float(shift.abs().max()) <= bound + 1e-12
+    held = certificate(layer)
+    if layer.cell.state_size == 4:  # M itself has not the moduli of Λ̄ as singular values
+        assert bound == pytest.approx(
+            float((held.upper - layer.cell.eigenvalues().modulus().sort().values.flip(0)).max())
+        )
+        assert bound > held.deviation
 
 
 def test_what_enters_each_layer_is_captured_as_the_model_runs():

@@ -53,6 +53,8 @@ def run(options: Analyse) -> dict[str, Any]:
 
 
 def _run(options: Analyse) -> dict[str, Any]:
+    if options.checkpoint.is_dir():
+        raise InputError(f"{options.checkpoint} is a folder. Pass a file: {options.checkpoint / 'model.safetensors'}")
     model = load(options.checkpoint).double().requires_grad_(False)
     layers = analysis.captured(model, _sample(model, options))
     if not layers:
@@ -72,14 +74,18 @@ def _run(options: Analyse) -> dict[str, Any]:
 
 
 def _sample(model: nn.Module, options: Analyse) -> Tensor:
+    for name, count in (("sequences", options.sequences), ("length", options.length)):
+        if count < 1:
+            raise InputError(f"--{name} {count}: at least 1.")
     generator = torch.Generator().manual_seed(options.seed)
     tokens = model.spec.vocabulary if isinstance(model, SequenceModel) else None
     if options.inputs is not None:
-        return _read(options.inputs, tokens is not None)
+        return _read(options.inputs, tokens)
     if options.group is not None:
         task = WordProblem(options.group, options.length)
         if tokens != task.vocabulary:
-            raise InputError(f"{options.group} has {task.vocabulary} elements; the model takes {tokens} tokens.")
+            taken = "no tokens but features" if tokens is None else f"{tokens} tokens"
+            raise InputError(f"{options.group} has {task.vocabulary} elements; the model takes {taken}.")
         return task.batch(options.sequences, generator).inputs
     if tokens is not None:
         return torch.randint(tokens, (options.sequences, options.length), generator=generator)
@@ -92,14 +98,23 @@ def _sample(model: nn.Module, options: Analyse) -> Tensor:
     return noise.transpose(0, 1) if getattr(model, "batch_first", True) is False else noise
 
 
-def _read(path: Path, tokens: bool) -> Tensor:
+def _read(path: Path, tokens: int | None) -> Tensor:
     import numpy
 
     try:
         values = torch.from_numpy(numpy.load(path, allow_pickle=False))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise InputError(f"{path} is not a .npy file of numbers ({error}). Write one with numpy.save.") from None
-    return values.long() if tokens else values.double()
+    if values.is_complex():
+        raise InputError(f"{path} holds {values.dtype}; a recurrence needs real numbers.")
+    if tokens is None:
+        return values.double()
+    if values.is_floating_point() or (values.numel() and not 0 <= int(values.min()) <= int(values.max()) < tokens):
+        held = (
+            values.dtype if values.is_floating_point() else f"numbers from {int(values.min())} to {int(values.max())}"
+        )
+        raise InputError(f"{path} holds {held}; the model takes tokens, whole numbers from 0 to {tokens - 1}.")
+    return values.long()
 
 
 def _layer(layer: RecurrentLayer, x: Tensor) -> dict[str, Any]:
@@ -133,17 +148,26 @@ def _layer(layer: RecurrentLayer, x: Tensor) -> dict[str, Any]:
         entropy = float(analysis.offdiagonal_entropy(conjugate, pairs=pairs)) if cell.state_size > 1 + pairs else None
         found |= {
             "log_eigenvalues": cell.spectrum.log_modulus(),
+            "shift_bound": _shift_bound(held, cell.spectrum().modulus()),
             "shifts": analysis.singular_value_shifts(layer, x),
             "conjugate": conjugate,
             "pairs": pairs,
         }
         spread = analysis.eigenvalue_spread(layer)
-        text.append(f"eigenvalue spread {spread:.4g}; entropy of M off its diagonal, last step {entropy:.4g}")
+        none = entropy is None or math.isnan(entropy)
+        mixing = "M is diagonal" if none else f"entropy of M off its diagonal, last step {entropy:.4g}"
+        text.append(f"eigenvalue spread {spread:.4g}; {mixing}")
         numbers |= {"log_eigenvalues": found["log_eigenvalues"].tolist(), "entropy": entropy, "spread": spread}
         if cell.spec.conjugate.turns:
             text.append(str(analysis.key_value_statistics(layer, x)))
     text.append(str(parallel))
     return found | {"numbers": numbers, "text": "\n".join(text)}
+
+
+def _shift_bound(held: analysis.Certificate, moduli: Tensor) -> float:
+    """What |σ_i(J) - |λ̄|_(i)| cannot exceed: ‖J - M‖, and for a Taylor form what M itself is away from Λ̄."""
+    prescribed = moduli.sort(descending=True).values
+    return max(float((held.upper - prescribed).max()), float((prescribed - held.lower).max()))
 
 
 def _written(value: Any) -> Any:
@@ -161,8 +185,7 @@ def _draw(found: dict[str, dict[str, Any]], options: Analyse) -> list[Path]:
 
     drawn = {"spectra": figures.spectra(named("exponents"), named("log_eigenvalues"), named("certificate"))}
     if named("shifts"):
-        bounds = {name: held.deviation for name, held in named("certificate").items()}
-        drawn["shifts"] = figures.shifts(named("shifts"), bounds)
+        drawn["shifts"] = figures.shifts(named("shifts"), named("shift_bound"))
         drawn["conjugates"] = figures.matrices(named("conjugate"), pairs=any(named("pairs").values()))
     for name, parallel in named("parallel").items():
         counts = {r.name: r.iterations for r in parallel.solvers if r.converged}

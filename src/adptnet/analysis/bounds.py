@@ -24,7 +24,7 @@ from ..cells import (
 )
 from ..conjugates import Exact, Taylor
 from ..directions import Directions, FromInput, FromState
-from ..errors import IncompatibleError
+from ..errors import IncompatibleError, InputError
 from .ball import Ball
 from .jacobians import stretches
 from .lyapunov import check_transient
@@ -52,6 +52,7 @@ class Certificate:
     lipschitz: float  # of the step, in the state
     paper: float  # the paper's bound on ‖J_t - M_t‖; infinite where the paper has none
     ball: Ball | None  # where the state stays, whatever the weights of K and V; None where it need not
+    everywhere: bool = True  # for every input and state; otherwise at the states of one trajectory, or of some
 
     @property
     def holds(self) -> bool:
@@ -59,8 +60,8 @@ class Certificate:
 
     @property
     def contracts(self) -> bool:
-        """Whether any two states come closer at every step."""
-        return self.lipschitz < 1
+        """Whether any two states come closer at every step. A trajectory alone cannot tell."""
+        return self.everywhere and self.lipschitz < 1
 
     def __str__(self) -> str:
         if self.reasons:
@@ -71,11 +72,13 @@ class Certificate:
             low, high = self.exponents
             lines = [
                 f"in force: {self.bound}",
-                f"  ‖J - M‖ <= {self.deviation:.4g}" + (f" (paper: {self.paper:.4g})" if self.paper < math.inf else ""),
+                *self._deviation_in_words(),
                 f"  singular values of J in [{float(self.lower[-1]):.4g}, {float(self.upper[0]):.4g}]",
                 f"  Lyapunov exponents in [{low:.4g}, {high:.4g}], their sum at most {float(self.upper_sums[-1]):.4g}",
                 f"  Lipschitz constant of a step {self.lipschitz:.4g}: "
-                + ("every two states come closer" if self.contracts else "contraction is not certified"),
+                + ("every two states come closer" if self.contracts else "contraction is not certified")
+                if self.everywhere
+                else f"  a step stretches by at most {self.lipschitz:.4g} here",
             ]
         if self.ball is not None:
             factor = self.ball.contraction
@@ -85,6 +88,12 @@ class Certificate:
                 else f"  the state may grow by a factor of {factor:.4g} a step"
             )
         return "\n".join(lines)
+
+    def _deviation_in_words(self) -> list[str]:
+        if math.isinf(self.deviation):
+            return []  # there is no M
+        paper = f" (paper: {self.paper:.4g})" if self.paper < math.inf else ""
+        return [f"  ‖J - M‖ <= {self.deviation:.4g}{paper}"]
 
 
 def certificate(
@@ -312,6 +321,7 @@ def _along(
         exponents=(float(means[:, -1].min()), float(means[:, 0].max())),
         upper_sums=means.cumsum(1).amax(0),
         lower_sums=means.flip(1).cumsum(1).amin(0),
+        everywhere=False,
     )
 
 
@@ -332,7 +342,7 @@ def deviation_bounds(system: Any, states: Tensor) -> Tensor:
     """What ‖J - M‖ cannot exceed at each of `states` (..., n), without a Jacobian: 2rβ (‖K‖‖x‖/‖Kx‖ + ‖V‖‖x‖/‖Vx‖).
 
     It also holds where no certificate does: for singular K and V, and for directions from ReLU(x). Near the states that
-    break a certificate it grows without limit.
+    break a certificate it grows without limit. At zero, where J = M = Λ̄ by definition, it is 0.
     """
     cell = _plain_adpt(system, "deviation_bounds")
     spec = cell.spec
@@ -345,9 +355,13 @@ def deviation_bounds(system: Any, states: Tensor) -> Tensor:
             f"projection={spec.projection}, rotation_aware={spec.rotation_aware}. "
             "Use certificate(layer, inputs).deviation, which measures it."
         )
+    if states.dim() < 1 or states.shape[-1] != spec.size:
+        raise InputError(f"states have shape {tuple(states.shape)}; they are (..., {spec.size}).")
     heads = turnings(cell)
     parts = states.double().unflatten(-1, (spec.heads, -1))
-    sources = spec.direction.source(states.double())
+    largest = parts.abs().amax(-1, keepdim=True)  # divided out: the quotients do not depend on it, squares would vanish
+    parts = parts / torch.where(largest == 0, 1.0, largest)
+    sources = spec.direction.source(parts.flatten(-2))
     total = torch.zeros_like(parts[..., 0])
     for directions in cell.directions:
         assert isinstance(directions, Directions)
@@ -359,7 +373,8 @@ def deviation_bounds(system: Any, states: Tensor) -> Tensor:
                 for i in range(spec.heads)
             ]
             reached = (sources @ weight.mT).unflatten(-1, (spec.heads, -1)).norm(dim=-1)
-            total = total + torch.stack(norms) * parts.norm(dim=-1) / reached
+            quotient = torch.stack(norms) * parts.norm(dim=-1) / reached
+            total = total + torch.where(largest.squeeze(-1) == 0, 0.0, quotient)  # at zero nothing turns, and J = M
     factors = torch.tensor([_deviation(spec, head._replace(rate=1.0)) for head in heads], dtype=torch.float64)
     return torch.where(factors == 0, 0.0, factors * total).amax(-1)
 

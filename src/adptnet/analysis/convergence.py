@@ -93,8 +93,13 @@ def accumulated_error(local: Tensor, growth: float) -> tuple[Tensor, Tensor]:
     Returns:
         (..., time), and its sum over time (...) (eq:total_approx_error).
     """
-    if not growth >= 0:
-        raise InputError(f"growth={growth}: a factor from 0, e.g. certificate(layer).lipschitz.")
+    if not 0 <= growth < math.inf:
+        raise InputError(
+            f"growth={growth}: a finite factor from 0. Where certificate(layer) has none, take the one along a "
+            "trajectory: certificate(layer, inputs).lipschitz."
+        )
+    if not local.dim() or not local.shape[-1]:
+        raise InputError(f"local errors are (..., time), of at least one step; got shape {tuple(local.shape)}.")
     error, errors = torch.zeros_like(local[..., 0]), []
     for each in local.unbind(-1):
         error = growth * error + each
@@ -103,7 +108,7 @@ def accumulated_error(local: Tensor, growth: float) -> tuple[Tensor, Tensor]:
     return along, along.sum(-1)
 
 
-def quadratic_basin(largest_exponent: float, steps: int, lipschitz: float, overshoot: float = 1.0) -> float:
+def quadratic_basin(largest_exponent: float | Tensor, steps: int, lipschitz: float, overshoot: float = 1.0) -> float:
     """How small the residual ‖r(s)‖₂ must be for DEER to converge quadratically (eq:quad_basin).
 
     2/(a² L) ((e^α - 1)/(e^{αT} - 1))², which is 2/(a² L T²) at α = 0.
@@ -114,7 +119,8 @@ def quadratic_basin(largest_exponent: float, steps: int, lipschitz: float, overs
         lipschitz: L, of the Jacobian; see `jacobian_lipschitz`.
         overshoot: a ≥ 1; see `overshoot`.
     """
-    if steps < 1 or lipschitz < 0 or overshoot < 1:
+    largest_exponent = _number(largest_exponent)
+    if not (steps >= 1 and lipschitz >= 0 and overshoot >= 1):
         raise InputError(f"steps={steps}, lipschitz={lipschitz}, overshoot={overshoot}: need ≥ 1, ≥ 0 and ≥ 1.")
     if lipschitz == 0:
         return math.inf  # a linear system: one iteration
@@ -151,7 +157,7 @@ def jacobian_lipschitz(system: Any, smallest_norm: float) -> float:
 def overshoot(
     system: Any,
     inputs: Tensor | None,
-    largest_exponent: float,
+    largest_exponent: float | Tensor,
     *,
     state: Tensor | ADPTState | None = None,
     steps: int | None = None,
@@ -161,6 +167,9 @@ def overshoot(
 
     Measured from `starts` places t, evenly spread, to the end: a larger number can only make it larger.
     """
+    largest_exponent = _number(largest_exponent)
+    if starts < 1:
+        raise InputError(f"starts={starts}: at least one place to start from.")
     trajectory = posed(system, inputs, state, steps)
     begins = {round(i * trajectory.steps / starts) for i in range(min(starts, trajectory.steps))}
     batch, size = trajectory.state.shape
@@ -175,6 +184,18 @@ def overshoot(
             running = matrix @ running * math.exp(-largest_exponent)
             largest = max(largest, float(torch.linalg.matrix_norm(running, 2).max()))
     return largest
+
+
+def _number(exponent: float | Tensor) -> float:
+    """One exponent as a number."""
+    if isinstance(exponent, Tensor) and exponent.numel() != 1:
+        raise InputError(
+            f"largest_exponent has shape {tuple(exponent.shape)}; it is one number. Pass spectrum.largest.max()."
+        )
+    number = float(exponent.detach() if isinstance(exponent, Tensor) else exponent)
+    if not math.isfinite(number):
+        raise InputError(f"largest_exponent={number}: must be finite.")
+    return number
 
 
 def _adpt(system: Any, what: str) -> ADPTCell:

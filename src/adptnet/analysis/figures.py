@@ -74,7 +74,8 @@ def spectra(
     handles = {
         label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
     }
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    beside = 2 if columns == 1 else 5  # a single panel is too narrow for all of them in a row
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=beside, frameon=False, fontsize=9)
     return figure
 
 
@@ -119,7 +120,8 @@ def matrices(conjugates: Mapping[str, Tensor], *, pairs: bool = False) -> "Figur
     scale = LogNorm(min(max(smallest, 1e-8 * largest), 1e-2 * largest), largest, clip=True)
     for axis, (name, matrix) in zip(axes, conjugates.items(), strict=True):
         image = axis.imshow(matrix.detach().abs().cpu().numpy(), cmap="magma", norm=scale, interpolation="nearest")
-        entropy = float(offdiagonal_entropy(matrix.detach(), pairs=pairs))
+        alone = len(matrix) == 1 + pairs
+        entropy = math.nan if alone else float(offdiagonal_entropy(matrix.detach(), pairs=pairs))
         axis.set_title(f"{name}\nH = {entropy:.3f}" if not math.isnan(entropy) else f"{name}\ndiagonal", fontsize=10)
         axis.set(xticks=[], yticks=[])
     figure.colorbar(image, ax=list(axes), shrink=0.85, label="|M|")
@@ -198,20 +200,19 @@ def _spectrum(
     shown = [mean[finite]]
     if len(rows) > 1:
         axis.fill_between(place[finite], rows.amin(0)[finite], rows.amax(0)[finite], color=COLOURS[0], alpha=0.25, lw=0)
+    lost = [(place[~finite], COLOURS[1], "exponent −∞")]
     if log_eigenvalues is not None:
         wanted = log_eigenvalues.detach().double().cpu().reshape(-1).sort(descending=True).values
         alive = wanted.isfinite()
         index = torch.linspace(1, rows.shape[-1], len(wanted))
         axis.plot(index[alive], wanted[alive], color="black", linewidth=1.2, label="ln |λ̄|")
         shown.append(wanted[alive])
-        finite_bottom = not bool(alive.all())
-    else:
-        finite_bottom = False
+        lost.append((index[~alive], "black", "ln |λ̄| = −∞"))
     style = "o" if rows.shape[-1] <= 32 else "."
     axis.plot(place[finite], mean[finite], style, color=COLOURS[0], markersize=4, label="Lyapunov exponents")
     values = torch.cat(shown)
     low, high = (float(values.min()), float(values.max())) if len(values) else (-1.0, 0.0)
-    margin = 0.12 * (high - low) or 0.1
+    margin = max(0.12 * (high - low), 0.02 * max(abs(low), abs(high))) or 0.1
     limits = (low - margin, high + margin)
     if held is not None and not all(math.isinf(edge) for edge in held):
         bottom, top = (min(max(edge, limits[0] - 2 * margin), limits[1] + 2 * margin) for edge in held)
@@ -229,11 +230,11 @@ def _spectrum(
         axis.text(0.04, 0.09, f"certified [{below}, {above}]", transform=axis.transAxes, fontsize=7.5)
     elif held is not None:
         axis.text(0.04, 0.09, "no certificate", transform=axis.transAxes, fontsize=7.5)
-    lost = place[~finite]
-    if len(lost) or finite_bottom:
-        floor = limits[0] - 0.5 * margin
-        axis.plot(lost, torch.full((len(lost),), floor), "v", color=COLOURS[1], markersize=3, label="−∞")
-        limits = (floor - 0.5 * margin, limits[1])
+    for where, colour, label in lost:
+        if len(where):
+            floor = limits[0] - 0.5 * margin
+            axis.plot(where, torch.full((len(where),), floor), "v", color=colour, markersize=3, label=label)
+            limits = (floor - 0.5 * margin, limits[1])
     if limits[0] < 0 < limits[1]:
         axis.axhline(0, color="black", linewidth=0.6, linestyle=":")
     axis.set_ylim(*limits)

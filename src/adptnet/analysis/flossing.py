@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..cells import ADPTState
-from ..errors import InputError
+from ..errors import InputError, NonFiniteError
 from .lyapunov import lyapunov_exponents
 
 __all__ = ["gradient_flossing_loss"]
@@ -42,5 +42,11 @@ def gradient_flossing_loss(
     if not wanted.numel() or not bool(wanted.isfinite().all()):
         raise InputError(f"targets={targets!r}: exponents to reach are finite numbers, e.g. targets=[0.0, -0.1].")
     spectrum = lyapunov_exponents(system, inputs, state=state, steps=steps, count=wanted.numel(), transient=transient)
+    lost = spectrum.exponents.detach().isneginf().reshape(-1, wanted.numel()).any(0)
+    if bool(lost.any()):
+        raise NonFiniteError(
+            f"exponent {int(lost.nonzero()[0, 0]) + 1} is minus infinity: Jacobians are singular, as of a ReLU, and "
+            f"nothing leads from there to a target. Pass at most {int((~lost).sum())} targets."
+        )
     sorted_targets = wanted.to(spectrum.exponents).sort(descending=True).values
     return (spectrum.exponents - sorted_targets).square().mean()

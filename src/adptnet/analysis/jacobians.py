@@ -45,9 +45,7 @@ def jacobians(
         steps: How many steps, for a system without inputs.
     """
     trajectory = posed(system, inputs, state, steps)
-    parts = [stretch.jacobians for stretch in stretches(trajectory)]
-    size = trajectory.state.shape[-1]
-    whole = torch.cat(parts, 1) if parts else trajectory.state.new_empty(len(trajectory.state), 0, size, size)
+    whole = torch.cat([stretch.jacobians for stretch in stretches(trajectory)], 1)
     return whole if trajectory.batched else whole.squeeze(0)
 
 
@@ -127,7 +125,7 @@ def visited(cell: Cell, step: Step, state: Tensor, drive: Tensor, start: int) ->
         each = [state]
         for row in drive.unbind(1):
             each.append(step(each[-1], row))
-        states = torch.stack(each[1:], 1) if each[1:] else state.unsqueeze(1)[:, :0]
+        states = torch.stack(each[1:], 1)
     _check(states, start, "the state is not finite after", "It escapes: check the step, or start elsewhere.")
     return torch.cat((state.unsqueeze(1), states), 1)
 

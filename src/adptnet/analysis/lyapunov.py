@@ -31,6 +31,7 @@ __all__ = [
 
 _MOST_BLOCKS = 32  # of the standard error
 _LONGEST_INTERVAL = 64  # steps between two orthonormalisations: beyond, QR is no longer what costs
+_MARGIN = 0.8  # of the steps that would just do: rates vary, and going back costs more than a QR too many
 _VECTORS = 2**15  # numbers of state that are worked on at a time
 _MATRICES = 2**17  # numbers of Jacobians that are made at a time: few enough to be multiplied while in the caches
 
@@ -109,8 +110,8 @@ def lyapunov_exponents(
             without inputs, f(state, input) with.
         inputs: (batch, time, features) as the layer takes them, or (time, features) for one sequence; None for a system
             that is not driven.
-        state: Where trajectories start: (n,), (batch, n) or an `ADPTState`. With one input and several states, each
-            state follows that input.
+        state: Where trajectories start: (batch, n) or an `ADPTState`, or (n,) for all of them. With one input and
+            several states, each state follows that input.
         steps: How many steps; needed without inputs.
         count: How many exponents, the largest ones; all by default.
         transient: Steps at the beginning that align the frame and do not count: 10 and a tenth of the steps by default,
@@ -260,11 +261,11 @@ def _carried(matrices: _Held, start: int, stop: int, frame: Tensor, interval: in
         orthonormal, upper = torch.linalg.qr(moved)
         stretched = _lengths(upper)
         fit = _fitting_interval(stretched, span)
-        if span > 1 and 2 * fit < span:  # wider than it was so far: the small ones have lost digits, so go back
-            interval = fit
+        if span > 1 and fit < span:  # wider than it was so far: the small ones have lost digits, so go back
+            interval = max(1, int(fit))
             continue
         frame, growth, at = orthonormal, growth + stretched.log(), at + span
-        interval = min(fit, 2 * interval, _LONGEST_INTERVAL)
+        interval = max(1, min(int(_MARGIN * fit), 2 * interval, _LONGEST_INTERVAL))
     return frame, growth, interval
 
 
@@ -284,8 +285,8 @@ def _lengths(upper: Tensor) -> Tensor:
     return torch.where(diagonal > rounding, diagonal, 0.0)
 
 
-def _fitting_interval(stretched: Tensor, span: int) -> int:
-    """After how many steps a frame should be made orthonormal again, judged by how it changed in `span` steps.
+def _fitting_interval(stretched: Tensor, span: int) -> float:
+    """After how many steps a frame has to be made orthonormal again, judged by how it changed in `span` steps.
 
     The directions may then differ in length by a factor of eps^(-1/4), and lose a quarter of the digits; and no length
     may come near the end of floating point.
@@ -293,12 +294,12 @@ def _fitting_interval(stretched: Tensor, span: int) -> int:
     precision = torch.finfo(stretched.dtype)
     low, high = torch.aminmax(stretched.detach())
     if not 0 < float(low) <= float(high) < math.inf:
-        return 1
+        return 0.0
     bottom, top = math.log(float(low)), math.log(float(high))
     width, reach = (top - bottom) / span, max(abs(bottom), abs(top)) / span
     by_digits = -0.25 * math.log(precision.eps) / max(width, 1e-9)
     by_range = 0.25 * math.log(precision.max) / max(reach, 1e-9)
-    return max(1, int(min(by_digits, by_range, _LONGEST_INTERVAL)))
+    return min(by_digits, by_range)
 
 
 def _cut_into_blocks(start: int, stop: int) -> list[tuple[int, int]]:
@@ -317,7 +318,7 @@ def random_frame(size: int, count: int) -> Tensor:
 
 def _tracks_gradients(trajectory: Posed) -> bool:
     """Whether a gradient can be asked for; tried out, since a function may hold parameters that we cannot see."""
-    if not torch.is_grad_enabled() or not trajectory.steps:
+    if not torch.is_grad_enabled():
         return False
     return bool(trajectory.cell.stepper()(trajectory.state, trajectory.drive[:, 0]).requires_grad)
 

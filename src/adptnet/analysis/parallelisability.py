@@ -112,6 +112,8 @@ def parallelisability(
         solvers: Which ones to try, by name; every undamped one of the DEER family that fits the cell by default.
         processors: How many times a step's work the hardware does at once, for the recommendation.
     """
+    if not processors > 0:
+        raise InputError(f"processors={processors}: how many times a step's work is done at once, above 0.")
     trajectory = posed(system, inputs, state, steps)
     if trajectory.steps < 4:
         raise InputError(f"{trajectory.steps} steps are too few to run at once. Pass at least 4.")
@@ -131,7 +133,7 @@ def parallelisability(
         mean = float(iterations.double().mean())
         each = math.nan if counts is None else _macs_of_an_iteration(solver, counts, size) / max(counts.step, 1)
         predicted = None
-        if isinstance(solver, Newton) and isinstance(solver.damping, Undamped):
+        if isinstance(solver, Newton) and isinstance(solver.damping, Undamped) and not _quadratic(solver):
             predicted = predicted_iterations(system, inputs, solver, state=state, steps=steps)
         depth = mean * (1 + math.log2(trajectory.steps))
         result = Result(int(search.results.max()))
@@ -176,6 +178,11 @@ def _macs_of_an_iteration(solver: Solver, counts: Cost, size: int) -> float:
     return diagonal
 
 
+def _quadratic(solver: Newton) -> bool:
+    """Whether the linear theory has nothing to say: with the full Jacobian, all that is left is quadratic."""
+    return isinstance(solver.linearisation, FullJacobian)
+
+
 def _chaotic(spectrum: LyapunovSpectrum) -> bool:
     """Whether some trajectory has an exponent above zero by more than twice its standard error."""
     return bool((spectrum.exponents[..., 0] > 2 * spectrum.standard_error[..., 0].nan_to_num(0.0)).any())
@@ -205,17 +212,18 @@ def _recommendation(
         why = f"Errors die out {within} here."
     if best is None:
         return f"Run it step by step, solvers.Sequential(): no solver converged. {why}"
-    count, gain = float(best.iterations.double().mean()), best.gain(processors)
+    mean, gain = float(best.iterations.double().mean()), best.gain(processors)
+    count = f"{mean:.0f} iteration" + ("" if f"{mean:.0f}" == "1" else "s")
     if gain < _WORTHWHILE:
         return (
-            f"Run it step by step, solvers.Sequential(): {best.name} needs {count:.0f} iterations for {best.steps} "
-            f"steps, a gain of {gain:.1f} at the very most. {why}"
+            f"Run it step by step, solvers.Sequential(): {best.name} needs {count} for {best.steps} steps, a gain of "
+            f"{gain:.1f} at the very most. {why}"
         )
     cheaper = [r for r in reports if r.converged and r.gain(processors) >= _WORTHWHILE and r.work < best.work / 2]
     other = min(cheaper, key=lambda r: r.work, default=None)
     instead = "" if other is None else f" solvers.{other.name}() does {other.work / best.work:.0%} of its work."
     room = "" if math.isnan(best.work) else f", where {best.work:.0f} times a step's work is done at once"
     return (
-        f"Run it in parallel, solvers.{best.name}(): about {count:.0f} iterations instead of {best.steps} steps, up to "
+        f"Run it in parallel, solvers.{best.name}(): about {count} instead of {best.steps} steps, up to "
         f"{gain:.0f} times faster{room}.{instead} {why}"
     )

@@ -1,5 +1,6 @@
 """The door of every analysis: a layer, a cell or a plain function, brought into one form, once."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -43,24 +44,40 @@ class MapCell(Cell):
         self.driven = driven
 
     def step(self, state: Tensor, drive: Tensor) -> Tensor:
-        rows = state.reshape(-1, state.shape[-1])
-        if not self.driven:
-            moved: Tensor = torch.func.vmap(self.function)(rows)
-        else:
-            moved = torch.func.vmap(self.function)(rows, drive.reshape(-1, drive.shape[-1]))
-        if moved.shape != rows.shape:
-            raise InputError(
-                f"{describe(self.function)} made a state of shape {tuple(moved.shape[1:])} of one of shape "
-                f"{tuple(rows.shape[1:])}. It must keep the shape."
-            )
-        return moved.reshape(state.shape)
+        return self._of_each(self._checked, state, drive).reshape(state.shape)
 
     def jacobian(self, state: Tensor, drive: Tensor) -> Tensor:
-        rows = state.reshape(-1, state.shape[-1])
-        derivative = torch.func.vmap(torch.func.jacfwd(self.function))
-        matrices: Tensor = derivative(rows, drive.reshape(-1, drive.shape[-1])) if self.driven else derivative(rows)
+        matrices = self._of_each(torch.func.jacfwd(self._checked), state, drive)
         # torch's forward derivative of x[0] ** 2 is float64 also where x is float32
         return matrices.to(state.dtype).reshape(*state.shape, state.shape[-1])
+
+    def _of_each(self, function: Callable[..., Tensor], state: Tensor, drive: Tensor) -> Tensor:
+        rows = [part.reshape(-1, part.shape[-1]) for part in ((state, drive) if self.driven else (state,))]
+        try:
+            found: Tensor = torch.func.vmap(function)(*rows)
+        except RuntimeError as error:
+            if not any(word in str(error) for word in ("vmap", "data pointer")):
+                raise
+            raise InputError(
+                f"{describe(self.function)} cannot be run for many states at once and differentiated by torch.func "
+                f"({str(error).split('. ')[0]}). Write it with tensor operations alone: torch.where for if, "
+                "torch.stack for torch.tensor, no .item(), no .numpy() and no random numbers."
+            ) from None
+        return found
+
+    def _checked(self, state: Tensor, *drive: Tensor) -> Tensor:
+        moved = self.function(state, *drive)
+        if not isinstance(moved, Tensor):
+            raise InputError(
+                f"{describe(self.function)} made a {type(moved).__name__} of a state. It must return one tensor of "
+                f"shape {tuple(state.shape)}, e.g. by torch.stack."
+            )
+        if moved.shape != state.shape:
+            raise InputError(
+                f"{describe(self.function)} made a state of shape {tuple(moved.shape)} of one of shape "
+                f"{tuple(state.shape)}. It must keep the shape."
+            )
+        return moved
 
 
 def describe(system: object) -> str:
@@ -82,6 +99,7 @@ def cell_of(system: Any) -> Cell:
         return system
     if isinstance(system, nn.RNNCellBase):
         return from_torch(system)
+    _refuse_containers(system)
     raise InputError(
         f"a {describe(system)} is neither a layer nor a cell. Pass an adptnet.ADPTNet or Recurrent layer, a cell, or "
         "cells.from_function(step, state_size=n)."
@@ -96,17 +114,25 @@ def posed(
     Args:
         system: A layer, a cell, a cell of `torch.nn`, or a function of one state: f(x), or f(x, input) with inputs.
         inputs: (batch, time, features) or (time, features), as the layer takes them; None for an autonomous system.
-        state: Where the trajectories start, (n,), (batch, n) or an `ADPTState`; the cell's initial state if not given.
+        state: Where the trajectories start, (batch, n) or an `ADPTState`, or (n,) for all of them; the cell's initial
+            state if not given.
         steps: How many steps to take: needed without inputs, the first so many of them otherwise.
     """
     _refuse_containers(system)
     inputs = _laid_out(system, inputs)
+    rows = state.state if isinstance(state, ADPTState) else state
+    if rows is not None and not isinstance(rows, Tensor):
+        raise InputError(f"the state is a {type(rows).__name__}; pass a tensor (n,) or (trajectories, n).")
     if isinstance(system, RecurrentLayer | Cell | nn.RNNCellBase):
         cell = cell_of(system)
     else:
-        cell = MapCell(system, _start_of(system, state).shape[-1], driven=inputs is not None)
-    inputs = _undriven(cell, system, state, steps) if inputs is None else _cut(inputs, steps)
-    rows = state.state if isinstance(state, ADPTState) else state
+        cell = MapCell(system, _start_of(system, rows).shape[-1], driven=inputs is not None)
+        _check_signature(system, cell.driven)
+    inputs = _undriven(cell, system, rows, steps) if inputs is None else _cut(inputs, steps)
+    _check_size(inputs, cell)
+    _check_device(inputs, cell)
+    if rows is not None and not isinstance(state, ADPTState) and rows.dim() == 1 and inputs.dim() == 3:
+        state = rows = rows.expand(len(inputs), -1)  # one start for every sequence
     several = rows is not None and rows.dim() == 2 and not (isinstance(state, ADPTState) and len(rows) == 1)
     if inputs.dim() == 2 and several:  # many trajectories under one input
         assert rows is not None
@@ -117,6 +143,11 @@ def posed(
 
 
 def _refuse_containers(system: Any) -> None:
+    if isinstance(system, nn.RNNBase):
+        raise InputError(
+            f"nn.{describe(system)} runs whole sequences and has no single step to look at. Pass an nn.RNNCell, "
+            "nn.GRUCell or nn.LSTMCell with the weights of one of its layers."
+        )
     inner = [name for name, module in _modules(system) if isinstance(module, RecurrentLayer)]
     if inner and not isinstance(system, RecurrentLayer):
         raise InputError(
@@ -142,10 +173,9 @@ def _laid_out(system: Any, inputs: Any) -> Tensor | None:
     return inputs.transpose(0, 1) if turned and inputs is not None and inputs.dim() == 3 else inputs
 
 
-def _start_of(system: Any, state: Tensor | ADPTState | None) -> Tensor:
+def _start_of(system: Any, rows: Tensor | None) -> Tensor:
     if not callable(system):
         raise InputError(f"{system!r} is neither a layer, a cell nor a function of the state.")
-    rows = state.state if isinstance(state, ADPTState) else state
     if rows is None or rows.dim() not in (1, 2):
         given = "None" if rows is None else f"shape {tuple(rows.shape)}"
         raise InputError(
@@ -155,13 +185,25 @@ def _start_of(system: Any, state: Tensor | ADPTState | None) -> Tensor:
     return rows
 
 
-def _undriven(cell: Cell, system: Any, state: Tensor | ADPTState | None, steps: int | None) -> Tensor:
+def _check_signature(function: Callable[..., Any], driven: bool) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin need not tell
+        return
+    try:
+        signature.bind(*(("state", "input") if driven else ("state",)))
+    except TypeError as error:
+        called = "f(state, input), since there are inputs" if driven else "f(state), since there are no inputs"
+        raise InputError(f"{describe(function)}{signature} is called as {called}: {error}.") from None
+
+
+def _undriven(cell: Cell, system: Any, rows: Tensor | None, steps: int | None) -> Tensor:
     """The inputs of a system without any: zeros."""
     if steps is None or isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise InputError(
-            f"steps={steps!r}: without inputs the number of steps has to be given. Pass inputs=x, or steps=10_000."
+            f"steps={steps!r}: without inputs the number of steps has to be given, an int from 1. Pass inputs=x, or "
+            "steps=10_000."
         )
-    rows = state.state if isinstance(state, ADPTState) else state
     if rows is None:
         raise InputError(
             f"without inputs a {describe(system)} has to start somewhere: its initial state may be a fixed point. "
@@ -182,6 +224,22 @@ def _cut(inputs: Tensor, steps: int | None) -> Tensor:
     if not isinstance(steps, int) or not 1 <= steps <= inputs.shape[-2]:
         raise InputError(f"steps={steps!r}, but the inputs have {inputs.shape[-2]}. Drop steps=, or pass more inputs.")
     return inputs[..., :steps, :]
+
+
+def _check_size(inputs: Tensor, cell: Cell) -> None:
+    if inputs.dim() in (2, 3) and 0 in inputs.shape[:-1]:
+        raise InputError(
+            f"there is nothing to analyse in {tuple(inputs.shape)}, (batch, time, features): no sequences, or no steps."
+        )
+    if cell.state_size == 0:
+        raise InputError("the state has no numbers. Pass state= of at least one.")
+
+
+def _check_device(inputs: Tensor, cell: Cell) -> None:
+    if cell.device is not None and cell.device != inputs.device:
+        raise InputError(
+            f"the inputs are on {inputs.device}, the cell is on {cell.device}. Pass inputs.to({str(cell.device)!r})."
+        )
 
 
 def _check_finite(inputs: Tensor, state: Tensor | None) -> None:

@@ -19,7 +19,7 @@ from ..spectra import BlockDiagonal
 
 __all__ = ["Turning", "enclosing_radius", "joint_condition", "turnings"]
 
-_ANGLES = 33  # supporting lines in `joint_condition`: more tighten it by less than a percent
+_SLOPES = 33  # supporting lines in `joint_condition`: more tighten it by less than a percent
 
 
 class Turning(NamedTuple):
@@ -64,38 +64,42 @@ def enclosing_radius(eigenvalues: BlockDiagonal) -> float:
 
 
 def joint_condition(key: Tensor, value: Tensor) -> float:
-    """At least the largest ‖K‖‖x‖/‖Kx‖ + ‖V‖‖x‖/‖Vx‖ of any state x, and at most κ(K) + κ(V).
+    """At least the largest ‖K‖‖x‖/‖Kx‖ + ‖V‖‖x‖/‖Vx‖ of any state x, and at most κ(K) + κ(V), rounding aside.
 
     The worst state of K is rarely the worst of V. With a = (‖Kx‖/‖K‖)² and b = (‖Vx‖/‖V‖)² over unit x, the sum is
-    a^(-1/2) + b^(-1/2), convex and decreasing in both; (a, b) lies above every line cos θ a + sin θ b = h(θ), h the
-    smallest eigenvalue of the same mixture of matrices. So the largest value is at a corner between two such lines.
+    a^(-1/2) + b^(-1/2), convex and decreasing in both; (a, b) lies above every line p a + q b = h, h the smallest
+    eigenvalue of the same mixture of matrices. So the largest value is at a corner between two such lines.
     """
     key, value = (
         matrix.detach().double() / torch.linalg.matrix_norm(matrix.detach().double(), 2) for matrix in (key, value)
     )
-    smallest = [float(torch.linalg.svdvals(matrix)[-1]) for matrix in (key, value)]
+    smallest = [float(_at_least(matrix)) for matrix in (key, value)]
     if min(smallest) == 0:
         return math.inf
     separate = 1 / smallest[0] + 1 / smallest[1]
-    slopes = torch.logspace(
-        math.log10(smallest[0] ** 2 / 100), math.log10(100 / smallest[1] ** 2), _ANGLES, dtype=torch.float64
-    )
-    angles = [0.0, *slopes.atan().tolist(), math.pi / 2]
-    lines = [smallest[0] ** 2]
-    for angle in angles[1:-1]:
-        stacked = torch.cat((math.sqrt(math.cos(angle)) * key, math.sqrt(math.sin(angle)) * value))
-        rounding = 4 * key.shape[-1] * torch.finfo(torch.float64).eps
-        lines.append(max(0.0, float(torch.linalg.svdvals(stacked)[-1]) - rounding) ** 2)
-    lines.append(smallest[1] ** 2)
+    ends = math.log10(smallest[0] ** 2 / 100), math.log10(100 / smallest[1] ** 2)
+    slopes = torch.logspace(*ends, _SLOPES, dtype=torch.float64, device=key.device).reshape(-1, 1, 1)
+    weights = torch.cat((1 / (1 + slopes), slopes / (1 + slopes)), -1)
+    heights = _at_least(torch.cat((weights[..., :1].sqrt() * key, weights[..., 1:].sqrt() * value), -2)).square()
+    lines = [
+        (1.0, 0.0, smallest[0] ** 2),
+        *((p, q, h) for (p, q), h in zip(weights.squeeze(1).tolist(), heights.tolist(), strict=True)),
+        (0.0, 1.0, smallest[1] ** 2),
+    ]
     worst = 2.0
-    pairs = zip(itertools.pairwise(angles), itertools.pairwise(lines), strict=True)
-    for (first, second), (low, high) in pairs:
-        turn = math.sin(second - first)
-        a = (low * math.sin(second) - high * math.sin(first)) / turn
-        b = (high * math.cos(first) - low * math.cos(second)) / turn
-        a, b = max(a, smallest[0] ** 2), max(b, smallest[1] ** 2)
+    for (p, q, h), (next_p, next_q, next_h) in itertools.pairwise(lines):
+        turn = p * next_q - next_p * q
+        a = max((h * next_q - next_h * q) / turn, smallest[0] ** 2)
+        b = max((next_h * p - h * next_p) / turn, smallest[1] ** 2)
         worst = max(worst, a**-0.5 + b**-0.5)
     return min(worst, separate)
+
+
+def _at_least(matrices: Tensor) -> Tensor:
+    """The smallest singular value of matrices of norm at most 1, lowered by its rounding: 0 if nothing is left."""
+    rounding = 4 * matrices.shape[-1] * torch.finfo(torch.float64).eps
+    smallest: Tensor = torch.linalg.svdvals(matrices)[..., -1]
+    return (smallest - rounding).clamp(min=0)
 
 
 def _double(blocks: BlockDiagonal) -> BlockDiagonal:
