@@ -64,6 +64,7 @@ TEXT = (
     " --training.schedule 'Cosine(warmup=0.05)' --training.clip 1 --training.evaluate-every 500"
     " --training.evaluation-size 256 --training.evaluation-batch 64"
 )
+FAST = "--model.spectrum 'Linspace(dt_max=10.0)' --model.gain 'LRU()' --model.gate 'SoftplusGate(rank=16)'"
 LORENZ = (
     "forecast --task.system lorenz63 --task.noise 0.005 --model.depth 2 --training.steps 2000 --training.batch-size 32"
     " --training.schedule 'Cosine(warmup=0.05)' --training.clip 1 --training.evaluate-every 500"
@@ -110,10 +111,11 @@ EXPERIMENTS = {
     "text": Learning(
         "Characters of tiny Shakespeare, a million parameters",
         (
-            f"{TEXT} --model.width 308 --grid model.beta 0.125",
+            f"{TEXT} --model.width 306 {FAST} --grid model.beta 0.125",
             f"{TEXT} --model.layer gru --model.width 246 --grid training.seed 0",
             f"{TEXT} --model.layer lstm --model.width 220 --grid training.seed 0",
-            f"{TEXT} --model.width 308 --grid model.beta 0",
+            f"{TEXT} --model.width 306 {FAST} --grid model.beta 0",
+            f"{TEXT} --model.width 308 --grid model.beta 0.125",
         ),
     ),
     "forecast": Learning(
