@@ -13,6 +13,7 @@ from adptnet.cells import fused
 from adptnet.errors import InputError
 from adptnet.ops import native
 from adptnet.ops.adpt_scan import Constants, Factors, Form, Retracted, Source, adpt_scan, cpu, reference
+from adptnet.ops.adpt_scan.form import form_of, numbers_of
 from members import build, legal, name_of
 from test_native import python
 
@@ -544,11 +545,17 @@ def test_a_layer_is_compiled_with_one_operation():
     assert python(COMPILED)[0] == "1"  # in a process of its own: the compiler cannot read through the shape checks
 
 
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_form_is_its_numbers(kind):
+    form = problem(1, 1, 6, **kind)[3]
+    assert form_of(numbers_of(form)) == form
+
+
 def test_the_operation_obeys_the_rules_of_torch():
     drive, state, constants, form = problem(2, 3, 4)
     leaves = [None if t is None else t.requires_grad_() for t in (drive, state, *constants)]
     torch.library.opcheck(
         torch.ops.adptnet.adpt_scan.default,
-        (*leaves, None, None, *Factors(), *form, True),
+        (*leaves, None, None, *Factors(), numbers_of(form), True),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import gpu, native
 from ..transforms import constant_when_compiled
 from . import cpu, reference
-from .form import DENSE, PLAIN, Constants, Factors, Form, Retracted, Source, check
+from .form import DENSE, PLAIN, Constants, Factors, Form, Retracted, Source, check, form_of, numbers_of
 
 __all__ = ["DENSE", "Constants", "Factors", "Form", "Retracted", "Source", "adpt_scan", "ready"]
 
@@ -62,7 +62,7 @@ def adpt_scan(
     check(drive, state, constants, form, reset, lengths, factors)
     tensors = (drive, state, *constants)
     save = not lean and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    states: Tensor = _scan(drive, state, *constants, reset, lengths, *factors, *form, save)[0]
+    states: Tensor = _scan(drive, state, *constants, reset, lengths, *factors, numbers_of(form), save)[0]
     return states
 
 
@@ -87,20 +87,11 @@ def _scan(
     right: Tensor | None,
     outer: Tensor | None,
     inner: Tensor | None,
-    heads: int,
-    turns: bool,
-    given: bool,
-    beta_given: bool,
-    source: int,
-    spike: float,
-    retracted: int,
-    dot: float | None,
-    aware: bool,
-    norm: float | None,
+    numbers: Sequence[float],
     save: bool,
 ) -> tuple[Tensor, Tensor]:
     constants = Constants(real, imag, weight, bias, beta, feed_real, feed_imag, decay, charge, norm_weight, norm_bias)
-    form = Form(heads, turns, given, beta_given, source, spike, retracted, dot, aware, norm)
+    form = form_of(numbers)
     if drive.device.type == "cpu" and cpu.ready(drive.dtype):
         return cpu.forward(drive, state, constants, form, reset, lengths, Factors(left, right, outer, inner), save)
     kernel = _by_triton(drive, constants, form)
@@ -134,19 +125,10 @@ def _scan_backward(
     right: Tensor | None,
     outer: Tensor | None,
     inner: Tensor | None,
-    heads: int,
-    turns: bool,
-    given: bool,
-    beta_given: bool,
-    source: int,
-    spike: float,
-    retracted: int,
-    dot: float | None,
-    aware: bool,
-    norm: float | None,
+    numbers: Sequence[float],
 ) -> list[Tensor]:
     constants = Constants(real, imag, weight, bias, beta, feed_real, feed_imag, decay, charge, norm_weight, norm_bias)
-    form = Form(heads, turns, given, beta_given, source, spike, retracted, dot, aware, norm)
+    form = form_of(numbers)
     if drive.device.type == "cpu":
         factors = Factors(left, right, outer, inner)
         found = cpu.backward(gradient, drive, state, constants, form, reset, lengths, factors, states, projections)
@@ -159,8 +141,8 @@ def _scan_backward(
 @_scan.register_fake
 def _(drive: Tensor, state: Tensor, real: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     rest = len(Constants._fields) - 1
-    *form, save = others[rest + _HELD :]
-    kept = cpu.kept(drive, Constants(real, *others[:rest]), Form(*form), save)
+    numbers, save = others[rest + _HELD :]
+    kept = cpu.kept(drive, Constants(real, *others[:rest]), form_of(numbers), save)
     return drive.new_empty(*drive.shape[:2], state.shape[-1]), drive.new_empty(kept)
 
 
@@ -172,17 +154,17 @@ def _(gradient: Tensor, states: Tensor, projections: Tensor, *inputs: Any) -> li
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[: _LEAVES + _HELD], *output)
-    ctx.form = Form(*inputs[_LEAVES + _HELD : -1])
+    ctx.form = form_of(inputs[_LEAVES + _HELD])
 
 
 def _differentiate(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Any, ...]:
     *inputs, states, projections = ctx.saved_tensors
-    rest = (None,) * (_HELD + len(Form._fields) + 1)  # the last is `save`
+    rest = (None,) * (_HELD + 2)  # form and save too
     if gradient is None:
         return (None,) * _LEAVES + rest
     if torch.is_grad_enabled() or not _has_backward(inputs[0], Constants(*inputs[2:_LEAVES]), ctx.form):
         return *_by_reference(gradient, inputs, ctx.form, ctx.needs_input_grad), *rest
-    found = iter(_scan_backward(gradient, states, projections, *inputs, *ctx.form))
+    found = iter(_scan_backward(gradient, states, projections, *inputs, numbers_of(ctx.form)))
     return *(None if t is None else next(found) for t in inputs[:_LEAVES]), *rest
 
 

@@ -1,14 +1,28 @@
 """What an ADPT recurrence is made of, in tensors and numbers: the arguments of the operation."""
 
 import enum
-from typing import NamedTuple
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...errors import InputError
 
-__all__ = ["DENSE", "PLAIN", "Constants", "Factors", "Form", "Retracted", "Source", "check", "is_plain"]
+__all__ = [
+    "DENSE",
+    "PLAIN",
+    "Constants",
+    "Factors",
+    "Form",
+    "Retracted",
+    "Source",
+    "check",
+    "form_of",
+    "is_plain",
+    "numbers_of",
+]
 
 
 class Source(enum.IntEnum):
@@ -35,15 +49,27 @@ class Form(NamedTuple):
     turns: bool = True  # whether there are directions at all; if not, M = Λ̄
     given: bool = False  # the drive holds key and value behind itself: (drive, key, value), each of the state's size
     beta_given: bool = False  # the drive's last number is β
-    source: int = Source.STATE
+    source: int = Source.STATE.value  # a plain number, which torch.compile can read
     spike: float = 0.0
-    retracted: int = Retracted.EXPONENTIAL
+    retracted: int = Retracted.EXPONENTIAL.value
     dot: float | None = None  # of key and value, where it is fixed
     aware: bool = False  # the drive is turned with the state
     norm: float | None = None  # ε of the LayerNorm on unit(K x) and unit(V x), where there is one: with one head
 
 
 PLAIN = Form()
+
+
+def numbers_of(form: Form) -> list[float]:
+    """A form as one argument of an operation: torch walks the arguments of each call once for every one of them."""
+    return [math.inf if number is None else float(number) for number in form]
+
+
+def form_of(numbers: Sequence[float]) -> Form:
+    """The form with these numbers."""
+    kinds = [float if default is None else type(default) for default in PLAIN]
+    given: list[Any] = [None if math.isinf(x) else kind(x) for kind, x in zip(kinds, numbers, strict=True)]
+    return Form(*given)
 
 
 class Constants(NamedTuple):
