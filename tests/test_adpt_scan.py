@@ -12,7 +12,8 @@ from adptnet import ADPTNet, adjoints, conjugates, directions, projections, solv
 from adptnet.cells import fused
 from adptnet.errors import InputError
 from adptnet.ops import native
-from adptnet.ops.adpt_scan import Constants, Form, Retracted, Source, adpt_scan, cpu, reference
+from adptnet.ops.adpt_scan import Constants, Factors, Form, Retracted, Source, adpt_scan, cpu, reference
+from adptnet.ops.adpt_scan.form import form_of, numbers_of
 from members import build, legal, name_of
 from test_native import python
 
@@ -58,8 +59,8 @@ def both(drive, state, constants, form, **options):
     names = [name for name, t in zip(NAMES, (drive, state, *constants), strict=True) if t is not None]
     weights = torch.randn(*drive.shape[:2], state.shape[-1], dtype=drive.dtype)
     results = []
-    lean = options.pop("lean", False)
-    for run in (lambda *a, **o: adpt_scan(*a, lean=lean, **o), reference.adpt_scan):
+    fast = {"lean": options.pop("lean", False), "factors": options.pop("factors", Factors())}
+    for run in (lambda *a, **o: adpt_scan(*a, **fast, **o), reference.adpt_scan):
         for leaf in leaves:
             leaf.requires_grad_()
         states = run(drive, state, constants, form, **options)
@@ -346,11 +347,60 @@ def test_what_is_not_covered_is_said_once(caplog, monkeypatch):
     assert "Product" in caplog.text
 
 
-def test_factored_projections_are_dense_in_the_kernel():
-    layer = ADPTNet(6, beta=1.0, projection=projections.LowParam((2, 3), 2), direction=directions.FromState(relu=True))
+def factored(size, heads, rank, factors):
+    """Factors at random, and the matrices they make."""
+    a, b = factors or (0, 0)
+    left, right, outer, inner = (torch.randn(heads, 2, *s) for s in ((size, rank), (size, rank), (a, a), (b, b)))
+    weight = left @ right.mT / size
+    if factors:
+        weight = weight + torch.einsum("hkij,hklm->hkiljm", outer, inner).reshape(heads, 2, size, size) / size
+    low = (left, right / size) if rank else (None, None)
+    return Factors(*low, *((outer, inner / size) if factors else (None, None))), weight
+
+
+@pytest.mark.parametrize(
+    ("size", "heads", "rank", "factors"),
+    [
+        (12, 1, 5, (4, 3)),
+        (13, 1, 1, (13, 1)),
+        (50, 1, 0, (10, 5)),
+        (33, 1, 7, None),
+        (96, 1, 17, (3, 32)),
+        (14, 2, 2, (2, 7)),
+        (22, 3, 4, (2, 11)),
+    ],
+)
+@pytest.mark.parametrize("source", [Source.STATE, Source.RELU])
+@pytest.mark.parametrize("lean", [False, True])
+def test_products_by_factors_are_those_by_their_matrices(size, heads, rank, factors, source, lean):
+    for batch in (1, 7):
+        drive, state, constants, form = problem(batch, 5, size * heads, heads=heads, bias=True, source=source)
+        parts, weight = factored(size, heads, rank, factors)
+        assert_agree(drive, state, constants._replace(weight=weight), form, factors=parts, lean=lean)
+
+
+@pytest.mark.parametrize(
+    "projection",
+    [projections.LowParam((8, 8), 2), projections.LowRank(8, bias=True), projections.Kronecker((16, 4))],
+    ids=repr,
+)
+def test_a_layer_multiplies_by_its_factors(projection, monkeypatch):
+    layer = ADPTNet(64, beta=1.0, projection=projection, direction=directions.FromState(relu=True))
+    used = fused.factors_of(layer.cell.directions, fused.form_of(layer.cell.spec), torch.float64)
+    assert any(part is not None for part in used)
+    x, parameters = torch.randn(3, 7, 64), list(layer.cell.directions.parameters())
+    found = [*torch.autograd.grad(layer(x)[0].square().sum(), parameters)]
+    monkeypatch.setenv("ADPTNET_BACKEND", "reference")
+    expected = torch.autograd.grad(layer(x)[0].square().sum(), parameters)
+    for a, b in zip(found, expected, strict=True):
+        assert_close(a, b)
+
+
+def test_factors_that_save_little_are_made_into_matrices():
+    layer = ADPTNet(6, beta=1.0, projection=projections.LowParam((2, 3), 2))
+    assert fused.factors_of(layer.cell.directions, fused.form_of(layer.cell.spec), torch.float64) == Factors()
     assert covered({"width": 6, "projection": projections.LowRank(2)})
-    solution = solvers.Sequential()(layer.cell, torch.randn(2, 3, 6))
-    assert solution.states.requires_grad
+    assert solvers.Sequential()(layer.cell, torch.randn(2, 3, 6)).states.requires_grad
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -495,11 +545,17 @@ def test_a_layer_is_compiled_with_one_operation():
     assert python(COMPILED)[0] == "1"  # in a process of its own: the compiler cannot read through the shape checks
 
 
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_form_is_its_numbers(kind):
+    form = problem(1, 1, 6, **kind)[3]
+    assert form_of(numbers_of(form)) == form
+
+
 def test_the_operation_obeys_the_rules_of_torch():
     drive, state, constants, form = problem(2, 3, 4)
     leaves = [None if t is None else t.requires_grad_() for t in (drive, state, *constants)]
     torch.library.opcheck(
         torch.ops.adptnet.adpt_scan.default,
-        (*leaves, None, None, *form, True),
+        (*leaves, None, None, *Factors(), numbers_of(form), True),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )

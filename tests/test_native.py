@@ -128,7 +128,7 @@ def test_large_memory_is_used_again_and_never_shared():
 
 SANITISED = {
     "adpt_scan": """
-from adptnet.ops.adpt_scan import cpu
+from adptnet.ops.adpt_scan import Factors, cpu
 for size, batch in ((1, 1), (13, 3), (12, 7)):
     for name, kind in KINDS.items():
         if size % kind.get("heads", 1):
@@ -136,9 +136,12 @@ for size, batch in ((1, 1), (13, 3), (12, 7)):
         for pairs in (False, True)[: 2 - size % 2]:
             drive, state, constants, form = problem(batch, 4, size, pairs=pairs, **kind)
             reset, lengths = torch.rand(batch, 4) < 0.3, torch.randint(1, 5, (batch,))
-            for save in (False, True):
-                kept = cpu.forward(drive, state, constants, form, reset, lengths, save)
-                cpu.backward(torch.randn_like(kept[0]), drive, state, constants, form, reset, lengths, *kept)
+            ways = [Factors()]
+            if form.turns and not form.given:
+                ways += [factored(size // form.heads, form.heads, 3, (1, size // form.heads))[0]]
+            for save, way in itertools.product((False, True), ways):
+                kept = cpu.forward(drive, state, constants, form, reset, lengths, way, save)
+                cpu.backward(torch.randn_like(kept[0]), drive, state, constants, form, reset, lengths, way, *kept)
 """,
     "adpt_step": """
 from adptnet.ops.adpt_step import Jacobians, newton_pass
@@ -172,13 +175,13 @@ for size in (1, 3, 4, 13, 50):
 """,
 }
 PREPARED = """
-import ctypes, os, sys
+import ctypes, itertools, os, sys
 import torch
 from adptnet.ops import native
 sys.path.insert(0, {tests!r})
 native._loaded[{operation!r}, "double"] = native.Kernel(ctypes.CDLL({library!r}), "")
 torch.set_default_dtype(torch.float64)
-from test_adpt_scan import KINDS, problem
+from test_adpt_scan import KINDS, factored, problem
 """
 
 

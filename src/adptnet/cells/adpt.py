@@ -79,7 +79,8 @@ class ADPTCell(BoundCell):
         """`scan`; `beta` says whether β comes with the drive."""
         constants, form = self.constants(beta=beta)
         if self.start is None:
-            return fused.scan(constants, form, drive, state, reset, lengths, lean)
+            factors = fused.factors_of(self.directions, form, drive.dtype)
+            return fused.scan(constants, form, drive, state, reset, lengths, lean, factors)
         start = self.start.dense().to(drive.dtype)
         seen = fused.in_basis(start, constants, form, drive, state)
         states = fused.scan(seen.constants, form, seen.drive, seen.state, reset, lengths, lean)

@@ -79,7 +79,8 @@ class CoupledCell(Cell):
         constants, form = self.fast.constants(beta=False)
         gain, feedback, decay, charge = self.evaluated()
         constants = fused.coupled(constants, gain, feedback, decay.real, charge)
-        return fused.scan(constants, form, drive, state, reset, lengths, lean)
+        factors = fused.factors_of(self.fast.directions, form, drive.dtype)
+        return fused.scan(constants, form, drive, state, reset, lengths, lean, factors)
 
     def evaluated(self) -> Memory:
         """The slow memory, with its parameters evaluated."""

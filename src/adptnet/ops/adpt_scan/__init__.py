@@ -12,11 +12,12 @@ from torch import Tensor
 from .. import gpu, native
 from ..transforms import constant_when_compiled
 from . import cpu, reference
-from .form import PLAIN, Constants, Form, Retracted, Source, check
+from .form import DENSE, PLAIN, Constants, Factors, Form, Retracted, Source, check, form_of, numbers_of
 
-__all__ = ["Constants", "Form", "Retracted", "Source", "adpt_scan", "ready"]
+__all__ = ["DENSE", "Constants", "Factors", "Form", "Retracted", "Source", "adpt_scan", "ready"]
 
 _LEAVES = 2 + len(Constants._fields)  # drive, state and constants: what has a derivative
+_HELD = 2 + len(Factors._fields)  # reset, lengths and factors: tensors that have none
 
 
 def _ready(dtype: torch.dtype, device: str = "cpu") -> bool:
@@ -47,19 +48,21 @@ def adpt_scan(
     *,
     reset: Tensor | None = None,
     lengths: Tensor | None = None,
+    factors: Factors = DENSE,
     lean: bool = False,
 ) -> Tensor:
     """All states of the recurrence, (batch, time, width); see `reference.adpt_scan`.
 
     Args:
         drive, state, constants, form, reset, lengths: As there.
+        factors: K and V by their factors, for the kernel to multiply with.
         lean: Keep only the states for the backward and compute the projections K x and V x again; otherwise they are
             kept, which is faster and takes twice as much memory again.
     """
-    check(drive, state, constants, form, reset, lengths)
+    check(drive, state, constants, form, reset, lengths, factors)
     tensors = (drive, state, *constants)
     save = not lean and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    states: Tensor = _scan(drive, state, *constants, reset, lengths, *form, save)[0]
+    states: Tensor = _scan(drive, state, *constants, reset, lengths, *factors, numbers_of(form), save)[0]
     return states
 
 
@@ -80,22 +83,17 @@ def _scan(
     norm_bias: Tensor | None,
     reset: Tensor | None,
     lengths: Tensor | None,
-    heads: int,
-    turns: bool,
-    given: bool,
-    beta_given: bool,
-    source: int,
-    spike: float,
-    retracted: int,
-    dot: float | None,
-    aware: bool,
-    norm: float | None,
+    left: Tensor | None,
+    right: Tensor | None,
+    outer: Tensor | None,
+    inner: Tensor | None,
+    numbers: Sequence[float],
     save: bool,
 ) -> tuple[Tensor, Tensor]:
     constants = Constants(real, imag, weight, bias, beta, feed_real, feed_imag, decay, charge, norm_weight, norm_bias)
-    form = Form(heads, turns, given, beta_given, source, spike, retracted, dot, aware, norm)
+    form = form_of(numbers)
     if drive.device.type == "cpu" and cpu.ready(drive.dtype):
-        return cpu.forward(drive, state, constants, form, reset, lengths, save)
+        return cpu.forward(drive, state, constants, form, reset, lengths, Factors(left, right, outer, inner), save)
     kernel = _by_triton(drive, constants, form)
     if kernel is not None:
         return kernel.forward(drive, state, constants, form, reset, lengths), drive.new_empty(0)
@@ -123,21 +121,17 @@ def _scan_backward(
     norm_bias: Tensor | None,
     reset: Tensor | None,
     lengths: Tensor | None,
-    heads: int,
-    turns: bool,
-    given: bool,
-    beta_given: bool,
-    source: int,
-    spike: float,
-    retracted: int,
-    dot: float | None,
-    aware: bool,
-    norm: float | None,
+    left: Tensor | None,
+    right: Tensor | None,
+    outer: Tensor | None,
+    inner: Tensor | None,
+    numbers: Sequence[float],
 ) -> list[Tensor]:
     constants = Constants(real, imag, weight, bias, beta, feed_real, feed_imag, decay, charge, norm_weight, norm_bias)
-    form = Form(heads, turns, given, beta_given, source, spike, retracted, dot, aware, norm)
+    form = form_of(numbers)
     if drive.device.type == "cpu":
-        found = cpu.backward(gradient, drive, state, constants, form, reset, lengths, states, projections)
+        factors = Factors(left, right, outer, inner)
+        found = cpu.backward(gradient, drive, state, constants, form, reset, lengths, factors, states, projections)
     else:
         found = _by_triton(drive, constants, form).backward(gradient, states, state, constants, form, reset, lengths)
     to_drive, to_state, to_constants = found
@@ -147,8 +141,8 @@ def _scan_backward(
 @_scan.register_fake
 def _(drive: Tensor, state: Tensor, real: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     rest = len(Constants._fields) - 1
-    *form, save = others[rest + 2 :]  # reset and lengths come before
-    kept = cpu.kept(drive, Constants(real, *others[:rest]), Form(*form), save)
+    numbers, save = others[rest + _HELD :]
+    kept = cpu.kept(drive, Constants(real, *others[:rest]), form_of(numbers), save)
     return drive.new_empty(*drive.shape[:2], state.shape[-1]), drive.new_empty(kept)
 
 
@@ -159,18 +153,18 @@ def _(gradient: Tensor, states: Tensor, projections: Tensor, *inputs: Any) -> li
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[: _LEAVES + 2], *output)  # reset and lengths too
-    ctx.form = Form(*inputs[_LEAVES + 2 : -1])
+    ctx.save_for_backward(*inputs[: _LEAVES + _HELD], *output)
+    ctx.form = form_of(inputs[_LEAVES + _HELD])
 
 
 def _differentiate(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Any, ...]:
     *inputs, states, projections = ctx.saved_tensors
-    rest = (None,) * (2 + len(Form._fields) + 1)  # reset, lengths, form and save have no derivative
+    rest = (None,) * (_HELD + 2)  # form and save too
     if gradient is None:
         return (None,) * _LEAVES + rest
     if torch.is_grad_enabled() or not _has_backward(inputs[0], Constants(*inputs[2:_LEAVES]), ctx.form):
         return *_by_reference(gradient, inputs, ctx.form, ctx.needs_input_grad), *rest
-    found = iter(_scan_backward(gradient, states, projections, *inputs, *ctx.form))
+    found = iter(_scan_backward(gradient, states, projections, *inputs, numbers_of(ctx.form)))
     return *(None if t is None else next(found) for t in inputs[:_LEAVES]), *rest
 
 
@@ -185,7 +179,8 @@ def _by_reference(gradient: Tensor, inputs: list[Any], form: Form, needed: Seque
     if torch.is_grad_enabled():
         native.notice("a derivative of a derivative was asked for, and the kernel has one only.")
     again = torch.is_grad_enabled()
-    drive, state, *constants, reset, lengths = inputs
+    drive, state, *constants = inputs[:_LEAVES]
+    reset, lengths = inputs[_LEAVES : _LEAVES + 2]
     with torch.enable_grad():
         states = reference.adpt_scan(drive, state, Constants(*constants), form, reset=reset, lengths=lengths)
         wanted = [t for t, need in zip(inputs[:_LEAVES], needed, strict=False) if need]

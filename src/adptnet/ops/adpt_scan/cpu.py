@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import memory, native
-from .form import Constants, Form
+from .form import DENSE, Constants, Factors, Form
 
 __all__ = ["backward", "forward", "kept", "products", "ready"]
 
@@ -19,10 +19,10 @@ _NAMES = {torch.float32: "float", torch.float64: "double"}
 NARROW, WIDE = 1 << 18, 1 << 22
 
 _NUMBERS = "batch steps heads size features width first last tile threads complex_pairs given turns source form aware"
-_NUMBERS += " coupled beta_given mixes norms"
-_POINTERS = "drive initial real imag weight bias beta feed_real feed_imag decay charge norm_weight norm_bias reset"
-_POINTERS += " lengths states projections state_gradients carry drive_gradients projection_gradients sources sums"
-_POINTERS += " workspace"
+_NUMBERS += " coupled beta_given mixes norms factored rank outer_size inner_size"
+_POINTERS = "drive initial real imag weight bias beta feed_real feed_imag decay charge norm_weight norm_bias left right"
+_POINTERS += " outer inner reset lengths states projections state_gradients carry drive_gradients projection_gradients"
+_POINTERS += " sources sums workspace"
 
 
 class _Scan(ctypes.Structure):
@@ -63,10 +63,11 @@ def forward(
     form: Form,
     reset: Tensor | None,
     lengths: Tensor | None,
+    factors: Factors,
     save: bool,
 ) -> tuple[Tensor, Tensor]:
     """The states, and K x and V x of every step if they are to be saved (nothing otherwise)."""
-    call = _Call(drive, state, constants, form, reset, lengths)
+    call = _Call(drive, state, constants, form, reset, lengths, factors)
     batch, steps, width = *drive.shape[:2], state.shape[-1]
     states = memory.empty(batch, steps, width, dtype=drive.dtype)
     projections = memory.empty(*kept(drive, constants, form, save), dtype=drive.dtype)
@@ -83,11 +84,12 @@ def backward(
     form: Form,
     reset: Tensor | None,
     lengths: Tensor | None,
+    factors: Factors,
     states: Tensor,
     projections: Tensor,
 ) -> tuple[Tensor, Tensor, Constants]:
     """Derivatives with respect to the drive, the initial state and each of the constants."""
-    call = _Call(drive, state, constants, form, reset, lengths)
+    call = _Call(drive, state, constants, form, reset, lengths, factors)
     batch, steps = drive.shape[:2]
     heads, pad, dtype = form.heads, call.pad, drive.dtype
     size = constants.real.shape[0] // heads
@@ -131,7 +133,7 @@ def backward(
 
 def products(drive: Tensor, state: Tensor, constants: Constants, form: Form, *, transposed: bool) -> None:
     """Only the matrix products of every step, forward or of the backward: a limit to measure against."""
-    call = _Call(drive, state, constants, form, None, None)
+    call = _Call(drive, state, constants, form, None, None, DENSE)
     call.run("adpt_scan_products", backward=transposed)
 
 
@@ -177,6 +179,7 @@ class _Call:
         form: Form,
         reset: Tensor | None,
         lengths: Tensor | None,
+        factors: Factors,
     ):
         self.library = _declared(native.load("adpt_scan", _NAMES[drive.dtype]))
         batch, steps, features = drive.shape
@@ -208,12 +211,16 @@ class _Call:
             beta_given=form.beta_given,
             mixes=form.dot is not None,
             norms=form.norm is not None,
+            factored=any(part is not None for part in factors),
+            rank=0 if factors.left is None else factors.left.shape[-1],
+            outer_size=0 if factors.outer is None else factors.outer.shape[-1],
+            inner_size=0 if factors.inner is None else factors.inner.shape[-1],
             spike=form.spike,
             dot=0.0 if form.dot is None else form.dot,
             norm=0.0 if form.norm is None else form.norm,
         )
         self.held: dict[str, Tensor] = {}
-        self.set(drive=drive, initial=state, reset=reset, lengths=lengths)
+        self.set(drive=drive, initial=state, reset=reset, lengths=lengths, **factors._asdict())
         named = constants._asdict()
         for name in ("imag", "feed_imag"):
             named[name] = None if named[name] is None else _signed(named[name])

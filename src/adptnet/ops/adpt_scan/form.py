@@ -1,14 +1,28 @@
 """What an ADPT recurrence is made of, in tensors and numbers: the arguments of the operation."""
 
 import enum
-from typing import NamedTuple
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...errors import InputError
 
-__all__ = ["PLAIN", "Constants", "Form", "Retracted", "Source", "check", "is_plain"]
+__all__ = [
+    "DENSE",
+    "PLAIN",
+    "Constants",
+    "Factors",
+    "Form",
+    "Retracted",
+    "Source",
+    "check",
+    "form_of",
+    "is_plain",
+    "numbers_of",
+]
 
 
 class Source(enum.IntEnum):
@@ -35,15 +49,27 @@ class Form(NamedTuple):
     turns: bool = True  # whether there are directions at all; if not, M = Λ̄
     given: bool = False  # the drive holds key and value behind itself: (drive, key, value), each of the state's size
     beta_given: bool = False  # the drive's last number is β
-    source: int = Source.STATE
+    source: int = Source.STATE.value  # a plain number, which torch.compile can read
     spike: float = 0.0
-    retracted: int = Retracted.EXPONENTIAL
+    retracted: int = Retracted.EXPONENTIAL.value
     dot: float | None = None  # of key and value, where it is fixed
     aware: bool = False  # the drive is turned with the state
     norm: float | None = None  # ε of the LayerNorm on unit(K x) and unit(V x), where there is one: with one head
 
 
 PLAIN = Form()
+
+
+def numbers_of(form: Form) -> list[float]:
+    """A form as one argument of an operation: torch walks the arguments of each call once for every one of them."""
+    return [math.inf if number is None else float(number) for number in form]
+
+
+def form_of(numbers: Sequence[float]) -> Form:
+    """The form with these numbers."""
+    kinds = [float if default is None else type(default) for default in PLAIN]
+    given: list[Any] = [None if math.isinf(x) else kind(x) for kind, x in zip(kinds, numbers, strict=True)]
+    return Form(*given)
 
 
 class Constants(NamedTuple):
@@ -63,6 +89,21 @@ class Constants(NamedTuple):
     norm_bias: Tensor | None = None
 
 
+class Factors(NamedTuple):
+    """K and V as A B' + C ⊗ D, either part or none: a cheaper way to the products with `Constants.weight`.
+
+    They must make those matrices, which hold the derivative: what is here has none.
+    """
+
+    left: Tensor | None = None  # A, (heads, 2, m, rank)
+    right: Tensor | None = None  # B, likewise
+    outer: Tensor | None = None  # C, (heads, 2, a, a)
+    inner: Tensor | None = None  # D, (heads, 2, b, b), a b = m
+
+
+DENSE = Factors()
+
+
 def is_plain(constants: Constants, form: Form) -> bool:
     """One head, a real spectrum, unit key and value along K and V of the state, a rotation, and nothing else."""
     return (
@@ -79,7 +120,13 @@ def is_plain(constants: Constants, form: Form) -> bool:
 
 
 def check(
-    drive: Tensor, state: Tensor, constants: Constants, form: Form, reset: Tensor | None, lengths: Tensor | None
+    drive: Tensor,
+    state: Tensor,
+    constants: Constants,
+    form: Form,
+    reset: Tensor | None,
+    lengths: Tensor | None,
+    factors: Factors,
 ) -> None:
     """Refuses what does not fit together: a kernel believes what it is told about sizes."""
     size, heads = constants.real.shape[0], form.heads
@@ -102,6 +149,16 @@ def check(
         optional = name == "imag" or not slow or (name == "feed_imag" and constants.imag is None)
         tensor = getattr(constants, name)
         needed[name] = tensor, None if optional and tensor is None else (size,), drive.dtype
+    rank = 0 if factors.left is None else factors.left.shape[-1]
+    a = 0 if factors.outer is None else factors.outer.shape[-1]
+    b = m // a if a else 0
+    for name, part, sides in (
+        ("left", factors.left, (m, rank)),
+        ("right", factors.left, (m, rank)),
+        ("outer", factors.outer, (a, a)),
+        ("inner", factors.outer, (b, b)),
+    ):
+        needed[name] = getattr(factors, name), None if part is None else (heads, 2, *sides), drive.dtype
     for name, (tensor, shape, dtype) in needed.items():
         given = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
         if shape is not None and given != (shape, dtype):

@@ -4,6 +4,7 @@
 // padded with zeros to `pad`, a whole number of panels, in the memory of a task; tensors of the caller are not padded,
 // except the projections, which nobody else reads. Only GCC and Clang vector extensions are used.
 
+#include "factored.h"
 #include "products.h"
 #include "rotation.h"
 
@@ -14,9 +15,11 @@ struct Scan {
   int64_t first, last;                    // steps that the backward runs, and what its buffers hold
   int64_t tile, threads;                  // sequences in a tile
   int64_t complex_pairs, given, turns, source, form, aware, coupled, beta_given, mixes, norms;
+  int64_t factored, rank, outer_size, inner_size;  // K and V by their factors, and the sizes of those
   double spike, dot, norm;                // dot: of key and value, if `mixes`; norm: an epsilon, if `norms`
   const void *drive, *initial, *real, *imag, *weight, *bias, *beta;
   const void *feed_real, *feed_imag, *decay, *charge, *norm_weight, *norm_bias;
+  const void *left, *right, *outer, *inner;  // if `factored`, of one head after the other, of K and then of V
   const uint8_t* reset;
   const int64_t* lengths;
   void *states, *projections;             // projections: (heads, steps, batch, 2 pad), may be null
@@ -182,10 +185,26 @@ template <class T> INLINE Vec<T> sourced(const Scan& s, Vec<T> x) {
 }
 // Where the derivative of `sourced` is one; elsewhere it is zero.
 template <class T> INLINE Vec<T> masked(const Scan& s, Vec<T> x, Vec<T> gradient) {
+  if (s.source == identity) return gradient;
   if (s.source == relu) return x > 0 ? gradient : Vec<T>{};
   Vec<T> off = x - T(s.spike);
   return (off >= T(-0.5)) & (off <= T(0.5)) ? gradient : Vec<T>{};
 }
+
+INLINE Shape shape_of(const Scan& s) { return {s.size, s.rank, s.outer_size, s.inner_size}; }
+
+// [K; V] of one head, or their transpose.
+template <class T> struct Weights {
+  T* panels;
+  Factors<T> factors;
+
+  void lay_out(const Scan& s, Arena<T>& memory) {
+    if (s.factored)
+      factors.lay_out(shape_of(s), memory);
+    else
+      panels = memory.take(2 * padded<T>(s.size) * s.size);
+  }
+};
 
 template <class T> struct Task {
   int64_t head, begin, rows, index;
@@ -194,6 +213,7 @@ template <class T> struct Task {
   T *g, *slow_g, *partial, *gradients, *sums;
   Row<T>* row;
   Normed<T>* norms;  // of key and value of each row
+  Between<T> between;
 
   void lay_out(const Scan& s, int64_t tile, bool backward, Arena<T>& memory) {
     int64_t pad = padded<T>(s.size);
@@ -204,6 +224,7 @@ template <class T> struct Task {
     for (T** vectors : {&projections, &scratch}) *vectors = memory.take(tile * 2 * pad);
     normed = memory.take(s.norms ? tile * 2 * pad : 0);
     norms = reinterpret_cast<Normed<T>*>(memory.take(s.norms ? tile * 2 * sizeof(Normed<T>) / sizeof(T) : 0));
+    if (s.factored) between.lay_out(shape_of(s), tile, memory);
     mixed = memory.take(s.mixes ? tile * 2 * pad : 0);
     mixing = memory.take(s.mixes ? 4 * pad : 0);
     row = reinterpret_cast<Row<T>*>(memory.take(tile * sizeof(Row<T>) / sizeof(T) + 16));
@@ -238,7 +259,7 @@ template <class T> void load_constants(const Scan& s, Task<T>& task) {
 }
 
 // The p and q of every row at step t.
-template <class T> INLINE void project(const Scan& s, const Task<T>& task, const T* weights, int64_t t, T* out) {
+template <class T> INLINE void project(const Scan& s, const Task<T>& task, const Weights<T>& by, int64_t t, T* out) {
   const int64_t m = s.size, pad = padded<T>(m), n = s.heads * m;
   if (s.given) {
     for (int64_t r = 0; r < task.rows; ++r, out += 2 * pad) {
@@ -248,7 +269,10 @@ template <class T> INLINE void project(const Scan& s, const Task<T>& task, const
     }
     return;
   }
-  product<T, false>(task.rows, task.source, pad, {m, 0, 0}, weights, 2 * pad / panel<T>, out, 2 * pad);
+  if (s.factored)
+    factored<T>(shape_of(s), by.factors, task.rows, task.source, task.between, out);
+  else
+    product<T, false>(task.rows, task.source, pad, {m, 0, 0}, by.panels, 2 * pad / panel<T>, out, 2 * pad);
   if (s.bias)
     for (int64_t r = 0; r < task.rows; ++r, out += 2 * pad)
       for (int64_t i = 0; i < 2 * pad; i += lanes<T>) store<T>(out + i, load<T>(out + i) + load<T>(task.bias + i));
@@ -291,7 +315,7 @@ template <class T> INLINE bool ended(const Scan& s, int64_t sequence, int64_t t)
   return s.lengths && t >= s.lengths[sequence];
 }
 
-template <class T, bool Pairs> void run_forward(const Scan& s, Task<T>& task, const T* weights) {
+template <class T, bool Pairs> void run_forward(const Scan& s, Task<T>& task, const Weights<T>& weights) {
   const int64_t m = s.size, pad = padded<T>(m), n = s.heads * m, offset = task.head * m;
   const int64_t whole = m / lanes<T> * lanes<T>;
   const bool kept_drive = s.coupled || s.aware;  // padded in memory of the task
@@ -472,7 +496,7 @@ INLINE T row_backward(const Scan& s, const Task<T>& task, const Eigen<T>& eigen,
 }
 
 template <class T, bool Pairs>
-void run_backward(const Scan& s, Task<T>& task, const T* weights, const T* transposed) {
+void run_backward(const Scan& s, Task<T>& task, const Weights<T>& weights, const Weights<T>& transposed) {
   const int64_t m = s.size, pad = padded<T>(m), n = s.heads * m, offset = task.head * m, span = s.last - s.first;
   const bool weighted = s.turns && !s.given;
   const int64_t steps_ahead = task.rows < 8 ? 16 / task.rows : 1;
@@ -582,10 +606,13 @@ void run_backward(const Scan& s, Task<T>& task, const T* weights, const T* trans
     }
     if (weighted) {
       const Ranges halves = {m, pad - m, m};
-      if (s.source == identity) {
-        product<T, true>(task.rows, gradients, 2 * pad, halves, transposed, pad / panel<T>, task.partial, pad);
+      if (s.source == identity && !s.factored) {
+        product<T, true>(task.rows, gradients, 2 * pad, halves, transposed.panels, pad / panel<T>, task.partial, pad);
       } else {
-        product<T, false>(task.rows, gradients, 2 * pad, halves, transposed, pad / panel<T>, task.scratch, pad);
+        if (s.factored)
+          factored_back<T>(shape_of(s), transposed.factors, task.rows, gradients, task.between, task.scratch);
+        else
+          product<T, false>(task.rows, gradients, 2 * pad, halves, transposed.panels, pad / panel<T>, task.scratch, pad);
         for (int64_t i = 0; i < task.rows * pad; i += lanes<T>)
           store<T>(task.partial + i,
                    load<T>(task.partial + i) + masked<T>(s, load<T>(task.x + i), load<T>(task.scratch + i)));
@@ -609,15 +636,17 @@ void run_backward(const Scan& s, Task<T>& task, const T* weights, const T* trans
 }
 
 // Only the matrix products of all steps, for benchmarks: what the rest is measured against.
-template <class T> void run_products(const Scan& s, Task<T>& task, const T* weights, const T* transposed, bool backward) {
+template <class T>
+void run_products(const Scan& s, Task<T>& task, const Weights<T>& weights, const Weights<T>& transposed, bool backward) {
   const int64_t m = s.size, pad = padded<T>(m);
   for (int64_t i = 0; i < task.rows * pad; ++i) task.x[i] = 1;
   for (int64_t i = 0; backward && i < task.rows * 2 * pad; ++i) task.gradients[i] = 1;
   for (int64_t t = 0; t < s.steps; ++t)
     if (backward)
-      product<T, false>(task.rows, task.gradients, 2 * pad, {m, pad - m, m}, transposed, pad / panel<T>, task.partial, pad);
+      product<T, false>(task.rows, task.gradients, 2 * pad, {m, pad - m, m}, transposed.panels, pad / panel<T>,
+                        task.partial, pad);
     else
-      product<T, false>(task.rows, task.x, pad, {m, 0, 0}, weights, 2 * pad / panel<T>, task.projections, 2 * pad);
+      product<T, false>(task.rows, task.x, pad, {m, 0, 0}, weights.panels, 2 * pad / panel<T>, task.projections, 2 * pad);
 }
 
 template <class T> int64_t task_memory(const Scan& s, bool backward) {
@@ -627,20 +656,35 @@ template <class T> int64_t task_memory(const Scan& s, bool backward) {
 }
 
 template <class T> int64_t weight_memory(const Scan& s) {
-  return s.turns && !s.given ? s.heads * 2 * padded<T>(s.size) * s.size : 0;
+  Arena<T> memory = {nullptr, 0};
+  Weights<T>{}.lay_out(s, memory);
+  return s.turns && !s.given ? memory.used : 0;
+}
+
+template <class T> void pack_weights(const Scan& s, int64_t head, bool back, Weights<T>& to) {
+  const int64_t m = s.size;
+  auto of = [&](const void* given, int64_t each) { return static_cast<const T*>(given) + head * 2 * each; };
+  if (s.factored) {
+    const Given<T> given = {of(s.left, m * s.rank), of(s.right, m * s.rank), of(s.outer, s.outer_size * s.outer_size),
+                            of(s.inner, s.inner_size * s.inner_size)};
+    back ? pack_factors_back<T>(shape_of(s), given, to.factors) : pack_factors<T>(shape_of(s), given, to.factors);
+  } else {
+    back ? pack_backward<T>(of(s.weight, m * m), m, to.panels) : pack_forward<T>(of(s.weight, m * m), m, to.panels);
+  }
 }
 
 template <class T> void run(const Scan& s, bool backward, bool products = false) {
-  const int64_t pad = padded<T>(s.size), tiles = (s.batch + s.tile - 1) / s.tile, tasks = tiles * s.heads;
-  T* forward_weights = static_cast<T*>(s.workspace);
-  T* backward_weights = forward_weights + weight_memory<T>(s);
-  T* memory = backward_weights + (backward ? weight_memory<T>(s) : 0);
-  if (s.turns && !s.given)
-    for (int64_t h = 0; h < s.heads; ++h) {
-      const T* weight = static_cast<const T*>(s.weight) + h * 2 * s.size * s.size;
-      if (!backward || !s.projections) pack_forward<T>(weight, s.size, pad, forward_weights + h * 2 * pad * s.size);
-      if (backward) pack_backward<T>(weight, s.size, pad, backward_weights + h * 2 * pad * s.size);
-    }
+  const int64_t tiles = (s.batch + s.tile - 1) / s.tile, tasks = tiles * s.heads;
+  const bool weighted = s.turns && !s.given;
+  Arena<T> memory = {static_cast<T*>(s.workspace), 0};
+  std::vector<Weights<T>> weights(s.heads), transposed(s.heads);
+  for (int64_t h = 0; weighted && h < s.heads; ++h) {
+    weights[h].lay_out(s, memory);
+    if (!backward || !s.projections) pack_weights<T>(s, h, false, weights[h]);
+    if (!backward) continue;
+    transposed[h].lay_out(s, memory);
+    pack_weights<T>(s, h, true, transposed[h]);
+  }
   auto worker = [&](int64_t thread) {
     for (int64_t i = thread; i < tasks; i += s.threads) {
       Task<T> task = {};
@@ -648,24 +692,22 @@ template <class T> void run(const Scan& s, bool backward, bool products = false)
       task.head = i / tiles;
       task.begin = i % tiles * s.tile;
       task.rows = task.begin + s.tile > s.batch ? s.batch - task.begin : s.tile;
-      Arena<T> own = {memory + thread * task_memory<T>(s, backward), 0};
+      Arena<T> own = {memory.base + memory.used + thread * task_memory<T>(s, backward), 0};
       task.lay_out(s, s.tile, backward, own);
-      const T* weights = forward_weights + task.head * 2 * pad * s.size;
-      const T* transposed = backward_weights + task.head * 2 * pad * s.size;
+      const Weights<T>&by = weights[task.head], &back = transposed[task.head];
       if (products)
-        run_products<T>(s, task, weights, transposed, backward);
+        run_products<T>(s, task, by, back, backward);
       else if (backward)
-        s.complex_pairs ? run_backward<T, true>(s, task, weights, transposed)
-                        : run_backward<T, false>(s, task, weights, transposed);
+        s.complex_pairs ? run_backward<T, true>(s, task, by, back) : run_backward<T, false>(s, task, by, back);
       else
-        s.complex_pairs ? run_forward<T, true>(s, task, weights) : run_forward<T, false>(s, task, weights);
+        s.complex_pairs ? run_forward<T, true>(s, task, by) : run_forward<T, false>(s, task, by);
     }
   };
   in_threads(s.threads, worker);
 }
 
 template <class T> int64_t workspace(const Scan& s, bool backward) {
-  return (weight_memory<T>(s) * (backward ? 2 : 1) + s.threads * task_memory<T>(s, backward)) * sizeof(T);
+  return (s.heads * weight_memory<T>(s) * (backward ? 2 : 1) + s.threads * task_memory<T>(s, backward)) * sizeof(T);
 }
 
 }  // namespace

@@ -93,8 +93,8 @@ void multiply_rows(const T* x, int64_t x_stride, Ranges over, const T* weights, 
 
 // Panel by panel, so that a panel stays in the nearest cache for all groups of rows.
 template <class T, bool Add>
-void product(int64_t rows, const T* x, int64_t x_stride, Ranges over, const T* weights, int64_t panels, T* out,
-             int64_t out_stride) {
+__attribute__((noinline)) void product(int64_t rows, const T* x, int64_t x_stride, Ranges over, const T* weights,
+                                       int64_t panels, T* out, int64_t out_stride) {
   int64_t depth = over.first + over.second;
   int64_t groups = (rows + 5) / 6, block = rows > 6 ? 1 : panels;
   for (int64_t j = 0; j < panels; j += block) {
@@ -117,21 +117,23 @@ void product(int64_t rows, const T* x, int64_t x_stride, Ranges over, const T* w
   }
 }
 
+// Panels of a matrix with `depth` rows, over which a product runs, and `width` columns, padded; returns where they end.
+template <class T, class Entry> T* pack(int64_t depth, int64_t width, T* out, Entry entry) {
+  for (int64_t j = 0; j < padded<T>(width); j += panel<T>)
+    for (int64_t i = 0; i < depth; ++i)
+      for (int64_t l = 0; l < panel<T>; ++l, ++out) *out = j + l < width ? entry(i, j + l) : T(0);
+  return out;
+}
+
 // Weights of one head, (2 size, size) row by row, as panels for [K; V] x: outputs are padded, the reduction is not.
-template <class T> void pack_forward(const T* weight, int64_t size, int64_t pad, T* out) {
-  for (int64_t j = 0; j < 2 * pad; j += panel<T>)
-    for (int64_t i = 0; i < size; ++i)
-      for (int64_t l = 0; l < panel<T>; ++l, ++out) {
-        int64_t half = (j + l) / pad, row = (j + l) % pad;
-        *out = row < size ? weight[(half * size + row) * size + i] : T(0);
-      }
+template <class T> void pack_forward(const T* weight, int64_t size, T* out) {
+  for (const T* half : {weight, weight + size * size})
+    out = pack<T>(size, size, out, [&](int64_t i, int64_t j) { return half[j * size + i]; });
 }
 
 // The same as panels for [K' V'] g: the reduction runs over the 2 size rows.
-template <class T> void pack_backward(const T* weight, int64_t size, int64_t pad, T* out) {
-  for (int64_t j = 0; j < pad; j += panel<T>)
-    for (int64_t i = 0; i < 2 * size; ++i)
-      for (int64_t l = 0; l < panel<T>; ++l, ++out) *out = j + l < size ? weight[i * size + j + l] : T(0);
+template <class T> void pack_backward(const T* weight, int64_t size, T* out) {
+  pack<T>(2 * size, size, out, [&](int64_t i, int64_t j) { return weight[i * size + j]; });
 }
 
 }  // namespace

@@ -300,9 +300,9 @@ template <class T> void run(const Step& s) {
   T *weights = static_cast<T*>(s.workspace), *transposed = weights + each, *matrices = transposed + each;
   T* memory = weights + weight_memory<T>(s);
   const T* given = static_cast<const T*>(s.weight);
-  if (!s.packed) pack_forward<T>(given, m, pad, weights);
+  if (!s.packed) pack_forward<T>(given, m, weights);
   if (s.jacobians && !s.packed) {
-    pack_backward<T>(given, m, pad, transposed);
+    pack_backward<T>(given, m, transposed);
     for (int64_t i = 0; i < 2 * m; ++i) fetch<T>(given + i * m, m, matrices + i * pad, pad);
   }
   in_threads(s.threads, [&](int64_t thread) {
