@@ -41,6 +41,53 @@ def test_high_tones_move_the_base_and_low_ones_the_apex():
         assert abs(moved.argmax() * 699 / 35 - place) < 40
 
 
+def joined(*parts):
+    return [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
+
+
+@pytest.mark.parametrize("piece", [0.1, 0.75])
+def test_sound_in_chunks_gives_the_spikes_of_the_whole(piece):
+    cochlea = Cochlea(channels=20)
+    sound = np.random.default_rng(0).standard_normal(14_001)
+    ear = cochlea.listen(level=1.0, piece=piece, seed=3)
+    expected = joined(ear(sound), ear.end())
+    assert len(expected[0]) > 300
+    for size in (37, 800, 5000):
+        ear, parts, certain = cochlea.listen(level=1.0, piece=piece, seed=3), [], 0.0
+        for start in range(0, len(sound), size):
+            parts.append(ear(sound[start : start + size]))
+            assert not len(parts[-1].times) or parts[-1].times.min() >= certain
+            assert certain <= ear.heard
+            certain = ear.heard
+        parts.append(ear.end())
+        for found, wanted in zip(joined(*parts), expected, strict=True):
+            np.testing.assert_array_equal(found, wanted)
+    assert ear.heard == 7000 / 8000
+
+
+def test_listening_is_the_cochlea_where_sound_goes_through_in_pieces():
+    """Beyond two seconds, at the same loudness and without fading."""
+    cochlea, sound = Cochlea(channels=20, ramp=0.0), np.random.default_rng(0).standard_normal(37_000)
+    ear = cochlea.listen(level=np.sqrt((sound**2).mean()), seed=5)
+    whole = cochlea(sound, seed=5)
+    for found, wanted in zip(joined(ear(sound), ear.end()), whole, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_what_cannot_be_heard_in_chunks_is_said():
+    cochlea = Cochlea(channels=4)
+    with pytest.raises(InputError, match=r"level=0\): the root mean square"):
+        cochlea.listen(level=0)
+    with pytest.raises(InputError, match=r"piece=9\): from 0\.05 to 2 seconds"):
+        cochlea.listen(level=1.0, piece=9)
+    ear = cochlea.listen(level=1.0)
+    with pytest.raises(InputError, match=r"one row of finite samples; got shape \(4, 2\)"):
+        ear(np.zeros((4, 2)))
+    ear.end()
+    with pytest.raises(InputError, match="the sound has ended"):
+        ear(np.zeros(4))
+
+
 def test_spikes_are_those_of_fibres_simulated_one_by_one():
     """Forty fibres drawn by themselves, each silent 1 ms after a spike, and the bushy cell in plain numbers."""
     dt, channels, steps = 1 / 8000, 30, 1200
