@@ -116,7 +116,7 @@ def networks() -> dict[str, Callable[[int], SpikingModelSpec]]:
 
 
 def _network(kind: type[NeuronSpec], width: int) -> SpikingModelSpec:
-    return SpikingModelSpec(kind(width), input_size=1, output_size=1)  # type: ignore[call-arg]
+    return SpikingModelSpec(kind(width), input_size=1, output_size=1)
 
 
 def _around(kind: type[CellSpec], width: int) -> LayerSpec:
@@ -273,7 +273,9 @@ def _inner(body: Any) -> list[Any]:
 def _group(name: str, documented: list[type], fields: list[tuple[str, Any, Any]]) -> tuple[str, Any, Any]:
     made = dataclasses.make_dataclass(name.capitalize(), fields, frozen=True)
     made.__doc__ = f"{name.capitalize()}.\n\nAttributes:\n" + "".join(
-        (kind.__doc__ or "").partition("Attributes:\n")[2].rstrip() + "\n" for kind in documented
+        (each.__doc__ or "").partition("Attributes:\n")[2].rstrip() + "\n"
+        for kind in documented
+        for each in kind.__mro__
     )
     return name, made, made()
 

@@ -44,8 +44,8 @@ class StreamingStep(nn.Module):
 
     def initial(self, batch: int = 1) -> tuple[Tensor, ...]:
         """The states and the position before the first frame."""
-        layers = [*(layer.neurons for layer in self.model.layers), self.model.integrators]
-        states = tuple(layer.initial_state(batch) for layer in layers)  # type: ignore[operator]
+        layers: list[Any] = [*(layer.neurons for layer in self.model.layers), self.model.integrators]
+        states = [layer.initial_state(batch) for layer in layers]
         return *(state.state for state in states), states[0].position
 
     def forward(self, frame: Tensor, *carried: Tensor) -> tuple[Tensor, ...]:
