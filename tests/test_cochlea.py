@@ -88,6 +88,17 @@ def test_what_cannot_be_heard_in_chunks_is_said():
         ear(np.zeros(4))
 
 
+def test_the_command_names_the_file_that_cannot_be_heard(tmp_path, capsys):
+    wavfile.write(tmp_path / "short.wav", 16_000, np.zeros(20, np.int16))
+    (tmp_path / "text.wav").write_text("no sound at all" * 10)
+    for name, said in (("short", "short.wav: a sound of 20 samples is too short"), ("text", "not understood. Only")):
+        assert cli.main(["cochlea", str(tmp_path / f"{name}.wav"), str(tmp_path / "out.h5")]) == 1
+        error = capsys.readouterr().err
+        assert said in error
+        assert ".." not in error.replace(str(tmp_path), "")
+    assert not (tmp_path / "out.h5").exists()
+
+
 def test_spikes_are_those_of_fibres_simulated_one_by_one():
     """Forty fibres drawn by themselves, each silent 1 ms after a spike, and the bushy cell in plain numbers."""
     dt, channels, steps = 1 / 8000, 30, 1200
@@ -136,7 +147,7 @@ def test_a_long_sound_in_pieces_is_the_whole():
     sound = np.random.default_rng(0).normal(size=40_000)
     sound[:4000] *= np.linspace(0, 1, 4000)
     pieces = np.concatenate(list(cochlea._moving(sound)))
-    whole = cochlea._padded(sound, 48_000)[:20_000]
+    whole = cochlea.padded(sound, 48_000)[:20_000]
     assert pieces.shape == whole.shape
     error = np.linalg.norm(pieces - whole, axis=0) / np.linalg.norm(whole, axis=0)
     assert error.max() < 0.03  # the channels above the highest frequency of the sound ring longest

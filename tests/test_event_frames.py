@@ -222,7 +222,7 @@ def test_archives_that_are_not_right_are_refused(tmp_path, arrays, said):
 def test_a_cut_off_archive_is_refused(tmp_path, frames):
     (tmp_path / "cut.npz").write_bytes(frames.read_bytes()[:-200])
     with pytest.raises(InputError, match=r"no npz file, or it is cut off"):
-        EventFrames(str(tmp_path / "cut.npz")).size("train")
+        EventFrames(str(tmp_path / "cut.npz"), test_speakers=(1,)).size("train")
     content = bytearray(frames.read_bytes())
     content[400:900] = bytes(500)
     (tmp_path / "hole.npz").write_bytes(content)
@@ -246,17 +246,19 @@ def test_events_of_a_camera_are_checked(tmp_path):
 def test_what_cannot_be_a_task_is_said(frames, tmp_path, speech):
     task = EventFrames(str(frames))
     with pytest.raises(DataError, match=r"which recordings are the test\? Pass test_path=.*its speakers are 0 to 4"):
-        task.size("test")
+        task.size("train")  # said before anything is learnt
     with pytest.raises(DataError, match=r"no speaker 7; its speakers are 0 to 4"):
         EventFrames(str(frames), test_speakers=(7,)).size("train")
+    with pytest.raises(IncompatibleError, match="the same file is to be learnt and tested on"):
+        EventFrames("a.h5", test_path="a.h5")
     with pytest.raises(DataError, match="no recording is left for validation"):
-        EventFrames(str(frames), validation=0.0).size("validation")
+        EventFrames(str(frames), validation=0.0, test_speakers=(1,)).size("validation")
     with pytest.raises(InputError, match=r"5 does not divide 12 frames. Pass 4 instead"):
         EventFrames(str(frames), merge=(5, 1)).input_size  # noqa: B018
     with pytest.raises(InputError, match="these recordings have 12 frames"):
         next(EventFrames(str(frames), test_speakers=(1,)).evaluation("test", 2, 2, length=3))
     with pytest.raises(IncompatibleError, match="holds frames; augmentations change events"):
-        EventFrames(str(frames), augmentations=(Drop(),)).training_batch(0, 2, 0)
+        EventFrames(str(frames), augmentations=(Drop(),), test_speakers=(1,)).training_batch(0, 2, 0)
     with pytest.raises(DataError, match="there is no file"):
         EventFrames(str(tmp_path / "none.h5")).size("train")
     (tmp_path / "a.wav").touch()
@@ -272,6 +274,12 @@ def test_what_cannot_be_a_task_is_said(frames, tmp_path, speech):
         EventFrames(merge=(2,))
     with pytest.raises(SpecError, match="as text"):
         EventFrames(path="")
+
+
+def test_a_published_file_with_another_md5_is_refused(speech):
+    (speech / "ssc_train.h5").rename(speech / "shd_train.h5")
+    with pytest.raises(DataError, match=r"has the MD5 .*published is 8e98.*is named itself: --task\.path FILE"):
+        EventFrames("shd").size("train")
 
 
 def test_only_spiking_networks_have_an_efficiency(frames, tmp_path, capsys):

@@ -73,6 +73,8 @@ class EventFrames(FiniteTask):
                 raise SpecError(f"EventFrames({name}={value!r}): pass 'shd', 'ssc' or the path of a file, as text.")
         if self.path in PUBLISHED and (self.test_path or self.validation_path or self.test_speakers):
             raise IncompatibleError(f"EventFrames(path={self.path!r}) has its own splits. Drop test_path and the like.")
+        if self.path in (self.test_path, self.validation_path):
+            raise IncompatibleError(f"EventFrames(path={self.path!r}): the same file is to be learnt and tested on.")
         if self.test_path is not None and self.test_speakers:
             raise IncompatibleError("EventFrames: test_path and test_speakers are two test sets. Pass one of them.")
         check_fraction(self, below="at 1 nothing would be left to train on", validation=self.validation)
@@ -169,7 +171,10 @@ def _published(name: Any) -> Path:
     places = folders()
     for folder in places:
         if any((folder / f"{name}.h5{suffix}").exists() for suffix in ("", ".zip", ".gz")):
-            return find(folder, name)
+            try:
+                return find(folder, name)
+            except InputError as error:
+                raise DataError(f"{error} A file that is meant to differ is named itself: --task.path FILE.") from None
     raise DataError(
         f"{name}.h5 is not in {' or '.join(map(str, places))}. Download https://zenkelab.org/datasets/{name}.h5.zip "
         "(CC BY 4.0) into a folder and set ADPTNET_DATA to that folder, or pass the path of a file: --task.path FILE."
@@ -214,12 +219,12 @@ def _indices(task: EventFrames, split: Split) -> Tensor:
     if _path(task, split) != _path(task, "train"):
         return torch.from_numpy(everything)
     tested = _tested(task, source)
+    if not tested.any() and _path(task, "test") == _path(task, "train"):  # said before anything is learnt
+        raise DataError(
+            f"EventFrames(path={task.path!r}): which recordings are the test? Pass test_path='FILE', or "
+            f"test_speakers=(…){_heard(source)}."
+        )
     if split == "test":
-        if not tested.any():
-            raise DataError(
-                f"EventFrames(path={task.path!r}): which recordings are the test? Pass test_path='FILE', or "
-                f"test_speakers=(…){_heard(source)}."
-            )
         return torch.from_numpy(everything[tested])
     held_out = (
         np.zeros_like(tested) if _path(task, "validation") != _path(task, "train") else _held(task, source, tested)
