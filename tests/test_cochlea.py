@@ -41,6 +41,64 @@ def test_high_tones_move_the_base_and_low_ones_the_apex():
         assert abs(moved.argmax() * 699 / 35 - place) < 40
 
 
+def joined(*parts):
+    return [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
+
+
+@pytest.mark.parametrize("piece", [0.1, 0.75])
+def test_sound_in_chunks_gives_the_spikes_of_the_whole(piece):
+    cochlea = Cochlea(channels=20)
+    sound = np.random.default_rng(0).standard_normal(14_001)
+    ear = cochlea.listen(level=1.0, piece=piece, seed=3)
+    expected = joined(ear(sound), ear.end())
+    assert len(expected[0]) > 300
+    for size in (37, 800, 5000):
+        ear, parts, certain = cochlea.listen(level=1.0, piece=piece, seed=3), [], 0.0
+        for start in range(0, len(sound), size):
+            parts.append(ear(sound[start : start + size]))
+            assert not len(parts[-1].times) or parts[-1].times.min() >= certain
+            assert certain <= ear.heard
+            certain = ear.heard
+        parts.append(ear.end())
+        for found, wanted in zip(joined(*parts), expected, strict=True):
+            np.testing.assert_array_equal(found, wanted)
+    assert ear.heard == 7000 / 8000
+
+
+def test_listening_is_the_cochlea_where_sound_goes_through_in_pieces():
+    """Beyond two seconds, at the same loudness and without fading."""
+    cochlea, sound = Cochlea(channels=20, ramp=0.0), np.random.default_rng(0).standard_normal(37_000)
+    ear = cochlea.listen(level=np.sqrt((sound**2).mean()), seed=5)
+    whole = cochlea(sound, seed=5)
+    for found, wanted in zip(joined(ear(sound), ear.end()), whole, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_what_cannot_be_heard_in_chunks_is_said():
+    cochlea = Cochlea(channels=4)
+    with pytest.raises(InputError, match=r"level=0\): the root mean square"):
+        cochlea.listen(level=0)
+    with pytest.raises(InputError, match=r"piece=9\): from 0\.05 to 2 seconds"):
+        cochlea.listen(level=1.0, piece=9)
+    ear = cochlea.listen(level=1.0)
+    with pytest.raises(InputError, match=r"one row of finite samples; got shape \(4, 2\)"):
+        ear(np.zeros((4, 2)))
+    ear.end()
+    with pytest.raises(InputError, match="the sound has ended"):
+        ear(np.zeros(4))
+
+
+def test_the_command_names_the_file_that_cannot_be_heard(tmp_path, capsys):
+    wavfile.write(tmp_path / "short.wav", 16_000, np.zeros(20, np.int16))
+    (tmp_path / "text.wav").write_text("no sound at all" * 10)
+    for name, said in (("short", "short.wav: a sound of 20 samples is too short"), ("text", "not understood. Only")):
+        assert cli.main(["cochlea", str(tmp_path / f"{name}.wav"), str(tmp_path / "out.h5")]) == 1
+        error = capsys.readouterr().err
+        assert said in error
+        assert ".." not in error.replace(str(tmp_path), "")
+    assert not (tmp_path / "out.h5").exists()
+
+
 def test_spikes_are_those_of_fibres_simulated_one_by_one():
     """Forty fibres drawn by themselves, each silent 1 ms after a spike, and the bushy cell in plain numbers."""
     dt, channels, steps = 1 / 8000, 30, 1200
@@ -89,7 +147,7 @@ def test_a_long_sound_in_pieces_is_the_whole():
     sound = np.random.default_rng(0).normal(size=40_000)
     sound[:4000] *= np.linspace(0, 1, 4000)
     pieces = np.concatenate(list(cochlea._moving(sound)))
-    whole = cochlea._padded(sound, 48_000)[:20_000]
+    whole = cochlea.padded(sound, 48_000)[:20_000]
     assert pieces.shape == whole.shape
     error = np.linalg.norm(pieces - whole, axis=0) / np.linalg.norm(whole, axis=0)
     assert error.max() < 0.03  # the channels above the highest frequency of the sound ring longest

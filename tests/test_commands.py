@@ -89,6 +89,16 @@ def test_every_layer_has_a_name_and_flags(name):
     assert flags.draft_of(flags.with_flags(base, [])) == base
 
 
+@pytest.mark.parametrize("name", sorted(flags.networks()))
+def test_every_spiking_network_has_a_name_and_flags(name):
+    base = flags.drafted(tasks.SequentialImage()).around(name)
+    assert base.name == name
+    assert base.around(None, 8).width == 8
+    assert base.around("adpt").name == "adpt"
+    with pytest.raises(errors.IncompatibleError, match=r"one answer for each sequence\. .*--model\.layer lif"):
+        flags.with_flags(base._replace(task=tasks.WordProblem()), [])
+
+
 def test_layers_go_by_the_names_of_the_paper():
     assert {"adpt", "linear-adpt", "relu-rnn", "tanh-rnn", "orthogonal-rnn"} <= set(flags.layers())
     assert flags.layer_named("linear-adpt", 4).cell.direction == directions.FromInput()

@@ -73,6 +73,38 @@ def test_late_events(late, total, last):
         Bins(10, 1.0, late="raise").frames(Events.of([0.05, 1.0, 1.01, 7.0], [3, 3, 3, 3]))
 
 
+def test_a_recording_in_milliseconds_is_not_taken_for_silence():
+    with pytest.raises(InputError, match=r"all 2 events come after 1\.0 s, the first at 100 s: are these seconds\?"):
+        Bins(10, 1.0).frames(Events.of([100.0, 900.0], [3, 3]))
+    assert Bins(10, 1.0).frames(Events.of([], np.zeros(0, int))).sum() == 0  # silence is
+
+
+@pytest.mark.parametrize("labels", [[0.5, 1.0], [-1, 0]])
+def test_labels_of_a_spike_file_are_whole_numbers_from_zero(tmp_path, labels):
+    h5py = pytest.importorskip("h5py")
+    write_spikes(tmp_path / "a.h5", [(random_events(), 0), (random_events(), 1)])
+    with h5py.File(tmp_path / "a.h5", "a") as file:
+        del file["labels"]
+        file["labels"] = labels
+    with pytest.raises(InputError, match=r"labels are .*; they are whole numbers from 0"):
+        SpikeFile(tmp_path / "a.h5")
+
+
+def test_a_folder_that_cannot_be_written_to_is_said_or_does_not_matter(tmp_path, monkeypatch):
+    write_spikes(tmp_path / "shd_test.h5", [(random_events(), 0)])
+    monkeypatch.setitem(heidelberg.MD5, "shd_test.h5", hashlib.md5((tmp_path / "shd_test.h5").read_bytes()).hexdigest())
+
+    def refuse(path, content):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(heidelberg, "write_whole", refuse)
+    assert find(tmp_path, "shd_test") == tmp_path / "shd_test.h5"  # without its note
+    (tmp_path / "ssc_test.h5.gz").write_bytes(gzip.compress((tmp_path / "shd_test.h5").read_bytes()))
+    monkeypatch.setattr("builtins.open", lambda *a, real=open, **k: refuse(*a) if "xb" in a else real(*a, **k))
+    with pytest.raises(InputError, match=r"ssc_test\.h5\.gz cannot be unpacked into its folder: Permission denied"):
+        find(tmp_path, "ssc_test")
+
+
 def test_half_precision_times_that_round_to_the_end_are_in_the_last_frame():
     times = np.asarray([0.9999, 0.99999], np.float16)
     assert times[1] == 1.0

@@ -3,8 +3,13 @@
 import importlib.util
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
+from scipy.io import wavfile
+from torch.testing import assert_close
 
+from adptnet.errors import InputError
 from adptnet.solvers import Result
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -23,7 +28,8 @@ def is_png(path):
 
 def test_every_example_says_first_what_it_shows_and_how_to_run_it():
     paths = sorted(EXAMPLES.glob("*.py"))
-    assert [path.stem for path in paths] == ["gradient_flossing", "layer", "own_cell", "parallel", "state_tracking"]
+    names = ["gradient_flossing", "layer", "live_words", "own_cell", "parallel", "state_tracking"]
+    assert [path.stem for path in paths] == names
     for path in paths:
         assert f"\n    python examples/{path.name}" in example(path.stem).__doc__
 
@@ -84,3 +90,29 @@ def test_a_network_of_ones_own_has_the_gradients_of_back_propagation_and_learns(
     assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
     printed = capsys.readouterr().out
     assert all(f"  {name}(): CONVERGED after" in printed for name in ("QuasiDEER", "KoopmanDEER", "ConvDEER"))
+
+
+def test_live_words_come_to_the_same_however_the_sound_is_cut(tmp_path, capsys):
+    live = example("live_words")
+    small = {"channels": 12, "sounds": 8, "steps": 1, "said": ["rise"]}
+    heard, probabilities = live.main(chunk=0.03, **small)
+    assert set(heard) <= set(live.TONES)
+    assert_close(probabilities.sum(-1), torch.ones(len(probabilities)))
+    _, in_one = live.main(chunk=10.0, **small)
+    assert torch.equal(in_one, probabilities)
+    printed = capsys.readouterr().out
+    differences = [float(line.split(", to ")[1][:5]) for line in printed.splitlines() if "their sum is" in line]
+    assert len(differences) == 2
+    assert max(differences) < 1e-10
+
+
+def test_live_words_of_a_sound_file(tmp_path, capsys):
+    live = example("live_words")
+    sound = np.sin(2 * np.pi * 440 * np.arange(22_050) / 44_100)
+    wavfile.write(tmp_path / "a.wav", 44_100, np.stack((sound, sound), -1).astype(np.float32))
+    _, probabilities = live.main(tmp_path / "a.wav", channels=12, sounds=8, steps=1)
+    assert len(probabilities) == 125
+    assert "to " in capsys.readouterr().out
+    wavfile.write(tmp_path / "long.wav", 1000, np.zeros(60_000, np.float32))
+    with pytest.raises(InputError, match="hears 59 s at most"):
+        live.loaded(tmp_path / "long.wav")

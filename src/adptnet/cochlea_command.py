@@ -10,6 +10,7 @@ from tyro.conf import Positional, arg
 
 from .errors import InputError
 from .events import Cochlea, Events, read_wav, write_spikes
+from .training.signals import stoppable
 
 __all__ = ["Listen", "run"]
 
@@ -45,7 +46,8 @@ def run(options: Listen) -> int:
     if not options.output.parent.is_dir():
         raise InputError(f"{options.output.parent} is no folder.")
     cochlea = Cochlea(rate=options.rate, loudness=options.loudness)
-    count = write_spikes(options.output, _recordings(options, cochlea, files), words=words)
+    with stoppable(at_once=True):  # a draft is not left behind
+        count = write_spikes(options.output, _recordings(options, cochlea, files), words=words)
     print(f"{count} recordings, {len(words)} words: {options.output}")
     return count
 
@@ -73,7 +75,11 @@ def _recordings(options: Listen, cochlea: Cochlea, files: list[tuple[Path, int]]
             if options.seconds is not None:
                 sound = centred(sound, round(options.seconds * rate))
             seed = int(np.random.SeedSequence([options.seed, number]).generate_state(1)[0])
-            yield cochlea(sound, rate, seed=seed), label
+            try:
+                events = cochlea(sound, rate, seed=seed)
+            except InputError as error:
+                raise InputError(f"{path}: {error}") from None
+            yield events, label
             progress.advance(bar)
             if not console.is_terminal and (number + 1) % max(1, len(files) // 10) == 0:
                 print(f"{number + 1} of {len(files)}", flush=True)

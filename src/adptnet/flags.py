@@ -4,6 +4,7 @@
 """
 
 import ast
+import collections.abc
 import contextlib
 import dataclasses
 import functools
@@ -16,14 +17,16 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from .cells import ADPTSpec, CellSpec, SlowMemory
+from .cells import ADPTSpec, CellSpec, SlowMemory, SpikingADPT
+from .cells.spiking import NeuronSpec
 from .conjugates import Taylor
 from .directions import FromInput
 from .errors import AdptnetError, InputError, SpecError
 from .nn.block import BlockSpec
 from .nn.layer import LayerSpec
 from .nn.model import ModelSpec
-from .spec import Spec, known_specs, nearest
+from .nn.spiking import SpikingModelSpec, spiking_adpt, spiking_adpt_for_speech
+from .spec import ModuleSpec, Spec, known_specs, nearest
 from .tasks import TASKS, Task
 from .training import Experiment, TrainConfig
 from .training.runs import read_experiment
@@ -87,6 +90,7 @@ def layers() -> dict[str, Callable[[int], Any]]:
         "linear-adpt": lambda width: LayerSpec(ADPTSpec(width, direction=FromInput())),
         "taylor-adpt": lambda width: LayerSpec(ADPTSpec(width, conjugate=Taylor())),
         "coupled-adpt": lambda width: LayerSpec(ADPTSpec(width, memory=SlowMemory())),
+        "spiking-adpt": lambda width: LayerSpec(spiking_adpt(width)),
     }
     mixers = typing.get_args(typing.get_type_hints(BlockSpec)["layer"])
     for kind in known_specs().values():
@@ -100,6 +104,21 @@ def layers() -> dict[str, Callable[[int], Any]]:
     return named
 
 
+def networks() -> dict[str, Callable[[int], SpikingModelSpec]]:
+    """Spiking networks by name, each made from a width; a task says what goes in and comes out."""
+    named: dict[str, Callable[[int], SpikingModelSpec]] = {
+        "spiking-adpt-network": lambda width: spiking_adpt_for_speech(width, input_size=1, output_size=1)
+    }
+    for kind in known_specs().values():
+        if issubclass(kind, NeuronSpec):
+            named[f"{_spelled(kind)}-network"] = functools.partial(_network, kind)
+    return named
+
+
+def _network(kind: type[NeuronSpec], width: int) -> SpikingModelSpec:
+    return SpikingModelSpec(kind(width), input_size=1, output_size=1)
+
+
 def _around(kind: type[CellSpec], width: int) -> LayerSpec:
     return LayerSpec(kind(width))  # type: ignore[call-arg]
 
@@ -111,36 +130,60 @@ def _spelled(kind: type) -> str:
 
 
 def layer_named(name: str, width: int) -> Any:
-    known = layers()
+    """What a block is built around, or a spiking network."""
+    known = {**layers(), **networks()}
     if name not in known:
         raise InputError(f"there is no layer {name!r}.{nearest(name, known)}")
     return known[name](width)
-
-
-def _name_of(layer: Any) -> str:
-    for name, make in layers().items():
-        with contextlib.suppress(AdptnetError):  # not every width goes with every layer
-            if make(layer.width) == layer:
-                return name
-    return "as given"
 
 
 class Draft(NamedTuple):
     """The parts of an experiment before flags. Its model is not there yet: a task may have to read data to know it."""
 
     task: Task
-    block: BlockSpec
+    body: BlockSpec | SpikingModelSpec
     depth: int = 1
     training: TrainConfig = TrainConfig()
 
-    def around(self, layer: str | None) -> "Draft":
-        """The same with another layer of the same width, if one is named."""
-        if layer is None:
+    @property
+    def width(self) -> int:
+        body: Any = self.body
+        width: int = body.width if isinstance(body, BlockSpec) else body.neuron.width
+        return width
+
+    @property
+    def name(self) -> str | None:
+        """Of what the blocks are built around, or of the network; None if it is none of those that have one."""
+        for name in layers() if isinstance(self.body, BlockSpec) else networks():
+            with contextlib.suppress(AdptnetError):  # not every width goes with every layer
+                if self.around(name) == self:
+                    return name
+        return None
+
+    def around(self, layer: str | None, width: int | None = None) -> "Draft":
+        """The same with another layer, if one is named, or of another width; what else was chosen stays."""
+        name = layer or (None if width is None else self.name)
+        if name is None:
             return self
-        return self._replace(block=dataclasses.replace(self.block, layer=layer_named(layer, self.block.width)))
+        made, body = layer_named(name, width or self.width), self.body
+        if not isinstance(made, SpikingModelSpec):
+            kept = body if isinstance(body, BlockSpec) else BlockSpec(made)
+            return self._replace(body=dataclasses.replace(kept, layer=made))
+        if isinstance(body, BlockSpec):
+            return self._replace(body=made, depth=made.depth)
+        return self._replace(body=dataclasses.replace(body, neuron=made.neuron, first=made.first, between=made.between))
+
+    def peeked(self, arguments: Sequence[str]) -> "Draft":
+        """The same with the layer and the width that `arguments` ask for: which flags there are depends on them."""
+        width = _option(arguments, "--model.width") or ""
+        return self.around(
+            _option(arguments, "--model.layer"), int(width) if width.isdecimal() and int(width) else None
+        )
 
 
 def draft_of(experiment: Experiment) -> Draft:
+    if isinstance(experiment.model, SpikingModelSpec):
+        return Draft(experiment.task, experiment.model, experiment.model.depth, experiment.training)
     return Draft(experiment.task, experiment.block, experiment.depth, experiment.training)
 
 
@@ -171,26 +214,26 @@ def peeked(arguments: Sequence[str]) -> tuple[str, Draft]:
         draft = drafted(task_named("word-problem"))
     else:
         raise InputError(f"name a task, or pass --config FILE.{nearest('', TASKS)}")
-    return task, draft.around(_option(arguments, "--model.layer"))
+    return task, draft.peeked(arguments)
 
 
 def with_flags(base: Draft, arguments: Sequence[str]) -> Experiment:
     """The experiment of a draft with the flags in `arguments`, and no others, applied."""
-    base = base.around(_option(arguments, "--model.layer"))
+    base = base.peeked(arguments)
     kind = dataclasses.make_dataclass("Flags", flags(base))
     return experiment_of(tyro.cli(kind, args=list(arguments), description=""), base)
 
 
 def flags(base: Draft) -> list[tuple[str, Any, Any]]:
     """The fields `task`, `model` and `training` of a command, with the values of `base` as defaults."""
-    block = base.block
-    inner = _inner(block)
+    inner = _inner(base.body)
     values = {field.name: getattr(part, field.name) for part in inner for field in dataclasses.fields(part)}
     if "width" in values and values.get("state_size") == values["width"]:
         values["state_size"] = None  # tied
-    choice = Annotated[str, tyro.conf.arg(help=f"What the blocks are built around: {', '.join(layers())}.")]
-    model = [("layer", choice, _name_of(block.layer)), ("depth", int, base.depth)]
-    skipped = {"cell", "layer", "batch_first"}
+    told = f"What the blocks are built around: {', '.join(layers())}. Or a spiking network: {', '.join(networks())}."
+    choice = Annotated[str, tyro.conf.arg(help=told)]
+    model = [("layer", choice, base.name or "as given"), ("depth", int, base.depth)]
+    skipped = {"cell", "layer", "batch_first", "neuron", "input_size", "output_size", "depth"}
     for part in inner:
         model += [(n, kind, values[n]) for n, kind in _types(type(part)).items() if n not in skipped]
     return [
@@ -208,22 +251,31 @@ def experiment_of(options: Any, base: Draft) -> Experiment:
         fields = {f.name: given.get(f.name, getattr(part, f.name)) for f in dataclasses.fields(part)}
         return type(part)(**{**fields, **parts})
 
-    layer = base.block.layer
-    layer = remade(layer, cell=remade(layer.cell)) if isinstance(layer, LayerSpec) else remade(layer)
+    def rebuilt(part: Any) -> Any:
+        """A layer, or a cell, with the cell in it if there is one."""
+        return remade(part, cell=rebuilt(part.cell)) if isinstance(part, LayerSpec | SpikingADPT) else remade(part)
+
     task = type(base.task)(**vars(options.task))
-    model = task.model(remade(base.block, layer=layer), given["depth"])
+    if isinstance(base.body, SpikingModelSpec):
+        model: ModuleSpec = task.spiking_model(remade(base.body, neuron=rebuilt(base.body.neuron)))
+    else:
+        model = task.model(remade(base.body, layer=rebuilt(base.body.layer)), given["depth"])
     return Experiment(task, model, TrainConfig(**vars(options.training)))
 
 
-def _inner(block: BlockSpec) -> list[Any]:
-    """The specs whose fields are the model's flags."""
-    return [block.layer.cell, block.layer, block] if isinstance(block.layer, LayerSpec) else [block.layer, block]
+def _inner(body: Any) -> list[Any]:
+    """The specs whose fields are the model's flags, the innermost first."""
+    parts: dict[type, str] = {BlockSpec: "layer", LayerSpec: "cell", SpikingModelSpec: "neuron", SpikingADPT: "cell"}
+    inside = parts.get(type(body))
+    return [body] if inside is None else [*_inner(getattr(body, inside)), body]
 
 
 def _group(name: str, documented: list[type], fields: list[tuple[str, Any, Any]]) -> tuple[str, Any, Any]:
     made = dataclasses.make_dataclass(name.capitalize(), fields, frozen=True)
     made.__doc__ = f"{name.capitalize()}.\n\nAttributes:\n" + "".join(
-        (kind.__doc__ or "").partition("Attributes:\n")[2].rstrip() + "\n" for kind in documented
+        (each.__doc__ or "").partition("Attributes:\n")[2].rstrip() + "\n"
+        for kind in documented
+        for each in kind.__mro__
     )
     return name, made, made()
 
@@ -239,9 +291,14 @@ def _types(kind: type) -> dict[str, Any]:
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
         options = typing.get_args(hint) or (hint,)
-        spec = any(isinstance(option, type) and issubclass(option, Spec) for option in options)
+        spec = any(isinstance(option, type) and issubclass(option, Spec) for option in options) or _called(hint)
         found[field.name] = Annotated[hint, _AS_PRINTED] if spec else hint
     return found
+
+
+def _called(hint: Any) -> bool:
+    """Whether a field takes a function, such as a surrogate; the ones that can be typed are specs."""
+    return typing.get_origin(hint) is collections.abc.Callable
 
 
 def _option(arguments: Sequence[str], name: str) -> str | None:

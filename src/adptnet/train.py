@@ -11,7 +11,10 @@ import tyro
 from tyro.conf import Positional
 
 from . import training
+from .analysis import efficiency
+from .errors import InputError
 from .flags import experiment_of, flags, peeked
+from .nn import SpikingModel
 from .tasks import TASKS
 from .training import Experiment, Keeping
 from .training.runs import read_experiment, trained
@@ -61,13 +64,17 @@ class Evaluate:
     """How many of each length."""
     batch_size: int = 512
     """How many at a time."""
+    efficiency: bool = False
+    """Also print spikes, operations and energy of a spiking network, on the first of these sequences."""
 
 
 def evaluate(options: Evaluate) -> None:
-    experiment = read_experiment(options.run)
+    experiment, model = read_experiment(options.run), trained(options.run)
     lengths = options.lengths or experiment.training.lengths or (None,)
+    if options.efficiency and not isinstance(model, SpikingModel):
+        raise InputError(f"{options.run} holds no spiking network. Drop --efficiency.")
     scores = training.evaluate(
-        trained(options.run),
+        model,
         experiment.task,
         lengths,
         split=options.split,
@@ -76,6 +83,10 @@ def evaluate(options: Evaluate) -> None:
     )
     training.write_json(options.run / f"evaluation-{options.split}.json", {str(n): s for n, s in scores.items()})
     table(experiment, scores)
+    if options.efficiency:
+        assert isinstance(model, SpikingModel)
+        first = next(iter(experiment.task.evaluation(options.split, options.batch_size, options.batch_size)))
+        print(efficiency(model, first.inputs, lengths=first.lengths))
 
 
 @dataclass(frozen=True)

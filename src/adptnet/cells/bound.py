@@ -40,11 +40,12 @@ class Bound(NamedTuple):
     directions: list[Callable[[Tensor], KeyValue]] | None  # None: come with the drive
     projections: list[Directions]
 
-    def step(self, state: Tensor, drive: Tensor) -> Tensor:
+    def step(self, state: Tensor, drive: Tensor, carried: Tensor | None = None) -> Tensor:
+        """M, that of `state`, applied to it, or to what is `carried` on instead, and the drive."""
         parts = self.parts(drive)
         conjugate = self.conjugate(state, parts)
         driven = conjugate.turn(parts.drive) if self.spec.rotation_aware else parts.drive
-        return conjugate.mv(state) + driven
+        return conjugate.mv(state if carried is None else carried) + driven
 
     def conjugate(self, state: Tensor, parts: _Parts) -> Conjugate:
         operator = self.spec.conjugate.operator(*self.evaluated(state, parts), self.spec.retraction)

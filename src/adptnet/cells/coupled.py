@@ -52,6 +52,12 @@ class CoupledCell(Cell):
         return self.stepper()(state, drive)
 
     def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
+        return self.stepping(lambda fast: fast, lambda fast: fast)
+
+    def stepping(
+        self, carried: Callable[[Tensor], Tensor], followed: Callable[[Tensor], Tensor]
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        """A step in which M is applied to `carried(x)`, and the memory follows `followed(x)`."""
         size = self.spec.size
         bound = self.fast.bind()
         gain, feedback, decay, charge = self.evaluated()
@@ -59,8 +65,8 @@ class CoupledCell(Cell):
         def step(state: Tensor, drive: Tensor) -> Tensor:
             fast, slow = state.split(size, -1)
             fed = drive[..., :size] + gain.mv(feedback * slow)
-            fast = bound.step(fast, torch.cat((fed, drive[..., size:]), -1))
-            return torch.cat((fast, decay.mv(slow) + charge * fast), -1)
+            fast = bound.step(fast, torch.cat((fed, drive[..., size:]), -1), carried(fast))
+            return torch.cat((fast, decay.mv(slow) + charge * followed(fast)), -1)
 
         return step
 

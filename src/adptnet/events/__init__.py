@@ -4,6 +4,7 @@ h5py (spike files) and scipy (the cochlea) are imported when they are used: pip 
 """
 
 from .aer import PixelEvents, read_aer, write_aer
+from .archives import FrameFile, PixelFile, open_archive
 from .augment import Augmentation, ChannelShift, Drop, TimeJitter
 from .cochlea import Cochlea
 from .dataset import EventBatch, EventDataset, collate
@@ -20,11 +21,14 @@ __all__ = [
     "EventBatch",
     "EventDataset",
     "Events",
+    "FrameFile",
     "PixelEvents",
+    "PixelFile",
     "SpikeFile",
     "TimeJitter",
     "collate",
     "find",
+    "open_archive",
     "read_aer",
     "read_wav",
     "write_aer",

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from .basilar import transfer
 from .hearing import BushyCells, HairCells
 from .stream import Events
 
-__all__ = ["Cochlea"]
+__all__ = ["Cochlea", "Listening"]
 
 Sound = npt.NDArray[np.float64]
 WHOLE = 2.0  # seconds of sound that are filtered at once; what is longer goes through in pieces
@@ -82,15 +82,18 @@ class Cochlea:
             seed: Of the nerve fibres.
         """
         conditioned = self._conditioned(sound, rate)
-        hair = HairCells(self.channels, self.dt)
-        bushy = BushyCells(self.channels, self.dt, np.random.default_rng(seed))
-        parts = [
-            bushy.spikes(hair.probabilities(moved[start : start + STRETCH]))
-            for moved in self._moving(conditioned)
-            for start in range(0, len(moved), STRETCH)
-        ]
-        when, where = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-        return Events(when * self.dt, where)
+        return _Nerve(self, seed).spikes(self._moving(conditioned))
+
+    def listen(self, *, level: float, piece: float = PIECE, seed: int = 0) -> "Listening":
+        """An ear for sound that comes in chunks, at `rate`.
+
+        Args:
+            level: The root mean square of the sound, which is not known while it comes; samples are scaled by
+                loudness / level. There is no fading in or out.
+            piece: Seconds that are filtered at once. Spikes are certain a quarter of a second after the end of a piece.
+            seed: Of the nerve fibres.
+        """
+        return Listening(self, level, piece, seed)
 
     def _conditioned(self, sound: npt.ArrayLike, rate: int | None) -> Sound:
         samples = np.asarray(sound)
@@ -118,26 +121,111 @@ class Cochlea:
         """The velocity, (time, channels), a stretch after another."""
         if len(sound) <= WHOLE * self.rate:
             grid = self.rate // 4  # sounds of about the same length share a response
-            yield self._padded(sound, -(-len(sound) // grid) * grid)[: (len(sound) + 1) // 2]
+            yield self.padded(sound, -(-len(sound) // grid) * grid)[: (len(sound) + 1) // 2]
             return
-        piece, lead = 2 * round(PIECE * self.rate / 2), 2 * round(LEAD * self.rate / 2)
-        waiting: npt.NDArray[np.float32] | None = None  # for what the next piece adds to its end
-        for start in range(0, len(sound), piece):
-            part = np.pad(sound[start : start + piece], (lead, 0))
-            moved = self._padded(part, lead + piece)[: (len(part) + 1) // 2]
-            if waiting is not None:
-                waiting[-lead // 2 :] += moved[: lead // 2]
-                yield waiting
-            waiting = moved[lead // 2 :]
-        assert waiting is not None
-        yield waiting
+        pieces = _Pieces(self, PIECE)
+        yield from pieces.add(sound)
+        yield from pieces.end()
 
-    def _padded(self, sound: Sound, least: int) -> npt.NDArray[np.float32]:
+    def padded(self, sound: Sound, least: int) -> npt.NDArray[np.float32]:
         """The velocity of a sound followed by silence, (time, channels), at exactly half of the rate."""
         half = int(_fft().next_fast_len(-(-least // 2)))
         spectrum = np.fft.fft(sound, 2 * half)[:half].astype(np.complex64)
         response = transfer(2 * half, self.rate, self.channels, True)[:, :half]
         return np.ascontiguousarray(_fft().ifft(response * spectrum, axis=-1, overwrite_x=True).real.T)
+
+
+class _Pieces:
+    """The velocity, (time, channels), of sound that comes bit by bit: piece by piece, however it is cut into chunks."""
+
+    def __init__(self, cochlea: Cochlea, seconds: float):
+        self.cochlea = cochlea
+        self.piece, self.lead = (2 * round(length * cochlea.rate / 2) for length in (seconds, LEAD))
+        self.sound: Sound = np.zeros(0)
+        self.moved = np.zeros((0, cochlea.channels), np.float32)  # its end waits for what the next piece adds
+
+    def add(self, sound: Sound) -> Iterator[npt.NDArray[np.float32]]:
+        self.sound = np.concatenate((self.sound, sound))
+        while len(self.sound) >= self.piece:
+            yield self._next(self.piece)
+
+    def end(self) -> Iterator[npt.NDArray[np.float32]]:
+        if len(self.sound):
+            yield self._next(len(self.sound))
+        yield self.moved
+
+    def _next(self, samples: int) -> npt.NDArray[np.float32]:
+        """What is certain once the next `samples` are heard."""
+        part = np.pad(self.sound[:samples], (self.lead, 0))
+        self.sound = self.sound[samples:]
+        moved = self.cochlea.padded(part, self.lead + self.piece)[: (len(part) + 1) // 2]
+        ahead = self.lead // 2
+        early = min(ahead, len(self.moved))
+        self.moved[len(self.moved) - early :] += moved[ahead - early : ahead]
+        waiting = np.concatenate((self.moved, moved[ahead:]))
+        certain, self.moved = np.split(waiting, [max(0, len(waiting) - ahead)])
+        return certain
+
+
+class _Nerve:
+    """Hair cells and bushy cells, which remember what they heard."""
+
+    def __init__(self, cochlea: Cochlea, seed: int):
+        self.dt = cochlea.dt
+        self.hair = HairCells(cochlea.channels, cochlea.dt)
+        self.bushy = BushyCells(cochlea.channels, cochlea.dt, np.random.default_rng(seed))
+        self.waiting = np.zeros((0, cochlea.channels), np.float32)
+
+    def spikes(self, moving: Iterable[npt.NDArray[np.float32]], *, ended: bool = True) -> Events:
+        """The spikes of a membrane that moves; what is left of a stretch waits unless the sound has `ended`."""
+        parts: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
+        for moved in moving:
+            self.waiting = np.concatenate((self.waiting, moved))
+            while len(self.waiting) >= STRETCH:
+                parts.append(self._heard(STRETCH))
+        if ended and len(self.waiting):
+            parts.append(self._heard(len(self.waiting)))
+        if not parts:
+            return Events(np.zeros(0), np.zeros(0, np.int64))
+        when, where = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        return Events(when * self.dt, where)
+
+    def _heard(self, samples: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        moved, self.waiting = self.waiting[:samples], self.waiting[samples:]
+        return self.bushy.spikes(self.hair.probabilities(moved))
+
+
+class Listening:
+    """A cochlea that hears sound as it comes. How the sound is cut into chunks does not change a spike."""
+
+    def __init__(self, cochlea: Cochlea, level: float, piece: float, seed: int):
+        if not (math.isfinite(level) and level > 0):
+            raise InputError(f"listen(level={level}): the root mean square of the sound, above 0.")
+        if not 0.05 <= piece <= WHOLE:
+            raise InputError(f"listen(piece={piece}): from 0.05 to {WHOLE:g} seconds.")
+        self._scale = cochlea.loudness / level
+        self._pieces = _Pieces(cochlea, piece)
+        self._nerve = _Nerve(cochlea, seed)
+        self._ended = False
+
+    @property
+    def heard(self) -> float:
+        """Seconds from the beginning up to which all spikes are out."""
+        return max(0, self._nerve.bushy.now - 1) * self._nerve.dt
+
+    def __call__(self, chunk: npt.ArrayLike) -> Events:
+        """The spikes that have become certain with these samples; times are from the beginning of the sound."""
+        samples = np.asarray(chunk, np.float64)
+        if self._ended:
+            raise InputError("the sound has ended. Call cochlea.listen(...) for another.")
+        if samples.ndim != 1 or not np.isfinite(samples).all():
+            raise InputError(f"a chunk is one row of finite samples; got shape {samples.shape}.")
+        return self._nerve.spikes(self._pieces.add(samples * self._scale), ended=False)
+
+    def end(self) -> Events:
+        """The last spikes."""
+        self._ended = True
+        return self._nerve.spikes(self._pieces.end())
 
 
 def _fft() -> Any:

@@ -11,7 +11,7 @@ import os
 import shutil
 import zipfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,7 +54,12 @@ class SpikeFile:
             for name in ("spikes/times", "spikes/units", "labels"):
                 if name not in self._open():
                     raise InputError(f"{self.path} has no {name}; it is not in the layout of SHD and SSC.")
-            self.labels = np.asarray(self._open()["labels"]).astype(np.int64)
+            labels = np.asarray(self._open()["labels"])
+            if labels.size and not (np.issubdtype(labels.dtype, np.integer) and labels.min() >= 0):
+                raise InputError(
+                    f"{self.path}: labels are {labels.dtype} from {labels.min()}; they are whole numbers from 0."
+                )
+            self.labels = labels.astype(np.int64)
             times, units = (len(self._open()[f"spikes/{name}"]) for name in ("times", "units"))
             if not times == units == len(self.labels):
                 raise InputError(f"{self.path} has {times} times, {units} units and {len(self.labels)} labels.")
@@ -127,14 +132,21 @@ def _verify(path: Path) -> None:
             f"{path} has the MD5 {found}, published is {expected}: the download is damaged or another release. Get it "
             "again, or pass verify=False."
         )
-    write_whole(note, json.dumps(seen).encode())
+    with suppress(OSError):  # in a folder that cannot be written to it is compared every time
+        write_whole(note, json.dumps(seen).encode())
 
 
 def _unpack(archive: Path, target: Path) -> None:
     """Whole or not at all."""
     with drafted(target) as draft:
         try:
-            with _member(archive, target.name) as source, open(draft, "xb") as file:
+            file = open(draft, "xb")  # noqa: SIM115
+        except OSError as error:
+            raise InputError(
+                f"{archive} cannot be unpacked into its folder: {error.strerror}. Unpack it elsewhere."
+            ) from None
+        try:
+            with file, _member(archive, target.name) as source:
                 shutil.copyfileobj(source, file, 1 << 20)
         except (zipfile.BadZipFile, gzip.BadGzipFile, EOFError, OSError, KeyError) as error:
             raise InputError(f"{archive} cannot be unpacked: {error}. Get it again.") from None

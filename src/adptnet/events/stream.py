@@ -61,7 +61,8 @@ class Bins(Spec):
         rule: "floor": frame ⌊t · steps / duration⌋, an event at exactly the end in the last. "silif": as
             `digitize(t, linspace(0, duration, steps))` has it, which SiLIF, sparch and others use: frames are longer by
             steps / (steps - 1), the first is always empty, and an event at the end or later is late.
-        late: What becomes of events after the end: "drop" them, "clamp" them into the last frame, or "raise".
+        late: What becomes of events after the end: "drop" them, "clamp" them into the last frame, or "raise". A
+            recording of which nothing would be left is refused.
     """
 
     steps: int = 250
@@ -117,6 +118,11 @@ class Bins(Spec):
                 )
             if self.late == "clamp":
                 index = np.minimum(index, self.steps - 1)
+            elif late.all():
+                raise InputError(
+                    f"all {late.size} events come after {self.duration} s, the first at {events.times.min():g} s: are "
+                    "these seconds? Divide milliseconds by 1000, or pass a longer duration."
+                )
             else:
                 index, units = index[~late], units[~late]
         flat = np.bincount(index * self.features + units // self.pool, minlength=self.steps * self.features)

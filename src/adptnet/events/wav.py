@@ -30,7 +30,9 @@ def read_wav(path: str | Path, *, mix: bool = False) -> tuple[npt.NDArray[np.flo
         try:
             rate, samples = wavfile.read(path)
         except (ValueError, wavfile.WavFileWarning, EOFError, OSError) as error:
-            raise InputError(f"{path} cannot be read as a wav file, it may be cut off: {error}.") from None
+            raise InputError(
+                f"{path} cannot be read as a wav file, it may be cut off: {str(error).rstrip('.')}."
+            ) from None
     if samples.ndim == 2:
         if samples.shape[1] > 1 and not mix:
             raise InputError(f"{path} has {samples.shape[1]} channels; a cochlea is one ear. Pass mix=True (--mix).")

@@ -2,6 +2,7 @@
 
 from .base import Batch, FiniteTask, Scores, Task
 from .copy_memory import CopyMemory
+from .event_frames import EventFrames
 from .forecast import Forecast, Horizon
 from .generated import GeneratedTask
 from .groups import product_table, spelled
@@ -29,6 +30,7 @@ __all__ = [
     "TASKS",
     "Batch",
     "CopyMemory",
+    "EventFrames",
     "FiniteTask",
     "Forecast",
     "GeneratedTask",

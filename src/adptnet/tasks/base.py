@@ -1,6 +1,7 @@
 """What a task is: batches, a loss and a score."""
 
 import abc
+import dataclasses
 from collections.abc import Iterator
 from typing import ClassVar, Literal, NamedTuple
 
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..errors import InputError
-from ..nn import BlockSpec, ModelSpec, SwiGLUBlockSpec
+from ..errors import IncompatibleError, InputError
+from ..nn import BlockSpec, ModelSpec, SpikingModelSpec, SwiGLUBlockSpec
 from ..spec import ModuleSpec, Spec
 
 __all__ = ["IGNORED", "Batch", "FiniteTask", "Scores", "Split", "Task", "generator_for"]
@@ -78,6 +79,15 @@ class Task(Spec, abc.ABC):
         """A model for this task: `block`, `depth` times, between the encoder and the head that fit."""
         return ModelSpec(block, depth, self.vocabulary, self.input_size, self.output_size, self.head)
 
+    def spiking_model(self, network: SpikingModelSpec) -> SpikingModelSpec:
+        """`network` with the channels and classes of this task."""
+        if self.input_size is None or self.head == "token":
+            raise IncompatibleError(
+                f"{type(self).__name__}: a spiking network takes numbers and gives one answer for each sequence. "
+                "Pass a layer for its blocks instead, e.g. --model.layer lif."
+            )
+        return dataclasses.replace(network, input_size=self.input_size, output_size=self.output_size)
+
     @abc.abstractmethod
     def batch(self, size: int, generator: torch.Generator, *, length: int | None = None) -> Batch:
         """`size` sequences of `length` steps, drawn for training; of the task's own length if not given."""
@@ -125,6 +135,9 @@ class FiniteTask(Task):
         return self.examples("train", indices, length=length)
 
     def training_batch(self, step: int, size: int, seed: int) -> Batch:
+        return self.examples("train", self.training_indices(step, size, seed))
+
+    def training_indices(self, step: int, size: int, seed: int) -> Tensor:
         """The next `size` sequences of the shuffled epochs laid end to end."""
         total = self.training_size
         if size > total:
@@ -134,7 +147,7 @@ class FiniteTask(Task):
             torch.randperm(total, generator=generator_for(seed, e)) for e in range(first // total, last // total + 1)
         ]
         start = first - first // total * total
-        return self.examples("train", torch.cat(orders)[start : start + size])
+        return torch.cat(orders)[start : start + size]
 
     def evaluation(
         self, split: Split, size: int, batch_size: int, *, seed: int = 1, length: int | None = None

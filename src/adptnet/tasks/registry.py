@@ -4,6 +4,7 @@ from ..errors import InputError
 from ..spec import nearest
 from .base import Task
 from .copy_memory import CopyMemory
+from .event_frames import EventFrames
 from .forecast import Forecast
 from .mad import (
     MadCompression,
@@ -33,6 +34,7 @@ TASKS: dict[str, type[Task]] = {
     "mad-noisy-recall": MadNoisyRecall,
     "mad-fuzzy-recall": MadFuzzyRecall,
     "sequential-image": SequentialImage,
+    "event-frames": EventFrames,
     "text": Text,
     "forecast": Forecast,
 }

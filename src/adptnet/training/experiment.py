@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import IncompatibleError
 from ..nn.block import BlockSpec
+from ..nn.spiking import SpikingModelSpec
 from ..spec import ModuleSpec, Spec, check_kind, spec
 from ..tasks import Task
 from .config import TrainConfig
@@ -19,7 +20,7 @@ class Experiment(Spec):
 
     Attributes:
         task: What is learnt.
-        model: What learns it: `task.model(block, depth)`.
+        model: What learns it: `task.model(block, depth)`, or `task.spiking_model(network)`.
         training: How.
     """
 
@@ -31,11 +32,15 @@ class Experiment(Spec):
         check_kind(self, Task, "tasks.WordProblem()", task=self.task)
         check_kind(self, ModuleSpec, "task.model(block, depth)", model=self.model)
         check_kind(self, TrainConfig, "training.TrainConfig()", training=self.training)
-        needed = self.task.model(self.block, self.depth)
+        if isinstance(self.model, SpikingModelSpec):
+            needed: ModuleSpec = self.task.spiking_model(self.model)
+            call = "task.spiking_model(network)"
+        else:
+            needed = self.task.model(self.block, self.depth)
+            call = "task.model(block, depth)"
         if self.model != needed:
             raise IncompatibleError(
-                f"Experiment(task={self.task}): it needs {needed}, and was given {self.model}. "
-                "Pass model=task.model(block, depth)."
+                f"Experiment(task={self.task}): it needs {needed}, and was given {self.model}. Pass model={call}."
             )
 
     @property

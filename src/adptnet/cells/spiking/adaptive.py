@@ -1,5 +1,6 @@
 """Neurons with a slow variable beside the membrane: ALIF, adLIF and SiLIF. The state is the membrane, then it."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -13,15 +14,12 @@ from ...transitions import Coupled, Transition
 from ...typing import Device, DType
 from .base import (
     SLOW_DECAY,
-    USUAL_DECAY,
-    Initial,
+    LeakySpec,
     NeuronSpec,
     Range,
     Rates,
-    Reset,
     SpikingCell,
     carried,
-    check_choice,
     check_decay,
     check_range,
     drawn,
@@ -58,34 +56,26 @@ def _pairs(above: tuple[Tensor, Tensor], below: tuple[Tensor, Tensor]) -> Transi
 
 
 @spec
-class ALIF(NeuronSpec):
+class ALIF(LeakySpec):
     """A threshold θ + strength · a that rises with each spike (eq:alif): a[t] = α a[t-1] + (1 - α) s[t-1].
 
     The membrane is that of `LIF`, reset by the threshold at t. As printed the threshold has no resting value and decays
     to zero; here it rests at θ.
 
     Attributes:
-        strength: How far a steady stream of spikes raises the threshold.
+        recurrent: What W is; None for neurons that do not hear each other.
         slow_decay: The range that α is drawn from. It learns.
-        recurrent, decay, reset: See `LIF`.
-        width, threshold, spike, initial: See `NeuronSpec`.
+        strength: How far a steady stream of spikes raises the threshold.
     """
 
-    width: int
     recurrent: ProjectionSpec | None = None
-    decay: Range = USUAL_DECAY
     slow_decay: Range = SLOW_DECAY
     strength: float = 1.8
-    threshold: float = 1.0
-    reset: Reset = "subtract"
-    spike: Spike = Boxcar()
-    initial: Initial = "zero"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_decay(self, decay=self.decay, slow_decay=self.slow_decay)
+        check_decay(self, slow_decay=self.slow_decay)
         check_nonnegative(self, strength=self.strength)
-        check_choice(self, Reset, reset=self.reset)
         if self.recurrent is not None:
             check_kind(self, ProjectionSpec, "projections.Dense()", recurrent=self.recurrent)
 
@@ -127,7 +117,7 @@ class ALIFCell(_AdaptiveCell):
 
 
 @spec
-class AdLIF(NeuronSpec):
+class AdLIF(LeakySpec):
     """A slow current w beside the membrane (eq:adlif), with a weight for each of its two sources.
 
     u[t] = d u[t-1] + (1 - d)(I[t] + w[t-1]) - θ s[t-1],  w[t] = α w[t-1] + (1 - α)(a u[t-1] + b s[t-1]).
@@ -136,25 +126,16 @@ class AdLIF(NeuronSpec):
         coupling: The range that a is drawn from. It learns. (1, 1) is the equation as printed.
         jump: The range that b is drawn from, likewise. By default as adLIF's authors, whose w is subtracted.
         slow_decay: The range that α is drawn from. It learns.
-        decay, reset: See `LIF`.
-        width, threshold, spike, initial: See `NeuronSpec`.
     """
 
-    width: int
-    decay: Range = USUAL_DECAY
     slow_decay: Range = SLOW_DECAY
     coupling: Range = (-1.0, 1.0)
     jump: Range = (-2.0, 0.0)
-    threshold: float = 1.0
-    reset: Reset = "subtract"
-    spike: Spike = Boxcar()
-    initial: Initial = "zero"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_decay(self, decay=self.decay, slow_decay=self.slow_decay)
+        check_decay(self, slow_decay=self.slow_decay)
         check_range(self, -math.inf, math.inf, coupling=self.coupling, jump=self.jump)
-        check_choice(self, Reset, reset=self.reset)
 
     def build(self, *, device: Device = None, dtype: DType = None) -> "AdLIFCell":
         return AdLIFCell(self, device=device, dtype=dtype)
@@ -200,16 +181,12 @@ class SiLIF(NeuronSpec):
         dt: Where the step size starts, in seconds.
         decay: The range of the membrane's rates, in 1/s, drawn evenly in the logarithm.
         slow_decay: That of w.
-        width, threshold, spike, initial: See `NeuronSpec`.
     """
 
-    width: int
     dt: float = 0.004
     decay: Range = (10.0, 250.0)
     slow_decay: Range = (2.5, 10.0)
-    threshold: float = 1.0
-    spike: Spike = Boxcar(strict=True)
-    initial: Initial = "zero"
+    spike: Spike = dataclasses.field(default=Boxcar(strict=True), kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from ...conjugates import Conjugate, Stateful
@@ -91,36 +90,19 @@ class SpikingADPTCell(SpikingCell):
     def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
         if not self.spec.changes_the_step:
             return self.inner.stepper()
-        size, fast = self.spec.cell.size, self._fast
-        bound, reset, threshold = fast.bind(), self.spec.reset, self.spec.threshold
-        memory = self.inner.evaluated() if isinstance(self.inner, CoupledCell) else None
-        jump = None if self.jump is None else full(self.jump)
+        if isinstance(self.inner, CoupledCell):
+            return self.inner.stepping(self._reset, self._adapted)
+        bound = self.inner.bind()
+        return lambda state, drive: bound.step(state, drive, self._reset(state))
 
-        def step(state: Tensor, drive: Tensor) -> Tensor:
-            x, slow = state[..., :size], state[..., size:]
-            if memory is not None:
-                fed = drive[..., :size] + memory.gain.mv(memory.feedback * slow)
-                drive = torch.cat((fed, drive[..., size:]), -1)
-            parts = bound.parts(drive)
-            conjugate = bound.conjugate(x, parts)
-            driven = conjugate.turn(parts.drive) if bound.spec.rotation_aware else parts.drive
-            after = conjugate.mv(self._reset(x, reset, threshold)) + driven
-            if memory is None:
-                return after
-            followed = after if jump is None else after + jump * self.spike(after - threshold)
-            return torch.cat((after, memory.decay.mv(slow) + memory.charge * followed), -1)
-
-        return step
-
-    def _reset(self, x: Tensor, reset: SpikeReset, threshold: float) -> Tensor:
-        if reset == "none":
+    def _reset(self, x: Tensor) -> Tensor:
+        if self.spec.reset == "none":
             return x
-        spikes = self.spike(x - threshold)
-        return x - threshold * spikes if reset == "subtract" else x * (1 - spikes)
+        spikes = self.spike(x - self.spec.threshold)
+        return x - self.spec.threshold * spikes if self.spec.reset == "subtract" else x * (1 - spikes)
 
-    @property
-    def _fast(self) -> ADPTCell:
-        return self.inner.fast if isinstance(self.inner, CoupledCell) else self.inner
+    def _adapted(self, x: Tensor) -> Tensor:
+        return x if self.jump is None else x + full(self.jump) * self.spike(x - self.spec.threshold)
 
     def membrane(self, state: Tensor) -> Tensor:
         return state[..., : self.spec.cell.size]

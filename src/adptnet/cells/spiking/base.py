@@ -1,6 +1,7 @@
 """What spiking cells share: the spikes are a function of the state, and are what the next layer sees."""
 
 import abc
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Literal, get_args
@@ -14,16 +15,20 @@ from ...spec import check_positive, check_size, nearest
 from ...spectra.base import compute_dtype
 from ...typing import Device, DType, Vector
 from ..base import Cell, CellSpec
-from .surrogate import Spike, check_spike
+from .surrogate import Boxcar, Spike, check_spike
 
-__all__ = ["Initial", "NeuronSpec", "Range", "Rates", "Reset", "SpikeReset", "SpikingCell"]
+__all__ = ["Initial", "LeakySpec", "NeuronSpec", "Range", "Rates", "Reset", "SpikeReset", "SpikingCell"]
 
 Initial = Literal["zero", "uniform"]
 Reset = Literal["subtract", "decayed", "zero", "none"]
 SpikeReset = Literal["none", "subtract", "zero"]
 Range = tuple[float, float]
 
+USUAL_DECAY: Range = (math.exp(-1 / 5), math.exp(-1 / 25))  # time constants of 5 to 25 steps
+SLOW_DECAY: Range = (math.exp(-1 / 30), math.exp(-1 / 120))
 
+
+@dataclasses.dataclass(frozen=True)
 class NeuronSpec(CellSpec):
     """The description of a layer of neurons, one for each feature of the input, which is their current.
 
@@ -35,15 +40,36 @@ class NeuronSpec(CellSpec):
     """
 
     width: int
-    threshold: float
-    spike: Spike
-    initial: Initial
+    _: dataclasses.KW_ONLY
+    threshold: float = 1.0
+    spike: Spike = Boxcar()
+    initial: Initial = "zero"
 
     def __post_init__(self) -> None:
         check_size(self, width=self.width)
         check_positive(self, threshold=self.threshold)
         check_spike(self, self.spike)
         check_choice(self, Initial, initial=self.initial)
+
+
+@dataclasses.dataclass(frozen=True)
+class LeakySpec(NeuronSpec):
+    """The description of leaky neurons.
+
+    Attributes:
+        decay: The range that d is drawn from. It learns.
+        reset: What a spike does to the membrane: "subtract" takes θ s[t-1] off a step later, as in snnTorch; "decayed"
+            takes d θ s[t-1], as eq:fpt_matrix and SiLIF do; "zero" starts the membrane anew; "none" never resets.
+    """
+
+    _: dataclasses.KW_ONLY
+    decay: Range = USUAL_DECAY
+    reset: Reset = "subtract"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_decay(self, decay=self.decay)
+        check_choice(self, Reset, reset=self.reset)
 
 
 def check_choice(owner: object, choices: object, **values: str) -> None:
@@ -136,7 +162,3 @@ def carried(reset: Reset, decay: Tensor, membrane: Tensor, spikes: Tensor, thres
     if reset == "decayed":
         return decay * (membrane - threshold * spikes)
     return decay * membrane * (1 - spikes)
-
-
-USUAL_DECAY: Range = (math.exp(-1 / 5), math.exp(-1 / 25))  # time constants of 5 to 25 steps
-SLOW_DECAY: Range = (math.exp(-1 / 30), math.exp(-1 / 120))

@@ -16,47 +16,32 @@ from ..fused import own_steps
 from .base import (
     USUAL_DECAY,
     Initial,
-    NeuronSpec,
+    LeakySpec,
     Range,
     Rates,
-    Reset,
     SpikingCell,
     carried,
     check_choice,
-    check_decay,
     check_range,
     drawn,
     full,
 )
-from .surrogate import Boxcar, Spike
 
 __all__ = ["LIF", "DelayedLIF", "DelayedLIFCell", "LIFCell", "LeakyIntegrator", "LeakyIntegratorCell"]
 
 
 @spec
-class LIF(NeuronSpec):
+class LIF(LeakySpec):
     """u[t] = d u[t-1] + (1 - d)(I[t] + W s[t-1]) - θ s[t-1] (discrete_lif, spiking, rsnn).
 
     Attributes:
         recurrent: What W is; None for neurons that do not hear each other.
-        decay: The range that d is drawn from. It learns.
-        reset: "subtract" as above and in snnTorch; "decayed" takes d θ s[t-1] instead, as eq:fpt_matrix and SiLIF do;
-            "zero" starts the membrane anew; "none" never resets.
-        width, threshold, spike, initial: See `NeuronSpec`.
     """
 
-    width: int
     recurrent: ProjectionSpec | None = None
-    decay: Range = USUAL_DECAY
-    threshold: float = 1.0
-    reset: Reset = "subtract"
-    spike: Spike = Boxcar()
-    initial: Initial = "zero"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_decay(self, decay=self.decay)
-        check_choice(self, Reset, reset=self.reset)
         if self.recurrent is not None:
             check_kind(self, ProjectionSpec, "projections.Dense()", recurrent=self.recurrent)
 
@@ -97,28 +82,19 @@ class LIFCell(SpikingCell):
 
 
 @spec
-class DelayedLIF(NeuronSpec):
+class DelayedLIF(LeakySpec):
     """u[t] = d u[t-1] + (1 - d)(I[t] + W s[t-1-τ]) - θ s[t-1] (eq:delay_lif). The state holds the spikes on their way.
 
     Attributes:
         delay: τ in steps, the same for every neuron; or a range (low, high) to draw each neuron's own from, once.
-        recurrent, decay, reset: See `LIF`.
-        width, threshold, spike, initial: See `NeuronSpec`.
+        recurrent: What W is.
     """
 
-    width: int
     delay: int | tuple[int, int] = 10
     recurrent: ProjectionSpec = Dense()
-    decay: Range = USUAL_DECAY
-    threshold: float = 1.0
-    reset: Reset = "subtract"
-    spike: Spike = Boxcar()
-    initial: Initial = "zero"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_decay(self, decay=self.decay)
-        check_choice(self, Reset, reset=self.reset)
         check_kind(self, ProjectionSpec, "projections.Dense()", recurrent=self.recurrent)
         for end in self.delays:
             check_size(self, delay=end)

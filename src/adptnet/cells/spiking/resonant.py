@@ -1,5 +1,6 @@
 """Neurons that oscillate: C-SiLIF and resonate-and-fire. The state is a complex number each, as a pair of real ones."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from ...spec import check_scale, spec
 from ...spectra import BlockDiagonal
 from ...typing import Device, DType
-from .base import Initial, NeuronSpec, Range, SpikeReset, SpikingCell, check_choice, check_range, drawn, full
+from .base import NeuronSpec, Range, SpikeReset, SpikingCell, check_choice, check_range, drawn, full
 from .surrogate import Boxcar, Spike
 
 __all__ = ["CSiLIF", "CSiLIFCell", "ResonateAndFire", "ResonateAndFireCell"]
@@ -48,16 +49,12 @@ class CSiLIF(NeuronSpec):
         dt: The range of the step sizes, drawn evenly in the logarithm.
         decay: Where the rate of decay starts.
         frequency: Where the frequency starts.
-        width, threshold, spike, initial: See `NeuronSpec`.
     """
 
-    width: int
     dt: Range = (0.01, 5.0)
     decay: float = 0.5
     frequency: float = math.pi
-    threshold: float = 1.0
-    spike: Spike = Boxcar(strict=True)
-    initial: Initial = "zero"
+    spike: Spike = dataclasses.field(default=Boxcar(strict=True), kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,17 +92,12 @@ class ResonateAndFire(NeuronSpec):
         decay: The range of the rates of decay, in 1/s, drawn evenly in the logarithm.
         frequency: The range of the angular frequencies, in 1/s.
         reset: "subtract" takes θ off the imaginary part before it turns; "zero" starts anew; "none" never resets.
-        width, threshold, spike, initial: See `NeuronSpec`.
     """
 
-    width: int
     dt: float = 0.004
     decay: Range = (1.0, 10.0)
     frequency: Range = (30.0, 60.0)
-    threshold: float = 1.0
     reset: SpikeReset = "subtract"
-    spike: Spike = Boxcar()
-    initial: Initial = "zero"
 
     def __post_init__(self) -> None:
         super().__post_init__()
