@@ -95,6 +95,8 @@ def test_an_unknown_label_is_refused_with_the_nearest_one(capsys):
     assert cli.main(["reproduce"]) == 1
     assert "--all" in capsys.readouterr().err
     assert cli.main(["reproduce", "fig:tradeoffs", "--shard", "3/2"]) == 1
+    assert cli.main(["reproduce", "fig:tradeoffs", "--device", "cuba"]) == 1
+    assert "--device cuba cannot be used here" in capsys.readouterr().err
 
 
 def test_the_list_shows_every_label(capsys, monkeypatch):

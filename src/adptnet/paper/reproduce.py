@@ -16,6 +16,7 @@ import torch
 from tyro.conf import Positional, arg
 
 from ..training import environment
+from . import scoring
 from .recipe import Part, Point, Scale, belongs
 from .registry import ReproductionError, Result, find, labels, results
 from .rows import Shelf, key, plain
@@ -43,6 +44,8 @@ class Reproduce:
     """The I-th of N shares, to divide the work over machines."""
     processes: int = 1
     """Points at a time, one core each."""
+    device: str = "cpu"
+    """Where networks are trained: cuda, cuda:1, … All else runs on the CPU."""
 
 
 class _Job(NamedTuple):
@@ -59,6 +62,7 @@ def run(options: Reproduce) -> int:
         raise ReproductionError("say what to run: some labels, or --all. `adptnet reproduce --list` shows the labels.")
     chosen = find(options.labels)
     shelf = Shelf(options.rows, _share(options.shard))
+    _check_device(options.device)
     sources = _sources(chosen)
     jobs = list(_left(sources, shelf, options.scale, _part(options.only, sources, options.scale)))
     jobs = _possible(jobs, options)
@@ -131,26 +135,26 @@ def _finished(jobs: list[_Job], options: Reproduce) -> Iterator[tuple[_Job, dict
     """Each job with its row, as they end."""
     if options.processes == 1:
         for job in jobs:
-            yield job, _row(job.result.name, job.point, options.scale)
+            yield job, _row(job.result.name, job.point, options)
         return
     spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
     with ProcessPoolExecutor(options.processes, mp_context=spawn) as pool:
-        waiting = {pool.submit(_row, job.result.name, job.point, options.scale): job for job in jobs}
+        waiting = {pool.submit(_row, job.result.name, job.point, options): job for job in jobs}
         for future in as_completed(waiting):
             yield waiting[future], future.result()
 
 
-def _row(name: str, point: Point, scale: Scale) -> dict[str, Any]:
+def _row(name: str, point: Point, options: Reproduce) -> dict[str, Any]:
     """Runs one point."""
     result = results()[name]
     began, clock = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic()
-    with _alone(point.seed, result.recipe.dtype):
+    with _alone(point.seed, result.recipe.dtype, options.device):
         finding = result.recipe.run(point)
-        machine = environment()
+        machine = {**environment(), "device": options.device}
     versions = {part: machine.pop(part) for part in ("adptnet", "torch", "python")} | {"numpy": numpy.__version__}
     return {
         "label": name,
-        "scale": scale,
+        "scale": options.scale,
         "settings": plain(point.settings),
         "seed": point.seed,
         "recipe": result.recipe.version,
@@ -163,8 +167,9 @@ def _row(name: str, point: Point, scale: Scale) -> dict[str, Any]:
 
 
 @contextmanager
-def _alone(seed: int, dtype: torch.dtype) -> Iterator[None]:
+def _alone(seed: int, dtype: torch.dtype, device: str = "cpu") -> Iterator[None]:
     """One thread, a default dtype and a seed of its own, so that numbers do not depend on what ran before."""
+    token = scoring.device.set(device)
     threads, before = torch.get_num_threads(), torch.get_default_dtype()
     torch.set_num_threads(1)
     torch.set_default_dtype(dtype)
@@ -175,6 +180,14 @@ def _alone(seed: int, dtype: torch.dtype) -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         torch.set_default_dtype(before)
+        scoring.device.reset(token)
+
+
+def _check_device(name: str) -> None:
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ReproductionError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from None
 
 
 def _share(text: str) -> tuple[int, int]:

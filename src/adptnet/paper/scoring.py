@@ -1,6 +1,7 @@
 """What recipes that train a network and score it share: the run, means and differences of accuracies, their figure."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,9 @@ from .recipe import Row, Rows, Table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Scored", "bars", "by_setting", "difference", "mean_accuracy", "scored", "shown"]
+__all__ = ["Scored", "bars", "by_setting", "device", "difference", "mean_accuracy", "scored", "shown"]
+
+device: ContextVar[str] = ContextVar("device", default="cpu")  # where networks are trained
 
 
 class Scored(NamedTuple):
@@ -48,7 +51,7 @@ def scored(
         batch: Sequences to score at a time.
         watch: Sees the network before it is trained; what it returns is called after each step.
     """
-    model = spec.build()
+    model = spec.build().to(device.get())  # drawn on the CPU: the same weights everywhere
     record = train(model, task, config, on_step=None if watch is None else watch(model))
     scores = list(evaluate(model, task, lengths or (None,), size=sequences, batch_size=batch).values())
     found = [100 * float(each["accuracy"]) for each in scores]  # type: ignore[arg-type]

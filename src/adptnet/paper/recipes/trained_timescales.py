@@ -101,7 +101,7 @@ def trained(point: Point, snapshot: Callable[[ADPTNet, Tensor], dict[str, Any]])
 
 def still(model: nn.Module, sample: Tensor) -> list[tuple[ADPTNet, Tensor]]:
     """Each layer of a copy of the model in float64, and what enters it when the model is given `sample`."""
-    met = analysis.captured(copy.deepcopy(model).double(), sample).values()
+    met = analysis.captured(copy.deepcopy(model).cpu().double(), sample).values()
     return [(layer.requires_grad_(False), x) for layer, x in met if isinstance(layer, ADPTNet)]
 
 
