@@ -32,35 +32,35 @@ autodoc_member_order = "groupwise"
 autodoc_typehints = "signature"
 python_maximum_signature_line_length = 100
 
-CONTENTS = """
-```{toctree}
-:hidden:
+FIRST = [
+    "choosing",
+    "recurrence",
+    "solvers",
+    "tasks",
+    "baselines",
+    "training",
+    "spiking",
+    "dynamics",
+    "bounds",
+    "benchmarks",
+    "reproduction",
+    "report",
+]
+LAST = ["notation", "paper-map", "deviations", "decisions", "api"]
 
-choosing
-recurrence
-solvers
-tasks
-baselines
-training
-spiking
-dynamics
-bounds
-reproduction
-report
-notation
-paper-map
-deviations
-decisions
-api
-```
-"""
+
+def contents() -> str:
+    """Every page, those that are not named between the two."""
+    pages = {page.stem for page in HERE.glob("*.md")} - {"index"} - (set() if REPORT.is_dir() else {"report"})
+    order = [*FIRST, *sorted(pages.difference(FIRST, LAST)), *LAST]
+    return "\n".join(["", "```{toctree}", ":hidden:", "", *(page for page in order if page in pages), "```", ""])
 
 
 def as_site(app: Any, page: str, source: list[str]) -> None:
     """The pages are read elsewhere as they are: here index.md has the others, and files of the project are no links."""
     source[0] = re.sub(r"\[([^\]]+)\]\(\.\./[^)]+\)", r"\1", source[0])
     if page == "index":
-        source[0] += CONTENTS if REPORT.is_dir() else CONTENTS.replace("report\n", "")
+        source[0] += contents()
 
 
 def as_text(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
