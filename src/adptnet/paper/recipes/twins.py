@@ -191,9 +191,9 @@ def _deeper_spread(rows: Rows) -> Verdict:
 
 
 def _gap(rows: Rows) -> Verdict:
-    """With a fixed β the smallest exponent is at most 0.03 from ln |λ̄|_min, in every layer of both."""
+    """With a fixed β the smallest exponent is at most 0.02 from ln |λ̄|_min, in every layer of both."""
     gaps = [abs(min(seen["exponents"]) - _lowest(seen)) for _, _, seen in _layers(rows.where(beta="fixed"))]
-    return Verdict.of(max(gaps) <= 0.03, f"from {min(gaps):.2g} to {max(gaps):.2g}")
+    return Verdict.of(max(gaps) <= 0.02, f"from {min(gaps):.2g} to {max(gaps):.2g}")
 
 
 def _draw_spectra(rows: Rows) -> "Figure":
