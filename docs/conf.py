@@ -42,6 +42,7 @@ FIRST = [
     "spiking",
     "dynamics",
     "bounds",
+    "results",
     "benchmarks",
     "reproduction",
     "report",
