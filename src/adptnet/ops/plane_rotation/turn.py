@@ -24,12 +24,12 @@ def turned(x: Tensor, key: Tensor, offset: Tensor, turn: Tensor, shrink_key: Ten
 def _covered(x: Tensor, *others: Tensor) -> bool:
     column = (*x.shape[:-1], 1)
     return (
-        0 < x.numel() >= LEAST
+        not watched()  # what counts operations, or fuses them, is to see them; an exported batch has no size yet
+        and 0 < x.numel() >= LEAST
         and x.device.type == "cpu"
         and all(t.dtype == x.dtype and t.device == x.device for t in others)
         and all(t.shape == x.shape for t in others[:2])
         and all(t.shape == column for t in others[2:])
-        and not watched()  # what counts operations, or fuses them, is to see them
         and not transformed(x, *others)
         and cpu.ready(x.dtype)
     )
