@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from torch.testing import assert_close
 
 from adptnet.ops import native
@@ -185,7 +186,7 @@ def test_transforms_forward_mode_and_counting_see_every_operation(always):
     inputs = [t.detach() for t in turning(4, size=5)]
     alone = torch.func.vmap(turned)(*inputs)
     torch.func.jvp(lambda x: turned(x, *inputs[1:]), (inputs[0],), (inputs[0],))
-    with torch.utils.flop_counter.FlopCounterMode(display=False):
+    with FlopCounterMode(display=False):
         turned(*inputs)
     assert not always
     assert_close(alone, turned(*inputs), atol=1e-12, rtol=0)
