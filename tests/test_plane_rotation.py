@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 
 from adptnet.ops import native
 from adptnet.ops.plane_rotation import cpu, reference, skew, turn, turned
