@@ -65,9 +65,9 @@ def random_states(cell, count):
 
 
 @torch.no_grad()
-def check_many(count, states_each):
+def check_many(seeds, states_each):
     worst, pairs = 0.0, 0
-    for seed in range(count):
+    for seed in seeds:
         cell = random_cell(seed)
         held, states = certificate(cell), random_states(cell, states_each)
         matrices = cell.jacobian(states, torch.zeros_like(states))
@@ -76,8 +76,9 @@ def check_many(count, states_each):
         assert (gaps <= local * ROUNDING).all()
         assert (local <= held.deviation * ROUNDING).all()
         assert held.deviation <= held.paper * ROUNDING
-        turning = turnings(cell)[0]
-        assert held.deviation <= 2 * turning.radius * turning.beta * sum(turning.conditions) * ROUNDING
+        weights = (cell.directions[0].key_projection.dense(), cell.directions[0].value_projection.dense())
+        looser = 2 * enclosing_radius(cell.spectrum()) * cell.spec.beta * sum(map(torch.linalg.cond, weights))
+        assert held.deviation <= float(looser) * ROUNDING
         values = torch.linalg.svdvals(matrices)
         assert (values <= held.upper * ROUNDING).all()
         assert (values >= held.lower / ROUNDING).all()
@@ -86,16 +87,17 @@ def check_many(count, states_each):
 
 
 def test_the_bounds_hold_for_ten_thousand_random_cells_states_and_beta():
-    worst, pairs = check_many(96, 108)
+    worst, pairs = check_many(range(96), 108)
     assert pairs >= 10_000
     assert 0.2 < worst <= ROUNDING
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_bounds_hold_for_ten_thousand_random_cells():
-    worst, _ = check_many(10_000, 8)
-    assert worst <= ROUNDING
+@pytest.mark.parametrize("thousand", range(10))
+def test_the_bounds_hold_for_ten_thousand_random_cells(thousand):
+    worst, _ = check_many(range(1000 * thousand, 1000 * (thousand + 1)), 8)
+    assert 0.2 < worst <= ROUNDING
 
 
 def attaining_layer(beta, retraction, size=6):
@@ -133,6 +135,23 @@ def ascend(objective, *variables, steps, rate):
     return max(best, objective().max().item())
 
 
+def gaps(retraction, x, key, value, eigen, beta):
+    """‖J - M‖ by automatic differentiation, each row with weights, Λ̄ (dense) and β of its own."""
+
+    def turned(x, key, value, beta):
+        return retraction(directions.unit(key @ x), directions.unit(value @ x), beta)
+
+    def gap(x, key, value, eigen, beta):
+        def moved(x):
+            rotation = turned(x, key, value, beta)
+            return rotation.apply(eigen @ rotation.apply_transposed(x))
+
+        rotation = turned(x, key, value, beta).dense()
+        return torch.func.jacrev(moved)(x) - rotation @ eigen @ rotation.mT
+
+    return norm(torch.func.vmap(gap)(x, key, value, eigen, beta))
+
+
 def attack_weights(retraction, attempts, steps):
     """Gradient ascent on ‖J - M‖ / bound over K, V, Λ̄ and x; half from random ones, half from near the example."""
     size, near = 4, (torch.arange(attempts) % 2).reshape(-1, 1, 1)
@@ -145,53 +164,52 @@ def attack_weights(retraction, attempts, steps):
     x = near.squeeze(-1) * 2 * eye(size)[-1] + 0.3 * torch.randn(attempts, size)
     variables = [v.requires_grad_() for v in (key, value, raw, x)]
 
-    def turned(x, key, value, beta):
-        return retraction(directions.unit(key @ x), directions.unit(value @ x), beta)
-
-    def gap(x, key, value, eigenvalues, beta):
-        def moved(x):
-            rotation = turned(x, key, value, beta)
-            return rotation.apply(eigenvalues * rotation.apply_transposed(x))
-
-        rotation = turned(x, key, value, beta).dense()
-        return torch.func.jacrev(moved)(x) - rotation @ torch.diag(eigenvalues) @ rotation.mT
-
     def objective():
-        key, value, raw, x = variables
         eigenvalues = raw.tanh()
         conditions = sum(s[..., 0] / s[..., -1] for s in map(torch.linalg.svdvals, (key, value)))
         bounds = beta.squeeze(-1) * (eigenvalues.amax(-1) - eigenvalues.amin(-1)) * conditions
-        return norm(torch.func.vmap(gap)(x, key, value, eigenvalues, beta)) / bounds
+        return gaps(retraction, x, key, value, torch.diag_embed(eigenvalues), beta) / bounds
 
     return ascend(objective, *variables, steps=steps, rate=0.02)
 
 
+def attack_states(retraction, cells, steps):
+    """Gradient ascent on ‖J - M‖ over the state alone, eight of each cell, against the certificates of the weights."""
+    x = torch.cat([random_states(cell, 8) for cell in cells]).requires_grad_()
+    every = {
+        "key": [cell.directions[0].key_projection.dense() for cell in cells],
+        "value": [cell.directions[0].value_projection.dense() for cell in cells],
+        "eigen": [cell.spectrum().dense() for cell in cells],
+        "beta": [torch.tensor([cell.spec.beta]) for cell in cells],
+    }
+    given = {name: torch.stack(parts).repeat_interleave(8, 0) for name, parts in every.items()}
+    bounds = torch.tensor([certificate(cell).deviation for cell in cells]).repeat_interleave(8)
+    return ascend(
+        lambda: gaps(retraction, x / x.norm(dim=-1, keepdim=True), **given) / bounds, x, steps=steps, rate=0.02
+    )
+
+
 def attack_state(cell, steps):
-    """Gradient ascent on ‖J - M‖ over the state alone, from eight at once, against the certificate of these weights."""
+    """The same for one cell of any form, by its own Jacobians."""
     x = random_states(cell, 8).requires_grad_()
     largest = ascend(lambda: deviation(cell, x / x.norm(dim=-1, keepdim=True)), x, steps=steps, rate=0.02)
     return largest / certificate(cell).deviation
 
 
-def test_an_adversary_comes_close_to_the_bound_but_not_past_it():
-    found = [attack_weights(retraction, 6, 80) for retraction in all_retractions]
-    assert 0.9 < max(found) <= ROUNDING
-    assert all(attack_state(random_cell(seed), 12) <= ROUNDING for seed in range(3))
+@pytest.mark.parametrize("place", [0, 1], ids=lambda place: repr(all_retractions[place]))
+def test_an_adversary_comes_close_to_the_bound_but_not_past_it(place):
+    retraction = all_retractions[place]
+    assert 0.9 < attack_weights(retraction, 6, 60) <= ROUNDING
+    assert attack_states(retraction, [random_cell(seed) for seed in range(place, 16, 2)], 10) <= ROUNDING
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("retraction", all_retractions, ids=repr)
-def test_an_adversary_with_time_does_not_pass_the_bound(retraction):
-    torch.manual_seed(0)
+@pytest.mark.parametrize("place", [0, 1], ids=lambda place: repr(all_retractions[place]))
+def test_an_adversary_with_time_does_not_pass_the_bound(place):
+    retraction = all_retractions[place]
     assert 0.99 < attack_weights(retraction, 32, 1500) <= ROUNDING
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_no_state_passes_the_bound_of_its_weights():
-    attacked = [attack_state(random_cell(seed), 100) for seed in range(48)]
-    assert 0.5 < max(attacked) <= ROUNDING
+    assert 0.5 < attack_states(retraction, [random_cell(seed) for seed in range(place, 96, 2)], 300) <= ROUNDING
 
 
 # What enters the bound
