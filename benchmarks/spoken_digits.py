@@ -35,7 +35,6 @@ DT = 0.004 * MERGED
 WIDTH, RANK = 128, 10
 BATCH = 54  # 1080 and 1350 recordings are 20 and 25 of them
 BETAS = (0.0, 0.0125, 0.125, 0.5)
-SEEDS = range(5)
 USUAL = {"rate": 5e-3, "dropout": 0.25, "epochs": 20}
 CANDIDATES = [{**USUAL, "threshold": threshold} for threshold in (1.0, 0.5)]
 
@@ -132,10 +131,8 @@ def points(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         return
     tested = [("silif", silif, 5), *(("spiking-adpt", each, 5 if each == final else 2) for each in betas)]
     tested += [(network, USUAL, 2) for network in ("lif", "adlif", "gru")]
-    for seed in SEEDS:
-        for network, setting, seeds in tested:
-            if seed < seeds:
-                yield {"stage": "test", "network": network, "setting": setting, "seed": seed}
+    for network, setting, seeds in sorted(tested, key=lambda each: -each[2]):  # those of five seeds first
+        yield from ({"stage": "test", "network": network, "setting": setting, "seed": seed} for seed in range(seeds))
 
 
 def chosen(rows: list[dict[str, Any]], network: str, settings: list[dict[str, Any]]) -> dict[str, Any] | None:
