@@ -36,6 +36,14 @@ def refused(capsys, *arguments):
     return " ".join((said.err + said.out).replace("│", " ").split())
 
 
+def test_whoever_stops_reading_gets_no_traceback():
+    listing = [sys.executable, "-m", "adptnet", "kernels", "show"]
+    with subprocess.Popen(listing, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as command:
+        command.stdout.close()
+        assert command.stderr.read() == ""
+    assert command.returncode == 141
+
+
 def test_a_command_line_is_an_experiment(tmp_path, capsys):
     model = ["--model.beta", 4, "--model.depth", 2, "--model.norm", "rms", "--model.no-glu", "--model.gain", "lru"]
     parts = ["--model.spectrum", "Negative(S4DReal(), 0.5)", "--model.gate", "SoftplusGate"]

@@ -1,5 +1,6 @@
 """The command line: `adptnet COMMAND`. A command is a dataclass of its options and a function that takes it."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -63,6 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         runs = dict(commands.values())
         runs[type(options)](options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output, `head` or a pager, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains again as it ends
+        return 141  # what a shell says of a program that the signal of a broken pipe ended
     except Interrupted as error:
         print(error, file=sys.stderr)
         return 128 + error.signum
