@@ -22,7 +22,8 @@ def facts() -> dict[str, Any]:
     """Versions and machine; the same dictionary as long as numbers may stand side by side."""
     found = environment()
     del found["threads"]  # sides have their own
-    kernels = {name: what.replace(str(native.cache()) + os.sep, "") for name, what in native.backends().items()}
+    folder = re.compile(r"\S*" + re.escape(os.sep))  # of a kernel: wherever it was built, it is the same
+    kernels = {name: folder.sub("", what) for name, what in native.backends().items()}
     return {
         **found,
         "numpy": numpy.__version__,

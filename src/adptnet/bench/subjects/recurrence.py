@@ -29,8 +29,8 @@ def _case(size: Size, fast: bool) -> Case:
     constants = problem.constants._replace(weight=problem.weight)
     real = problem.constants.real.detach().requires_grad_()
 
-    def tiles(transposed: bool) -> None:
-        cpu.products(drive, state, constants, problem.form, transposed=transposed)
+    def tiles(which: str) -> None:
+        cpu.products(drive, state, constants, problem.form, which)
 
     def products(a: Tensor, b: Tensor, into: Tensor) -> None:
         for _ in range(few):
@@ -43,8 +43,9 @@ def _case(size: Size, fast: bool) -> Case:
         Side("forward", problem.forward),
         Side("training", problem.training),
         Side("training, lean", lambda: problem.training(lean=True)),
-        Side("products of the forward, our tiles", lambda: tiles(False), threads=1),
-        Side("products of the backward, our tiles", lambda: tiles(True), threads=1),
+        Side("products of the forward, our tiles", lambda: tiles("forward"), threads=1),
+        Side("products of the backward, our tiles", lambda: tiles("backward"), threads=1),
+        Side("products of the weights, our tiles", lambda: tiles("weights"), threads=1),
         Side("products of the forward, torch.mm", lambda: products(x, there, out), steps / few, threads=1),
         Side("products of the backward, torch.mm", lambda: products(gradient, back, out_back), steps / few, threads=1),
         Side("products of the weights, torch.mm", lambda: gradients.mT @ states, batch * steps / rows, threads=1),
@@ -80,7 +81,7 @@ def _forward(found: Found) -> float:
 
 
 def _training(found: Found) -> float:
-    return _forward(found) + _faster(found, "backward") + found.cpu("products of the weights, torch.mm")
+    return _forward(found) + _faster(found, "backward") + _faster(found, "weights")
 
 
 RECURRENCE = Subject(

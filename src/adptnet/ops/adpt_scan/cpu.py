@@ -14,15 +14,12 @@ from .form import DENSE, Constants, Factors, Form
 __all__ = ["backward", "forward", "kept", "products", "ready"]
 
 _NAMES = {torch.float32: "float", torch.float64: "double"}
-# Bytes of states whose gradients are held before they go into the gradient of the weights, for narrow and for wide
-# states: narrow ones stay in the nearest cache, wide ones need long matrix products.
-NARROW, WIDE = 1 << 18, 1 << 22
 
-_NUMBERS = "batch steps heads size features width first last tile threads complex_pairs given turns source form aware"
+_NUMBERS = "batch steps heads size features width tile threads complex_pairs given turns source form aware"
 _NUMBERS += " coupled beta_given mixes norms factored rank outer_size inner_size"
 _POINTERS = "drive initial real imag weight bias beta feed_real feed_imag decay charge norm_weight norm_bias left right"
-_POINTERS += " outer inner reset lengths states projections state_gradients carry drive_gradients projection_gradients"
-_POINTERS += " sources sums workspace"
+_POINTERS += " outer inner reset lengths states projections state_gradients carry drive_gradients weight_gradients"
+_POINTERS += " sums workspace"
 
 
 class _Scan(ctypes.Structure):
@@ -90,74 +87,53 @@ def backward(
 ) -> tuple[Tensor, Tensor, Constants]:
     """Derivatives with respect to the drive, the initial state and each of the constants."""
     call = _Call(drive, state, constants, form, reset, lengths, factors)
-    batch, steps = drive.shape[:2]
     heads, pad, dtype = form.heads, call.pad, drive.dtype
-    size = constants.real.shape[0] // heads
-    weights = form.turns and not form.given
     drive_gradient = memory.empty(*drive.shape, dtype=dtype)
     carry = torch.zeros_like(state, memory_format=torch.contiguous_format)
-    sums = torch.zeros(call.tasks, 11, pad, dtype=torch.float64)
-    gradient = gradient.contiguous()
-    call.set(
-        states=states, projections=projections, state_gradients=gradient, drive_gradients=drive_gradient, carry=carry
-    )
-    call.set(sums=sums)
-    weight_gradient = torch.zeros(heads, 2 * pad, pad, dtype=dtype)
-    bias_gradient = torch.zeros(heads, 2 * pad, dtype=dtype)
-    # A stretch of steps at a time, so that memory stays small and, for narrow states, in the cache.
-    held = NARROW if pad * dtype.itemsize <= 256 else WIDE
-    span = max(1, min(steps, held // max(1, batch * heads * pad * dtype.itemsize)) if weights else steps)
-    if weights:
-        rows = heads, batch, span
-        gradients = memory.empty(*rows, 2 * pad, dtype=dtype)
-        sources = memory.empty(*rows, pad, dtype=dtype)
-    for last in range(steps, 0, -span):
-        first = max(0, last - span)
-        call.set_range(first, last)
-        if not weights:
-            call.run("adpt_scan_backward", backward=True)
-            continue
-        count = heads * batch * (last - first)
-        left = gradients.view(-1)[: count * 2 * pad].view(heads, -1, 2 * pad)
-        right = sources.view(-1)[: count * pad].view(heads, -1, pad)
-        call.set(projection_gradients=left, sources=right)
-        call.run("adpt_scan_backward", backward=True)
-        if heads == 1:
-            weight_gradient[0].addmm_(left[0].mT, right[0])
-        else:
-            weight_gradient.baddbmm_(left.mT, right)
-        if constants.bias is not None:
-            bias_gradient += left.sum(1)
-    return drive_gradient, carry, _gathered(call, constants, form, sums, weight_gradient, bias_gradient, size)
+    sums = torch.zeros(call.tasks, 13, pad, dtype=torch.float64)
+    each_thread = 0 if constants.weight is None else call.scan.threads
+    weight_gradients = torch.zeros(each_thread, heads, 2 * pad, pad, dtype=dtype)
+    call.set(states=states, projections=projections, state_gradients=gradient, drive_gradients=drive_gradient)
+    call.set(carry=carry, sums=sums, weight_gradients=weight_gradients)
+    call.run("adpt_scan_backward", backward=True)
+    size = constants.real.shape[0] // heads
+    return drive_gradient, carry, _gathered(constants, form, sums, weight_gradients.sum(0), size)
 
 
-def products(drive: Tensor, state: Tensor, constants: Constants, form: Form, *, transposed: bool) -> None:
-    """Only the matrix products of every step, forward or of the backward: a limit to measure against."""
+def products(drive: Tensor, state: Tensor, constants: Constants, form: Form, which: str) -> None:
+    """Only the matrix products of the "forward", of the "backward" or of the "weights": a limit to measure against."""
     call = _Call(drive, state, constants, form, None, None, DENSE)
-    call.run("adpt_scan_products", backward=transposed)
+    shape = call.scan.threads, form.heads, 2 * call.pad, call.pad
+    call.set(weight_gradients=torch.zeros(shape, dtype=drive.dtype))
+    call.run("adpt_scan_products", ("forward", "backward", "weights").index(which), backward=which != "forward")
 
 
-def _gathered(
-    call: "_Call", constants: Constants, form: Form, sums: Tensor, weight: Tensor, bias: Tensor, size: int
-) -> Constants:
+def _gathered(constants: Constants, form: Form, sums: Tensor, weight: Tensor, size: int) -> Constants:
     heads, dtype = form.heads, constants.real.dtype
-    # (tasks, 11, pad) to (11, heads, pad): tasks are tiles of the first head, then of the second ...
-    each = sums.unflatten(0, (heads, -1)).sum(1).transpose(0, 1)
-    real, imag, feed_real, feed_imag, decay, charge = (s[:, :size].flatten().to(dtype, copy=True) for s in each[1:7])
-    imag, feed_imag = _signed(imag), _signed(feed_imag)
-    halves = (heads, 2, -1)
+    each = sums.unflatten(0, (heads, -1)).sum(1)  # tasks are tiles of the first head, then of the second ...
+
+    def of(constant: Tensor | None, where: int | slice, size: int = size) -> Tensor | None:
+        if constant is None:
+            return None
+        found: Tensor = each[:, where, :size].to(dtype, copy=True, memory_format=torch.contiguous_format)
+        return found.view(constant.shape)
+
+    def imaginary(constant: Tensor | None, where: int) -> Tensor | None:
+        found = of(constant, where)
+        return None if found is None else _signed(found)
+
     return Constants(
-        real,
-        None if constants.imag is None else imag,
+        each[:, 1, :size].to(dtype, copy=True).flatten(),
+        imaginary(constants.imag, 2),
         None if constants.weight is None else weight.unflatten(1, (2, -1))[:, :, :size, :size].contiguous(),
-        None if constants.bias is None else bias.view(halves)[:, :, :size].contiguous(),
-        None if constants.beta is None else each[0, :, 0].to(dtype),
-        None if constants.feed_real is None else feed_real,
-        None if constants.feed_imag is None else feed_imag,
-        None if constants.decay is None else decay,
-        None if constants.charge is None else charge,
-        None if constants.norm_weight is None else each[7:9, 0, :size].to(dtype, copy=True),
-        None if constants.norm_bias is None else each[9:11, 0, :size].to(dtype, copy=True),
+        of(constants.bias, slice(11, 13)),
+        of(constants.beta, 0, size=1),
+        of(constants.feed_real, 3),
+        imaginary(constants.feed_imag, 4),
+        of(constants.decay, 5),
+        of(constants.charge, 6),
+        of(constants.norm_weight, slice(7, 9)),
+        of(constants.norm_bias, slice(9, 11)),
     )
 
 
@@ -232,17 +208,14 @@ class _Call:
                 self.held[name] = tensor.contiguous()
                 setattr(self.scan, name, self.held[name].data_ptr())
 
-    def set_range(self, first: int, last: int) -> None:
-        self.scan.first, self.scan.last = first, last
-
-    def run(self, function: str, *, backward: bool) -> None:
+    def run(self, function: str, *numbers: int, backward: bool) -> None:
         if not self.scan.batch or not self.scan.steps:
             return
         needed = self.library.adpt_scan_workspace(ctypes.byref(self.scan), backward)
         if "workspace" not in self.held:
             self.set(workspace=memory.empty(needed, dtype=torch.uint8))
         call: Callable[..., None] = getattr(self.library, function)
-        call(ctypes.byref(self.scan), *([backward] if function == "adpt_scan_products" else []))
+        call(ctypes.byref(self.scan), *numbers)
 
 
 @functools.cache

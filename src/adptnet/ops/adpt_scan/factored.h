@@ -79,33 +79,35 @@ template <class T> void add_outer_times(const Shape& s, const T* outer, int64_t 
   for (int64_t i = 0; i < s.outer; ++i) add<T>(between.turned + i * inner_pad, s.inner, out + i * s.inner);
 }
 
-// Rows of x to rows of [K x, V x].
+// Rows of x, `apart` from each other, to rows of [K x, V x].
 template <class T>
-void factored(const Shape& s, const Factors<T>& by, int64_t rows, const T* x, const Between<T>& between, T* out) {
+void factored(const Shape& s, const Factors<T>& by, int64_t rows, const T* x, int64_t apart, const Between<T>& between,
+              T* out) {
   const int64_t pad = padded<T>(s.size), rank_pad = padded<T>(s.rank), inner_pad = padded<T>(s.inner);
-  product<T, false>(rows, x, pad, {s.size, 0, 0}, by.narrow, 2 * rank_pad / panel<T>, between.hidden, 2 * rank_pad);
+  product<T, false>(rows, x, apart, {s.size, 0, 0}, by.narrow, 2 * rank_pad / panel<T>, between.hidden, 2 * rank_pad);
   for (int64_t half = 0; half < 2; ++half)
     product<T, false>(rows, between.hidden + half * rank_pad, 2 * rank_pad, {s.rank, 0, 0}, by.wide + half * pad * s.rank,
                       pad / panel<T>, out + half * pad, 2 * pad);
   for (int64_t i = 0; s.outer && i < 2 * rows; ++i) {
     const int64_t half = i % 2;
-    times_inner<T>(s, x + i / 2 * pad, by.inner + half * inner_pad * s.inner, s.outer, between.half_way);
+    times_inner<T>(s, x + i / 2 * apart, by.inner + half * inner_pad * s.inner, s.outer, between.half_way);
     add_outer_times<T>(s, by.outer + half * s.outer * s.outer, s.outer, between, out + i * pad);
   }
 }
 
 // Rows of the derivatives of [K x, V x] to rows of K' gp + V' gq.
 template <class T>
-void factored_back(const Shape& s, const Factors<T>& by, int64_t rows, const T* g, const Between<T>& between, T* out) {
+void factored_back(const Shape& s, const Factors<T>& by, int64_t rows, const T* g, int64_t apart, const Between<T>& between,
+                   T* out) {
   const int64_t pad = padded<T>(s.size), rank_pad = padded<T>(s.rank), inner_pad = padded<T>(s.inner);
   for (int64_t half = 0; half < 2; ++half)
-    product<T, false>(rows, g + half * pad, 2 * pad, {s.size, 0, 0}, by.narrow + half * rank_pad * s.size,
+    product<T, false>(rows, g + half * pad, apart, {s.size, 0, 0}, by.narrow + half * rank_pad * s.size,
                       rank_pad / panel<T>, between.hidden + half * rank_pad, 2 * rank_pad);
   product<T, false>(rows, between.hidden, 2 * rank_pad, {s.rank, rank_pad - s.rank, s.rank}, by.wide, pad / panel<T>, out,
                     pad);
   for (int64_t r = 0; s.outer && r < rows; ++r) {
     for (int64_t half = 0; half < 2; ++half)
-      times_inner<T>(s, g + (2 * r + half) * pad, by.inner + half * inner_pad * s.inner, 2 * s.outer,
+      times_inner<T>(s, g + r * apart + half * pad, by.inner + half * inner_pad * s.inner, 2 * s.outer,
                      between.half_way + half * s.outer * panel<T>);
     add_outer_times<T>(s, by.outer, 2 * s.outer, between, out + r * pad);
   }

@@ -4,6 +4,8 @@
 // padded with zeros to `pad`, a whole number of panels, in the memory of a task; tensors of the caller are not padded,
 // except the projections, which nobody else reads. Only GCC and Clang vector extensions are used.
 
+#include <algorithm>
+
 #include "factored.h"
 #include "products.h"
 #include "rotation.h"
@@ -12,7 +14,6 @@
 struct Scan {
   int64_t batch, steps, heads, size;      // size: of one head
   int64_t features, width;                // of a row of the drive, of a row of the state
-  int64_t first, last;                    // steps that the backward runs, and what its buffers hold
   int64_t tile, threads;                  // sequences in a tile
   int64_t complex_pairs, given, turns, source, form, aware, coupled, beta_given, mixes, norms;
   int64_t factored, rank, outer_size, inner_size;  // K and V by their factors, and the sizes of those
@@ -25,7 +26,7 @@ struct Scan {
   void *states, *projections;             // projections: (heads, steps, batch, 2 pad), may be null
   const void* state_gradients;
   void *carry, *drive_gradients;
-  void *projection_gradients, *sources;   // (heads, last - first, batch, 2 pad) and (..., pad)
+  void* weight_gradients;                 // (threads, heads, 2 pad, pad)
   double* sums;                           // (tasks, every_sum, pad): see Sum
   void* workspace;
 };
@@ -35,10 +36,10 @@ namespace {
 enum Source { identity, relu, spikes };
 
 // Derivatives that are summed over rows and steps, one vector each but for beta, which is the first number of its own. The
-// last four are those of the LayerNorm, of key and of value.
+// last six are those of the LayerNorm and of the bias, of key and of value.
 enum Sum {
   of_beta, of_real, of_imag, of_feed_real, of_feed_imag, of_decay, of_charge,
-  of_norm_weight, of_norm_bias = of_norm_weight + 2, every_sum = of_norm_bias + 2
+  of_norm_weight, of_norm_bias = of_norm_weight + 2, of_bias = of_norm_bias + 2, every_sum = of_bias + 2
 };
 
 // Rows of one step lie far apart, so the processor does not see the next ones coming. Only a few are asked for ahead: with a
@@ -206,8 +207,14 @@ template <class T> struct Weights {
   }
 };
 
+// Steps of the backward whose derivatives go into those of the weights together: long products, still in the cache.
+constexpr int64_t rows_held = 64;
+INLINE int64_t steps_held(const Scan& s, int64_t rows) {
+  return s.turns && !s.given && rows < rows_held ? rows_held / rows : 1;
+}
+
 template <class T> struct Task {
-  int64_t head, begin, rows, index;
+  int64_t head, begin, rows, index, thread;
   T *real, *imag, *bias, *feed_real, *feed_imag, *decay, *charge, *norm_weight, *norm_bias, *ones;
   T *x, *source, *slow, *u, *projections, *scratch, *normed, *mixed, *mixing;
   T *g, *slow_g, *partial, *gradients, *sums;
@@ -220,7 +227,10 @@ template <class T> struct Task {
     for (T** vector : {&real, &imag, &feed_real, &feed_imag, &decay, &charge}) *vector = memory.take(pad);
     for (T** vectors : {&bias, &norm_weight, &norm_bias}) *vectors = memory.take(2 * pad);
     ones = memory.take(pad);
-    for (T** vectors : {&x, &source, &slow, &u}) *vectors = memory.take(tile * pad);
+    const int64_t held = backward && tile < rows_held ? rows_held : tile;
+    x = memory.take(tile * spaced<T>(pad));
+    source = memory.take(held * spaced<T>(pad));
+    for (T** vectors : {&slow, &u}) *vectors = memory.take(tile * pad);
     for (T** vectors : {&projections, &scratch}) *vectors = memory.take(tile * 2 * pad);
     normed = memory.take(s.norms ? tile * 2 * pad : 0);
     norms = reinterpret_cast<Normed<T>*>(memory.take(s.norms ? tile * 2 * sizeof(Normed<T>) / sizeof(T) : 0));
@@ -230,7 +240,7 @@ template <class T> struct Task {
     row = reinterpret_cast<Row<T>*>(memory.take(tile * sizeof(Row<T>) / sizeof(T) + 16));
     if (!backward) return;
     for (T** vectors : {&g, &slow_g, &partial}) *vectors = memory.take(tile * pad);
-    gradients = memory.take(tile * 2 * pad);
+    gradients = memory.take(held * spaced<T>(2 * pad));
     sums = memory.take(every_sum * pad);
   }
 
@@ -270,9 +280,9 @@ template <class T> INLINE void project(const Scan& s, const Task<T>& task, const
     return;
   }
   if (s.factored)
-    factored<T>(shape_of(s), by.factors, task.rows, task.source, task.between, out);
+    factored<T>(shape_of(s), by.factors, task.rows, task.source, spaced<T>(pad), task.between, out);
   else
-    product<T, false>(task.rows, task.source, pad, {m, 0, 0}, by.panels, 2 * pad / panel<T>, out, 2 * pad);
+    product<T, false>(task.rows, task.source, spaced<T>(pad), {m, 0, 0}, by.panels, 2 * pad / panel<T>, out, 2 * pad);
   if (s.bias)
     for (int64_t r = 0; r < task.rows; ++r, out += 2 * pad)
       for (int64_t i = 0; i < 2 * pad; i += lanes<T>) store<T>(out + i, load<T>(out + i) + load<T>(task.bias + i));
@@ -301,9 +311,9 @@ template <class T> const T* mixed_rows(const Scan& s, const Task<T>& task, const
 }
 
 template <class T> void make_sources(const Scan& s, Task<T>& task, int64_t r) {
-  const int64_t pad = padded<T>(s.size);
+  const int64_t pad = padded<T>(s.size), at = r * spaced<T>(pad);
   if (s.source == identity) return;  // x itself
-  for (int64_t i = r * pad; i < (r + 1) * pad; i += lanes<T>) store<T>(task.source + i, sourced<T>(s, load<T>(task.x + i)));
+  for (int64_t i = at; i < at + pad; i += lanes<T>) store<T>(task.source + i, sourced<T>(s, load<T>(task.x + i)));
 }
 
 template <class T> INLINE T beta_of(const Scan& s, const Task<T>& task, const T* drive_row) {
@@ -316,7 +326,7 @@ template <class T> INLINE bool ended(const Scan& s, int64_t sequence, int64_t t)
 }
 
 template <class T, bool Pairs> void run_forward(const Scan& s, Task<T>& task, const Weights<T>& weights) {
-  const int64_t m = s.size, pad = padded<T>(m), n = s.heads * m, offset = task.head * m;
+  const int64_t m = s.size, pad = padded<T>(m), apart = spaced<T>(pad), n = s.heads * m, offset = task.head * m;
   const int64_t whole = m / lanes<T> * lanes<T>;
   const bool kept_drive = s.coupled || s.aware;  // padded in memory of the task
   load_constants(s, task);
@@ -324,7 +334,7 @@ template <class T, bool Pairs> void run_forward(const Scan& s, Task<T>& task, co
   Eigen<T> eigen = {task.real, task.imag};
   for (int64_t r = 0; r < task.rows; ++r) {
     const T* from = static_cast<const T*>(s.initial) + (task.begin + r) * s.width + offset;
-    fetch<T>(from, m, task.x + r * pad, pad);
+    fetch<T>(from, m, task.x + r * apart, pad);
     if (s.coupled) fetch<T>(from + n, m, task.slow + r * pad, pad);
     make_sources(s, task, r);
   }
@@ -332,7 +342,7 @@ template <class T, bool Pairs> void run_forward(const Scan& s, Task<T>& task, co
     if (s.reset)
       for (int64_t r = 0; r < task.rows; ++r)
         if (s.reset[(task.begin + r) * s.steps + t]) {
-          for (T* vectors : {task.x, task.slow}) std::memset(vectors + r * pad, 0, pad * sizeof(T));
+          for (T* vector : {task.x + r * apart, task.slow + r * pad}) std::memset(vector, 0, pad * sizeof(T));
           make_sources(s, task, r);
         }
     T* projections = task.projections;
@@ -352,7 +362,7 @@ template <class T, bool Pairs> void run_forward(const Scan& s, Task<T>& task, co
       task.row[r].still = !s.turns;
       const T* p = pairs + r * 2 * pad;
       if (s.turns)
-        directions<T, Pairs>(eigen, p, p + pad, task.x + r * pad, s.aware ? fed : nullptr, pad,
+        directions<T, Pairs>(eigen, p, p + pad, task.x + r * apart, s.aware ? fed : nullptr, pad,
                              task.scratch + r * 2 * pad, task.row[r]);
     }
     const T* drives = static_cast<const T*>(s.drive) + (task.begin * s.steps + t) * s.features;
@@ -380,7 +390,7 @@ template <class T, bool Pairs> void run_forward(const Scan& s, Task<T>& task, co
         m_q = row.on_q * by.m2;
       }
       const T* u = kept_drive ? task.u + r * pad : drive + offset;
-      T* x = task.x + r * pad;
+      T* x = task.x + r * apart;
       auto next = [&](int64_t i, Vec<T> driven) {
         Vec<T> a = load<T>(p + i), b = load<T>(q + i);
         Vec<T> y = load<T>(x + i) + y_p * a + y_q * b;
@@ -495,40 +505,54 @@ INLINE T row_backward(const Scan& s, const Task<T>& task, const Eigen<T>& eigen,
   return beta_gradient;
 }
 
+// The derivatives of the weights, and of the bias, by those of the projections of some rows.
+template <class T>
+void add_weights(const Scan& s, const Task<T>& task, int64_t rows, const T* sources, double* bias_totals) {
+  const int64_t m = s.size, pad = padded<T>(m), apart = spaced<T>(2 * pad);
+  T* to = static_cast<T*>(s.weight_gradients) + (task.thread * s.heads + task.head) * 2 * pad * pad;
+  for (int64_t half = 0; half < 2; ++half)
+    add_outer_products<T>(rows, task.gradients + half * pad, apart, m, sources, spaced<T>(pad), pad / panel<T>,
+                          to + half * pad * pad, pad);
+  for (int64_t i = 0; s.bias && i < 2 * pad; i += lanes<T>) {
+    Vec<T> sum = {};
+    for (int64_t r = 0; r < rows; ++r) sum += load<T>(task.gradients + r * apart + i);
+    for (int64_t l = 0; l < lanes<T>; ++l) bias_totals[i + l] += sum[l];
+  }
+}
+
 template <class T, bool Pairs>
 void run_backward(const Scan& s, Task<T>& task, const Weights<T>& weights, const Weights<T>& transposed) {
-  const int64_t m = s.size, pad = padded<T>(m), n = s.heads * m, offset = task.head * m, span = s.last - s.first;
+  const int64_t m = s.size, pad = padded<T>(m), n = s.heads * m, offset = task.head * m;
+  const int64_t apart = spaced<T>(pad), gradients_apart = spaced<T>(2 * pad), to_hold = steps_held(s, task.rows);
   const bool weighted = s.turns && !s.given;
   const int64_t steps_ahead = task.rows < 8 ? 16 / task.rows : 1;
   load_constants(s, task);
   Eigen<T> eigen = {task.real, task.imag};
   const Eigen<T> feed = {task.feed_real, task.feed_imag};
   double* totals = s.sums + task.index * every_sum * pad;
-  const int64_t summed = (s.norms ? every_sum : of_norm_weight) * pad;
+  const int64_t summed = (s.norms ? of_bias : of_norm_weight) * pad;
   std::memset(task.sums, 0, summed * sizeof(T));
   for (int64_t r = 0; r < task.rows; ++r) {
     const T* carry = static_cast<const T*>(s.carry) + (task.begin + r) * s.width + offset;
     fetch<T>(carry, m, task.g + r * pad, pad);
     if (s.coupled) fetch<T>(carry + n, m, task.slow_g + r * pad, pad);
   }
-  for (int64_t t = s.last - 1; t >= s.first; --t) {
-    T *projections = task.projections, *gradients = task.gradients;
-    if (weighted) {  // sources and gradients of the projections go where the product of the weights will look for them
-      const int64_t place = (task.head * span + t - s.first) * s.batch + task.begin;
-      task.source = static_cast<T*>(s.sources) + place * pad;
-      gradients = static_cast<T*>(s.projection_gradients) + place * 2 * pad;
-      if (s.source == identity) task.x = task.source;
-      if (s.projections)
-        projections = static_cast<T*>(s.projections) + ((task.head * s.steps + t) * s.batch + task.begin) * 2 * pad;
-    }
+  T* const sources = task.source;
+  int64_t held = 0;
+  for (int64_t t = s.steps - 1; t >= 0; --t) {
+    T *projections = task.projections, *gradients = task.gradients + held * task.rows * gradients_apart;
+    task.source = sources + held * task.rows * apart;
+    if (s.source == identity) task.x = task.source;
+    if (weighted && s.projections)
+      projections = static_cast<T*>(s.projections) + ((task.head * s.steps + t) * s.batch + task.begin) * 2 * pad;
     for (int64_t r = 0; r < task.rows; ++r) {  // the state before the step
       int64_t sequence = task.begin + r;
       const T* before = t ? static_cast<const T*>(s.states) + (sequence * s.steps + t - 1) * s.width
                           : static_cast<const T*>(s.initial) + sequence * s.width;
       if (s.reset && s.reset[sequence * s.steps + t]) {
-        for (T* vectors : {task.x, task.slow}) std::memset(vectors + r * pad, 0, pad * sizeof(T));
+        for (T* vector : {task.x + r * apart, task.slow + r * pad}) std::memset(vector, 0, pad * sizeof(T));
       } else {
-        fetch<T>(before + offset, m, task.x + r * pad, pad);
+        fetch<T>(before + offset, m, task.x + r * apart, pad);
         if (s.coupled) fetch<T>(before + n + offset, m, task.slow + r * pad, pad);
       }
       make_sources(s, task, r);
@@ -572,15 +596,15 @@ void run_backward(const Scan& s, Task<T>& task, const Weights<T>& weights, const
       task.row[r].still = !s.turns || over;
       const T* p = pairs + r * 2 * pad;
       if (!task.row[r].still)
-        directions<T, Pairs>(eigen, p, p + pad, task.x + r * pad, s.aware ? u : nullptr, pad,
+        directions<T, Pairs>(eigen, p, p + pad, task.x + r * apart, s.aware ? u : nullptr, pad,
                              task.scratch + r * 2 * pad, task.row[r]);
     }
     for (int64_t r = 0; r < task.rows; ++r) {
       const int64_t sequence = task.begin + r;
-      T *g = task.g + r * pad, *u = task.u + r * pad, *to_projections = gradients + r * 2 * pad;
+      T *g = task.g + r * pad, *u = task.u + r * pad, *to_projections = gradients + r * gradients_apart;
       const T* drive = static_cast<const T*>(s.drive) + (sequence * s.steps + t) * s.features;
       T* to_drive = static_cast<T*>(s.drive_gradients) + (sequence * s.steps + t) * s.features;
-      T beta = row_backward<T, Pairs>(s, task, eigen, task.row[r], beta_of<T>(s, task, drive), task.x + r * pad, u, g, u,
+      T beta = row_backward<T, Pairs>(s, task, eigen, task.row[r], beta_of<T>(s, task, drive), task.x + r * apart, u, g, u,
                                       task.partial + r * pad, to_projections);
       if (s.mixes) {
         const T* p = normed + r * 2 * pad;
@@ -607,15 +631,21 @@ void run_backward(const Scan& s, Task<T>& task, const Weights<T>& weights, const
     if (weighted) {
       const Ranges halves = {m, pad - m, m};
       if (s.source == identity && !s.factored) {
-        product<T, true>(task.rows, gradients, 2 * pad, halves, transposed.panels, pad / panel<T>, task.partial, pad);
+        product<T, true>(task.rows, gradients, gradients_apart, halves, transposed.panels, pad / panel<T>, task.partial, pad);
       } else {
         if (s.factored)
-          factored_back<T>(shape_of(s), transposed.factors, task.rows, gradients, task.between, task.scratch);
+          factored_back<T>(shape_of(s), transposed.factors, task.rows, gradients, gradients_apart, task.between, task.scratch);
         else
-          product<T, false>(task.rows, gradients, 2 * pad, halves, transposed.panels, pad / panel<T>, task.scratch, pad);
-        for (int64_t i = 0; i < task.rows * pad; i += lanes<T>)
-          store<T>(task.partial + i,
-                   load<T>(task.partial + i) + masked<T>(s, load<T>(task.x + i), load<T>(task.scratch + i)));
+          product<T, false>(task.rows, gradients, gradients_apart, halves, transposed.panels, pad / panel<T>, task.scratch, pad);
+        for (int64_t r = 0; r < task.rows; ++r)
+          for (int64_t i = 0; i < pad; i += lanes<T>) {
+            T* to = task.partial + r * pad + i;
+            store<T>(to, load<T>(to) + masked<T>(s, load<T>(task.x + r * apart + i), load<T>(task.scratch + r * pad + i)));
+          }
+      }
+      if (++held == to_hold || t == 0) {
+        add_weights<T>(s, task, held * task.rows, sources, totals + of_bias * pad);
+        held = 0;
       }
     }
     std::swap(task.g, task.partial);
@@ -623,7 +653,7 @@ void run_backward(const Scan& s, Task<T>& task, const Weights<T>& weights, const
       for (int64_t r = 0; r < task.rows; ++r)
         if (s.reset[(task.begin + r) * s.steps + t])
           for (T* vectors : {task.g, task.slow_g}) std::memset(vectors + r * pad, 0, pad * sizeof(T));
-    if ((t - s.first) % 16 == 0) {  // sums of sixteen steps, then of those in double: the error does not grow with T
+    if (t % 16 == 0) {  // sums of sixteen steps, then of those in double: the error does not grow with T
       for (int64_t i = pad; i < summed; ++i) totals[i] += task.sums[i];
       std::memset(task.sums, 0, summed * sizeof(T));
     }
@@ -636,17 +666,23 @@ void run_backward(const Scan& s, Task<T>& task, const Weights<T>& weights, const
 }
 
 // Only the matrix products of all steps, for benchmarks: what the rest is measured against.
+enum Products { of_forward, of_backward, of_weights, none };
+
 template <class T>
-void run_products(const Scan& s, Task<T>& task, const Weights<T>& weights, const Weights<T>& transposed, bool backward) {
-  const int64_t m = s.size, pad = padded<T>(m);
-  for (int64_t i = 0; i < task.rows * pad; ++i) task.x[i] = 1;
-  for (int64_t i = 0; backward && i < task.rows * 2 * pad; ++i) task.gradients[i] = 1;
+void run_products(const Scan& s, Task<T>& task, const Weights<T>& weights, const Weights<T>& transposed, int64_t which) {
+  const int64_t m = s.size, pad = padded<T>(m), apart = spaced<T>(pad), gradients_apart = spaced<T>(2 * pad);
+  const int64_t held = which == of_forward ? 1 : steps_held(s, task.rows);
+  for (int64_t i = 0; i < held * task.rows * apart; ++i) task.source[i] = 1;
+  for (int64_t i = 0; which != of_forward && i < held * task.rows * gradients_apart; ++i) task.gradients[i] = 1;
   for (int64_t t = 0; t < s.steps; ++t)
-    if (backward)
-      product<T, false>(task.rows, task.gradients, 2 * pad, {m, pad - m, m}, transposed.panels, pad / panel<T>,
+    if (which == of_forward)
+      product<T, false>(task.rows, task.source, apart, {m, 0, 0}, weights.panels, 2 * pad / panel<T>, task.projections,
+                        2 * pad);
+    else if (which == of_backward)
+      product<T, false>(task.rows, task.gradients, gradients_apart, {m, pad - m, m}, transposed.panels, pad / panel<T>,
                         task.partial, pad);
-    else
-      product<T, false>(task.rows, task.x, pad, {m, 0, 0}, weights.panels, 2 * pad / panel<T>, task.projections, 2 * pad);
+    else if (t % held == 0)
+      add_weights<T>(s, task, std::min(held, s.steps - t) * task.rows, task.source, nullptr);
 }
 
 template <class T> int64_t task_memory(const Scan& s, bool backward) {
@@ -673,7 +709,7 @@ template <class T> void pack_weights(const Scan& s, int64_t head, bool back, Wei
   }
 }
 
-template <class T> void run(const Scan& s, bool backward, bool products = false) {
+template <class T> void run(const Scan& s, bool backward, Products products = none) {
   const int64_t tiles = (s.batch + s.tile - 1) / s.tile, tasks = tiles * s.heads;
   const bool weighted = s.turns && !s.given;
   Arena<T> memory = {static_cast<T*>(s.workspace), 0};
@@ -689,14 +725,15 @@ template <class T> void run(const Scan& s, bool backward, bool products = false)
     for (int64_t i = thread; i < tasks; i += s.threads) {
       Task<T> task = {};
       task.index = i;
+      task.thread = thread;
       task.head = i / tiles;
       task.begin = i % tiles * s.tile;
       task.rows = task.begin + s.tile > s.batch ? s.batch - task.begin : s.tile;
       Arena<T> own = {memory.base + memory.used + thread * task_memory<T>(s, backward), 0};
       task.lay_out(s, s.tile, backward, own);
       const Weights<T>&by = weights[task.head], &back = transposed[task.head];
-      if (products)
-        run_products<T>(s, task, by, back, backward);
+      if (products != none)
+        run_products<T>(s, task, by, back, products);
       else if (backward)
         s.complex_pairs ? run_backward<T, true>(s, task, by, back) : run_backward<T, false>(s, task, by, back);
       else
@@ -717,5 +754,5 @@ int64_t adpt_scan_layout() { return sizeof(Scan); }
 int64_t adpt_scan_workspace(const Scan* s, int64_t backward) { return workspace<NUMBER>(*s, backward); }
 void adpt_scan_forward(const Scan* s) { run<NUMBER>(*s, false); }
 void adpt_scan_backward(const Scan* s) { run<NUMBER>(*s, true); }
-void adpt_scan_products(const Scan* s, int64_t backward) { run<NUMBER>(*s, backward, true); }
+void adpt_scan_products(const Scan* s, int64_t which) { run<NUMBER>(*s, which != of_forward, Products(which)); }
 }

@@ -14,6 +14,10 @@ template <class T> int64_t padded(int64_t size) {
   return (size + line - 1) / line * line;
 }
 
+// From one row to the next, for rows that a product runs down: a line more than a row, since rows at a power of two would share
+// a few places in the nearest cache.
+template <class T> int64_t spaced(int64_t numbers) { return numbers + 64 / sizeof(T); }
+
 // The entries of a row of the caller, `size` of them, to and from padded memory.
 template <class T> INLINE void fetch(const T* from, int64_t size, T* to, int64_t pad) {
   const int64_t whole = size / lanes<T> * lanes<T>;
@@ -114,6 +118,50 @@ __attribute__((noinline)) void product(int64_t rows, const T* x, int64_t x_strid
       }
       r += count;
     }
+  }
+}
+
+// out[i, :] += sum_r left[r, i] right[r, :] over `count` rows: some rows of `out` and one panel at a time, in registers.
+template <class T, int Rows>
+INLINE void add_outer_tile(int64_t count, const T* left, int64_t left_stride, const T* right, int64_t right_stride, T* out,
+                           int64_t out_stride) {
+  Vec<T> sum[Rows][2] = {};
+  for (int64_t r = 0; r < count; ++r, left += left_stride, right += right_stride) {
+    Vec<T> lower = load<T>(right), upper = load<T>(right + lanes<T>);
+#pragma GCC unroll 8
+    for (int i = 0; i < Rows; ++i) {
+      sum[i][0] += left[i] * lower;
+      sum[i][1] += left[i] * upper;
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < Rows; ++i)
+    for (int half = 0; half < 2; ++half) {
+      T* to = out + i * out_stride + half * lanes<T>;
+      store<T>(to, load<T>(to) + sum[i][half]);
+    }
+}
+
+template <class T>
+__attribute__((noinline)) void add_outer_products(int64_t count, const T* left, int64_t left_stride, int64_t size,
+                                                  const T* right, int64_t right_stride, int64_t panels, T* out,
+                                                  int64_t out_stride) {
+  int64_t groups = (size + 5) / 6;
+  for (int64_t g = 0, i = 0; g < groups; ++g) {
+    int64_t rows = (size - i) / (groups - g);  // groups differ by one row at most
+    for (int64_t j = 0; j < panels; ++j) {
+      const T *from = left + i, *with = right + j * panel<T>;
+      T* to = out + i * out_stride + j * panel<T>;
+      switch (rows) {
+        case 1: add_outer_tile<T, 1>(count, from, left_stride, with, right_stride, to, out_stride); break;
+        case 2: add_outer_tile<T, 2>(count, from, left_stride, with, right_stride, to, out_stride); break;
+        case 3: add_outer_tile<T, 3>(count, from, left_stride, with, right_stride, to, out_stride); break;
+        case 4: add_outer_tile<T, 4>(count, from, left_stride, with, right_stride, to, out_stride); break;
+        case 5: add_outer_tile<T, 5>(count, from, left_stride, with, right_stride, to, out_stride); break;
+        case 6: add_outer_tile<T, 6>(count, from, left_stride, with, right_stride, to, out_stride); break;
+      }
+    }
+    i += rows;
   }
 }
 
