@@ -420,7 +420,7 @@ def test_bits_per_character():
     assert task.scores(torch.zeros(2, 4, 256), targets)["bits_per_character"] == pytest.approx(8) == task.chance
     sure = torch.nn.functional.one_hot(targets, 256) * 100.0
     assert task.scores(sure, targets) == pytest.approx({"bits_per_character": 0, "accuracy": 1})
-    assert not task.higher_is_better
+    assert "bits_per_character" in task.lower_is_better
 
 
 def test_a_text_that_cannot_be_read_is_explained(tmp_path, here, text):

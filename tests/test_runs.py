@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import pickle
 import random
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 
 import adptnet
 from adptnet.errors import CheckpointError, InputError, SpecError
-from adptnet.tasks import WordProblem
+from adptnet.tasks import Forecast, Text, WordProblem
 from adptnet.training import (
     CheckpointWarning,
     Cosine,
@@ -26,6 +27,7 @@ from adptnet.training import (
     Keeping,
     ReduceOnPlateau,
     RMSprop,
+    TrainConfig,
     TrainingDiverged,
     evaluate,
     finished,
@@ -34,8 +36,10 @@ from adptnet.training import (
     run,
     store,
 )
+from adptnet.training.evaluation import score_of
 from adptnet.training.lock import held
 from adptnet.training.runs import trained
+from adptnet.training.state import Progress
 from small_runs import Endless, Ragged, experiment, start, start_ranks, train_in
 
 pytestmark = pytest.mark.timeout(300)  # processes start slowly on a busy machine
@@ -120,6 +124,25 @@ def test_the_weights_of_the_best_evaluation_are_kept(tmp_path):
     assert chosen[5]["loss"] == pytest.approx(min(losses.values()))
     last = run(experiment(select="last", learning_rate=0.3, **EVERYTHING), tmp_path / "last")
     assert last["step"] == 12
+
+
+@pytest.mark.parametrize("task", [Text, Forecast, WordProblem])
+def test_more_accuracy_is_better_and_less_error_whatever_the_task_reports(task):
+    def more_is_better(name):
+        return score_of({5: {name: 1.0}}, task(), TrainConfig(select_by=name))[1]
+
+    assert more_is_better("accuracy")
+    assert not more_is_better("loss")
+    assert more_is_better(task.metric) == (task is WordProblem)
+
+
+def test_a_score_that_is_no_number_is_never_the_best():
+    progress, settings = Progress(), TrainConfig(evaluate_every=1, patience=3)
+    judged = [progress.judge(score, False, settings) for score in (math.nan, 2.0, math.nan, 1.0)]
+    assert judged == [False, True, False, True]
+    assert [progress.judge(math.nan, False, settings) for _ in range(3)] == [False] * 3
+    assert progress.best == 1.0
+    assert progress.stopped  # but patience counts it
 
 
 def test_a_run_stops_early_when_asked_to_by_its_settings(tmp_path):

@@ -46,7 +46,7 @@ class Task(Spec, abc.ABC):
     """
 
     metric: ClassVar[str] = "accuracy"  # the score that the paper reports, and by which weights are chosen
-    higher_is_better: ClassVar[bool] = True
+    lower_is_better: ClassVar[frozenset[str]] = frozenset({"loss"})  # of all other scores more is better
     head: ClassVar[Literal["token", "last", "mean"]] = "token"
 
     @property

@@ -57,7 +57,7 @@ class Forecast(Task):
     seed: int = 0
 
     metric: ClassVar[str] = "nrmse"
-    higher_is_better: ClassVar[bool] = False
+    lower_is_better: ClassVar[frozenset[str]] = frozenset({"loss", "nrmse"})
 
     def __post_init__(self) -> None:
         check_size(self, length=self.length, count=self.count, samples=self.samples)

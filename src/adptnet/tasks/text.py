@@ -39,7 +39,7 @@ class Text(Task):
     carry: bool = False
 
     metric: ClassVar[str] = "bits_per_character"
-    higher_is_better: ClassVar[bool] = False
+    lower_is_better: ClassVar[frozenset[str]] = frozenset({"loss", "bits_per_character"})
 
     def __post_init__(self) -> None:
         check_size(self, length=self.length)

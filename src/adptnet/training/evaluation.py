@@ -76,7 +76,7 @@ def score_of(scores: dict[int, Scores], task: Task, config: TrainConfig) -> tupl
         single = [known for known, value in first.items() if isinstance(value, float)]
         kind = type(task).__name__
         raise InputError(f"TrainConfig(select_by={name!r}): {kind} has no such score.{nearest(name, single)}")
-    return score, task.higher_is_better if name != "loss" else False
+    return score, name not in task.lower_is_better
 
 
 def _mean(parts: list[tuple[int, Scores, int]]) -> Scores:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 import torch
@@ -42,9 +43,10 @@ class Progress:
     stopped: bool = False  # before the last step, as asked for by the settings
 
     def judge(self, score: float, higher: bool, config: TrainConfig) -> bool:
-        """Takes in the score of an evaluation; returns whether it is the best so far."""
+        """Takes in the score of an evaluation; returns whether it is the best so far, which NaN never is."""
         self.evaluations += 1
-        better = self.best is None or (score > self.best if higher else score < self.best)
+        first = self.best is None and not math.isnan(score)
+        better = first or (self.best is not None and (score > self.best if higher else score < self.best))
         if better:
             self.best, self.best_step, self.stale, self.waited = score, self.step, 0, 0
         else:
