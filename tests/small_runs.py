@@ -28,6 +28,8 @@ class Ragged(FiniteTask):
     """Sequences of several lengths with loss windows of several sizes."""
 
     total: int = 23
+    validation: int = 23
+    test: int = 23
 
     @property
     def vocabulary(self):
@@ -36,7 +38,7 @@ class Ragged(FiniteTask):
     chance = 0.2
 
     def size(self, split):
-        return self.total
+        return {"train": self.total, "validation": self.validation, "test": self.test}[split]
 
     def examples(self, split, indices, *, length=None):
         inputs = (indices.unsqueeze(1) * 7 + torch.arange(9) * (indices.unsqueeze(1) % 3 + 1)) % 5

@@ -1,7 +1,9 @@
 """`adptnet train`, `evaluate`, `sweep` and `replay`, as typed."""
 
+import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import time
 
 import pytest
 import torch
+import tyro
 from safetensors.torch import load_file
 
 import adptnet
@@ -97,6 +100,15 @@ def test_every_layer_has_a_name_and_flags(name):
     assert flags.draft_of(flags.with_flags(base, [])) == base
 
 
+@pytest.mark.parametrize("name", sorted(tasks.TASKS))
+def test_every_flag_of_a_task_says_what_it_is(name):
+    task, model, how = flags.flags(flags.drafted(tasks.TASKS[name]()))
+    for _, group, _ in (task, model, how):
+        documented = re.findall(r"^ +(\w+): ", group.__doc__, flags=re.MULTILINE)
+        assert {field.name for field in dataclasses.fields(group)} - {"layer"} <= set(documented)
+    assert task[1].__doc__.startswith(tasks.TASKS[name].__name__)
+
+
 @pytest.mark.parametrize("name", sorted(flags.networks()))
 def test_every_spiking_network_has_a_name_and_flags(name):
     base = flags.drafted(tasks.SequentialImage()).around(name)
@@ -143,6 +155,19 @@ def test_nothing_else_can_be_typed(text):
         (["train", "--config", "nowhere.json"], "nowhere.json cannot be read"),
         (["train", "word-problem", "--output", "/dev/null/run"], "cannot be written to (Not a directory)"),
         (["train", "word-problem", "--sharded"], "Start with torchrun"),
+        (["train", "word-problem", "--training.optimiser", "adamw_torch"], "Known: Adam, AdamW, RMSprop."),
+        (["train", "word-problem", "--model.beta", "abc"], "there is no spec 'abc'. Known: TrainableBeta."),
+        (["train", "word-problem", "--keep.steps", "0"], "steps must be a whole number from 1"),
+        (["train", "word-problem", "--device", "gpu"], "Pass --device cpu"),
+        (["sweep", "word-problem", "--jobs", "0"], "--jobs 0: runs at the same time, from 1"),
+        (
+            ["sweep", "parity", "--grid", "model.beta", "0", "--grid", "model.beta", "1"],
+            "--grid model.beta is given twice",
+        ),
+        (
+            ["sweep", "parity", "--grid", "model.layer", "adpt", "gru", "--grid", "model.beta", "0"],
+            "This was the point model.layer=gru, model.beta=0 of the grid",
+        ),
         (["sweep", "word-problem", "--grid", "model.beta"], "a field and its values"),
         (["sweep", "word-problem", "--grid", "model.bate", "1"], "--model.beta"),
         (["sweep", "word-problem", "--shard", "3/2"], "i/n with i from 1 to n"),
@@ -179,6 +204,12 @@ def test_a_run_is_scored_again_at_other_lengths(tmp_path, capsys):
     ran("evaluate", tmp_path / "a", "--lengths", 3, 7, "--size", 16)
     assert "│      7 │" in capsys.readouterr().out
     assert json.loads((tmp_path / "a" / "evaluation-test.json").read_text()).keys() == {"3", "7"}
+    (tmp_path / "a" / "evaluation-test.json").unlink()
+    (tmp_path / "a" / "evaluation-test.json").mkdir()
+    said = refused(capsys, "evaluate", tmp_path / "a", "--lengths", 3, "--size", 16)
+    assert "these scores could not be kept" in said
+    assert "accuracy" in said  # and were shown
+    (tmp_path / "a" / "evaluation-test.json").rmdir()
     (tmp_path / "a" / "model.safetensors").unlink()  # as of a run that has not ended
     ran("evaluate", tmp_path / "a", "--size", 16)
 
@@ -198,6 +229,30 @@ def test_a_grid_runs_every_point_once(tmp_path, capsys, monkeypatch):
     points = [training.runs.read_experiment(folder) for folder in tmp_path.glob("*")]
     assert {(point.block.layer.cell.beta, point.block.glu) for point in points} == {(0.0, False), (4.0, False)}
     assert is_what_one_process_gives(first.parent, tmp_path / "alone" / "a")
+
+
+def test_equal_points_of_a_grid_are_one(tmp_path):
+    base = flags.drafted(tasks.WordProblem())
+    found = sweep.points(base, [("model.beta", "0", "0.0", "1")], tmp_path)
+    assert [point.values for point in found] == [{"model.beta": "0"}, {"model.beta": "1"}]
+
+
+def test_a_sweep_hands_on_how_its_runs_are_kept(tmp_path, monkeypatch):
+    started = []
+
+    class Process:
+        def __init__(self, command, **_):
+            started.append(command)
+
+        def wait(self):
+            return 0
+
+    monkeypatch.setattr(sweep.subprocess, "Popen", Process)
+    keep = Keeping(minutes=2.5, steps=7, checkpoints=3, track=("tensorboard", "wandb"))
+    sweep.run_here(sweep.points(flags.drafted(tasks.WordProblem()), [], tmp_path), 1, keep)
+    handed = started[0][started[0].index("--keep.minutes") :]
+    kept = dataclasses.make_dataclass("Kept", [("keep", Keeping)])
+    assert tyro.cli(kept, args=handed).keep == keep
 
 
 def is_what_one_process_gives(folder, scratch):

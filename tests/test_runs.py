@@ -31,6 +31,7 @@ from adptnet.training import (
     TrainingDiverged,
     evaluate,
     finished,
+    launched,
     read_metrics,
     replay,
     run,
@@ -386,6 +387,15 @@ def test_a_full_disk_keeps_the_last_good_checkpoint_and_says_so(tmp_path, monkey
     assert same(tmp_path / "free", tmp_path / "full")
 
 
+def test_a_disk_that_is_full_from_the_beginning_is_said(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(adptnet.training.folder, "write_json", full)
+    with pytest.raises(CheckpointError, match=r"a cannot be written to .No space left.*Go on with: .* --resume"):
+        run(experiment(), tmp_path / "a")
+
+
 def test_metrics_wait_for_room_on_a_full_disk(tmp_path, monkeypatch):
     metrics = adptnet.training.metrics.Metrics(tmp_path / "metrics.jsonl")
     metrics.add(step=1, loss=1.0)
@@ -448,6 +458,16 @@ def test_a_loss_that_is_not_finite_is_kept_for_replay(tmp_path, monkeypatch):
         replay(tmp_path)
 
 
+def test_a_failure_on_a_full_disk_is_still_the_failure(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(adptnet.training.folder, "write_folder", full)
+    monkeypatch.setattr(WordProblem, "loss", lambda self, outputs, targets: outputs.sum() * math.nan)
+    with pytest.raises(TrainingDiverged, match=r"the loss was nan at step 1.*could not be written to .*No space left"):
+        run(experiment(), tmp_path / "a")
+
+
 def test_a_gradient_that_is_not_finite_stops_before_the_step(tmp_path, monkeypatch):
     wanted = experiment()
     monkeypatch.setattr(
@@ -476,15 +496,88 @@ def test_what_cannot_run_is_refused_before_it_begins(tmp_path):
         run(experiment(Ragged(), batch_size=24), tmp_path / "large")
     with pytest.raises(SpecError, match=r"snapshot_epochs.* has no epochs. Pass snapshot_steps="):
         run(experiment(snapshot_epochs=(1,)), tmp_path / "epochs")
-    with pytest.raises(SpecError, match="the snapshot step-99 is after step 99"):
+    with pytest.raises(SpecError, match=r"the snapshot step-99 is of step 99. Pass steps=99, or drop it"):
         run(experiment(snapshot_steps=(99,)), tmp_path / "late")
     with pytest.raises(InputError, match=r"has no such score. Perhaps you meant 'accuracy'"):
-        run(experiment(evaluate_every=1, select_by="acuracy"), tmp_path / "score")
+        run(experiment(evaluate_every=10, select_by="acuracy"), tmp_path / "score")
+    with pytest.raises(InputError, match="its validation part is empty"):
+        run(experiment(Ragged(validation=0), evaluate_every=10), tmp_path / "validation")
+    with pytest.raises(InputError, match="its test part is empty"):
+        run(experiment(Ragged(test=0)), tmp_path / "test")
+    for refused in ("score", "validation", "test"):
+        assert not read_metrics(tmp_path / refused / "metrics.jsonl")
+    run(experiment(steps=1), tmp_path / "score")  # a folder in which nothing was done is free
+    with pytest.raises(InputError, match=r"another experiment: training.steps was 1 and is 2"):
+        run(experiment(steps=2), tmp_path / "score")
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be written to"):
         run(experiment(), tmp_path / "file" / "below")
     with pytest.raises(ValueError, match=r"it needs ModelSpec.*vocabulary=2"):
         adptnet.training.Experiment(WordProblem("Z2"), experiment().model, experiment().training)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Keeping(steps=0), "Keeping.steps=0.: steps must be a whole number from 1"),
+        (lambda: Keeping(checkpoints=0), "checkpoints must be a whole number from 1"),
+        (lambda: Keeping(minutes=-1), "minutes must be a number, zero or above"),
+        (lambda: TrainConfig(schedule=ReduceOnPlateau()), "schedule=ReduceOnPlateau.* waits for evaluations"),
+        (lambda: launched(device="gpu"), "device 'gpu' cannot be used here: .* Pass --device cpu"),
+        (lambda: launched(device="cuda:63"), "device 'cuda:63' cannot be used here: .* Pass --device cpu"),
+        (lambda: launched("fp16", device="cpu"), "precision='fp16' needs a GPU. Pass --training.precision bf16"),
+    ],
+)
+def test_what_cannot_be_done_here_is_said(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_snapshots_of_the_same_step_are_all_kept():
+    settings = TrainConfig(steps=9, batch_size=5, snapshot_steps=(5, 7), snapshot_epochs=(1,))
+    assert settings.snapshots(Ragged()) == {5: ["step-5", "epoch-1"], 7: ["step-7"]}
+
+
+def test_scores_that_are_not_finite_are_kept_and_read_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(WordProblem, "scores", lambda *_: {"accuracy": math.inf, "odd": math.nan, "each": [-math.inf]})
+    result = run(experiment(steps=1), tmp_path / "a")
+    assert '"score": "inf"' in (tmp_path / "a" / "result.json").read_text()
+    found = finished(tmp_path / "a")
+    assert found["score"] == result["score"] == math.inf
+    assert math.isnan(found["test"]["5"]["odd"])
+    assert found["test"]["5"]["each"] == [-math.inf]
+
+
+def test_a_damaged_file_of_a_run_is_named(two_checkpoints, tmp_path):
+    def damaged(name, content):
+        shutil.rmtree(tmp_path / "a", ignore_errors=True)
+        shutil.copytree(two_checkpoints[0], tmp_path / "a")
+        (tmp_path / "a" / name).write_bytes(content)
+        return tmp_path / "a"
+
+    def resumed(folder):
+        return run(experiment(evaluate_every=5), folder, resume=True)
+
+    with pytest.raises(CheckpointError, match=r"result.json is not as it was written .* Delete it"):
+        resumed(damaged("result.json", b"{"))
+    (tmp_path / "a" / "result.json").unlink()
+    (tmp_path / "a" / "environment.json").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"environment.json is not as it was written .* Delete it"):
+        resumed(tmp_path / "a")
+    (tmp_path / "a" / "environment.json").unlink()
+    with open(tmp_path / "a" / "metrics.jsonl", "ab") as metrics:
+        metrics.write(b"\xff\xfe")
+    (tmp_path / "a" / "checkpoints" / "step-by-step-9").mkdir()  # not ours
+    assert resumed(tmp_path / "a")["test"] == finished(two_checkpoints[0])["test"]
+    with pytest.raises(InputError, match=r"config.json is no text"):
+        resumed(damaged("config.json", b"\xff"))
+    with pytest.raises(SpecError, match=r"config.json: A spec is JSON"):
+        resumed(damaged("config.json", b"{"))
+    whole = (two_checkpoints[0] / "model.safetensors").read_bytes()
+    with pytest.raises(CheckpointError, match=r"model.safetensors is not a complete safetensors file"):
+        trained(damaged("model.safetensors", whole[:300]))
+    with pytest.raises(InputError, match=r"config.json is a file. Pass the folder of the run: .*/a$"):
+        trained(tmp_path / "a" / "config.json")
 
 
 def test_one_process_in_float32_needs_no_accelerate(tmp_path, monkeypatch):

@@ -36,19 +36,22 @@ __all__ = ["Draft", "experiment_of", "flags", "parsed", "peeked", "with_flags"]
 WIDTH = 64  # of a model, unless told otherwise
 
 
-def parsed(text: str) -> Any:
-    """A spec, number, tuple or None from text such as "Negative(S4DReal(), 0.5)"; a name alone takes every default."""
+def parsed(text: str, wanted: tuple[type[Spec], ...] = (Spec,)) -> Any:
+    """A spec, number, tuple or None from text such as "Negative(S4DReal(), 0.5)"; a name alone takes every default.
+
+    A name that is unknown is answered with those of the `wanted` kinds.
+    """
     try:
-        return _value(ast.parse(text.strip(), mode="eval").body)
+        return _value(ast.parse(text.strip(), mode="eval").body, wanted)
     except SyntaxError:
         raise SpecError(f"{text!r} is neither a number nor a spec such as Linspace(dt_min=0.001).") from None
 
 
-def _value(node: ast.expr) -> Any:
+def _value(node: ast.expr, wanted: tuple[type[Spec], ...] = (Spec,)) -> Any:
     if isinstance(node, ast.Name):
-        return _kind(node.id)()
+        return _kind(node.id, wanted)()
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        kind = _kind(node.func.id)
+        kind = _kind(node.func.id, wanted)
         given = {str(keyword.arg): _value(keyword.value) for keyword in node.keywords}
         known = [field.name for field in dataclasses.fields(kind)]
         for name in given:
@@ -66,21 +69,23 @@ def _value(node: ast.expr) -> Any:
         raise SpecError(f"{ast.unparse(node)} is neither a number nor a spec such as Linspace(dt_min=0.001).") from None
 
 
-def _kind(name: str) -> type[Spec]:
+def _kind(name: str, wanted: tuple[type[Spec], ...]) -> type[Spec]:
     known = known_specs()
     found = known.get(name) or {other.lower(): kind for other, kind in known.items()}.get(name.lower())
     if found is None:
-        raise SpecError(f"there is no spec {name!r}.{nearest(name, known)}")
+        fitting = [other for other, kind in known.items() if issubclass(kind, wanted)]
+        raise SpecError(f"there is no spec {name!r}.{nearest(name, fitting)}")
     return found
 
 
-_AS_PRINTED = PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="SPEC",
-    instance_from_str=lambda given: parsed(given[0]),
-    is_instance=lambda value: True,
-    str_from_instance=lambda value: [repr(value)],
-)
+def _as_printed(wanted: tuple[type[Spec], ...]) -> PrimitiveConstructorSpec[Any]:
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="SPEC",
+        instance_from_str=lambda given: parsed(given[0], wanted),
+        is_instance=lambda value: True,
+        str_from_instance=lambda value: [repr(value)],
+    )
 
 
 def layers() -> dict[str, Callable[[int], Any]]:
@@ -221,7 +226,7 @@ def with_flags(base: Draft, arguments: Sequence[str]) -> Experiment:
     """The experiment of a draft with the flags in `arguments`, and no others, applied."""
     base = base.peeked(arguments)
     kind = dataclasses.make_dataclass("Flags", flags(base))
-    return experiment_of(tyro.cli(kind, args=list(arguments), description=""), base)
+    return experiment_of(tyro.cli(kind, args=list(arguments), description="", prog="adptnet train"), base)
 
 
 def flags(base: Draft) -> list[tuple[str, Any, Any]]:
@@ -272,12 +277,22 @@ def _inner(body: Any) -> list[Any]:
 
 def _group(name: str, documented: list[type], fields: list[tuple[str, Any, Any]]) -> tuple[str, Any, Any]:
     made = dataclasses.make_dataclass(name.capitalize(), fields, frozen=True)
-    made.__doc__ = f"{name.capitalize()}.\n\nAttributes:\n" + "".join(
-        (each.__doc__ or "").partition("Attributes:\n")[2].rstrip() + "\n"
+    made.__doc__ = f"{documented[0].__name__}.\n\nAttributes:\n" + "".join(
+        _one_by_one((each.__doc__ or "").partition("Attributes:\n")[2].rstrip()) + "\n"
         for kind in documented
         for each in kind.__mro__
     )
     return name, made, made()
+
+
+def _one_by_one(attributes: str) -> str:
+    """A line for each name of "first, second: text", as help is looked up by one name."""
+    return re.sub(
+        r"^( +)(\w+(?:, \w+)+):(.*)$",
+        lambda line: "\n".join(f"{line[1]}{name}:{line[3]}" for name in line[2].split(", ")),
+        attributes,
+        flags=re.MULTILINE,
+    )
 
 
 def _own(part: Any) -> list[tuple[str, Any, Any]]:
@@ -291,8 +306,9 @@ def _types(kind: type) -> dict[str, Any]:
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
         options = typing.get_args(hint) or (hint,)
-        spec = any(isinstance(option, type) and issubclass(option, Spec) for option in options) or _called(hint)
-        found[field.name] = Annotated[hint, _AS_PRINTED] if spec else hint
+        specs = tuple(option for option in options if isinstance(option, type) and issubclass(option, Spec))
+        typed = specs or _called(hint)
+        found[field.name] = Annotated[hint, _as_printed(specs or (Spec,))] if typed else hint
     return found
 
 

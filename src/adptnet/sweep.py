@@ -106,12 +106,20 @@ def points(base: Draft, grid: Sequence[Sequence[str]], output: Path) -> list[Poi
     for axis in grid:
         if len(axis) < 2:
             raise InputError(f"--grid {' '.join(axis)}: a field and its values, e.g. --grid model.beta 0 0.125 4.")
-    found = []
+    fields = [axis[0] for axis in grid]
+    for field in fields:
+        if fields.count(field) > 1:
+            raise InputError(f"--grid {field} is given twice. Pass all of its values at once: --grid {field} 0 1.")
+    found: dict[str, Point] = {}
     for choice in itertools.product(*(axis[1:] for axis in grid)):
-        values = dict(zip((axis[0] for axis in grid), choice, strict=True))
-        experiment = with_flags(base, [token for item in values.items() for token in _tokens(*item)])
-        found.append(Point(values, experiment, output / experiment.digest))
-    return found
+        values = dict(zip(fields, choice, strict=True))
+        try:
+            experiment = with_flags(base, [token for item in values.items() for token in _tokens(*item)])
+        except SystemExit:
+            print(f"This was the point {_shown(values)} of the grid.", file=sys.stderr)
+            raise
+        found.setdefault(experiment.digest, Point(values, experiment, output / experiment.digest))  # 0 and 0.0 are one
+    return list(found.values())
 
 
 def sharded(every: list[Point], shard: str) -> list[Point]:
@@ -123,6 +131,8 @@ def sharded(every: list[Point], shard: str) -> list[Point]:
 
 def run_here(left: list[Point], jobs: int, keep: Keeping) -> list[Point]:
     """Each point in a process of its own, `jobs` at a time; returns those that did not end well."""
+    if jobs < 1:
+        raise InputError(f"--jobs {jobs}: runs at the same time, from 1.")
     threads = str(max(1, (os.cpu_count() or 1) // jobs))
     running: set[subprocess.Popen[bytes]] = set()
 
@@ -131,7 +141,11 @@ def run_here(left: list[Point], jobs: int, keep: Keeping) -> list[Point]:
         config = point.folder / "config.json"
         if not config.exists():
             training.write_json(config, json.loads(point.experiment.to_json()))
-        saving = ["--keep.minutes", str(keep.minutes), "--keep.steps", str(keep.steps)]
+        saving = [
+            token
+            for field in dataclasses.fields(keep)
+            for token in _tokens(f"keep.{field.name}", _typed(getattr(keep, field.name)))
+        ]
         command = [sys.executable, "-m", "adptnet", "train", "--output", str(point.folder), "--resume", *saving]
         with open(point.folder / "log.txt", "ab") as log:
             alone = {"OMP_NUM_THREADS": threads, **os.environ}
@@ -223,6 +237,10 @@ def _tokens(field: str, value: str) -> list[str]:
         group, _, name = field.rpartition(".")
         return [f"--{field}"] if value == "True" else [f"--{group}.no-{name}"]
     return [f"--{field}", *([value] if "(" in value else value.split())]
+
+
+def _typed(value: Any) -> str:
+    return " ".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _shown(values: dict[str, str]) -> str:

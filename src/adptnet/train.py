@@ -17,6 +17,7 @@ from .flags import experiment_of, flags, peeked
 from .nn import SpikingModel
 from .tasks import TASKS
 from .training import Experiment, Keeping
+from .training.metrics import plain
 from .training.runs import read_experiment, trained
 
 __all__ = ["Evaluate", "Replay", "command", "evaluate", "replay"]
@@ -69,7 +70,8 @@ class Evaluate:
 
 
 def evaluate(options: Evaluate) -> None:
-    experiment, model = read_experiment(options.run), trained(options.run)
+    model = trained(options.run)
+    experiment = read_experiment(options.run)
     lengths = options.lengths or experiment.training.lengths or (None,)
     if options.efficiency and not isinstance(model, SpikingModel):
         raise InputError(f"{options.run} holds no spiking network. Drop --efficiency.")
@@ -81,8 +83,12 @@ def evaluate(options: Evaluate) -> None:
         size=options.size,
         batch_size=options.batch_size,
     )
-    training.write_json(options.run / f"evaluation-{options.split}.json", {str(n): s for n, s in scores.items()})
     table(experiment, scores)
+    path = options.run / f"evaluation-{options.split}.json"
+    try:
+        training.write_json(path, plain(scores))
+    except OSError as error:
+        raise InputError(f"these scores could not be kept: {path} cannot be written ({error.strerror}).") from None
     if options.efficiency:
         assert isinstance(model, SpikingModel)
         first = next(iter(experiment.task.evaluation(options.split, options.batch_size, options.batch_size)))

@@ -15,7 +15,12 @@ __all__ = ["OrthogonalRNN", "OrthogonalRNNCell", "ReLURNN", "ReLURNNCell", "Tanh
 
 
 class _VanillaSpec(CellSpec):
-    """What the plain networks share: a width and a state size."""
+    """What the plain networks share: a width and a state size.
+
+    Attributes:
+        width: Features of the input.
+        state_size: Numbers in the state; `width` if not given.
+    """
 
     width: int
     state_size: int | None

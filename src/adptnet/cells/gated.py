@@ -11,7 +11,12 @@ __all__ = ["GRU", "LSTM"]
 
 
 class _GatedSpec(CellSpec):
-    """What both have: a width and a state size."""
+    """What both have: a width and a state size.
+
+    Attributes:
+        width: Features of the input.
+        state_size: Numbers in the state; `width` if not given.
+    """
 
     width: int
     state_size: int | None

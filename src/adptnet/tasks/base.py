@@ -155,5 +155,7 @@ class FiniteTask(Task):
         """The first `size` sequences of `split`, or as many as there are."""
         if size < 1 or batch_size < 1:
             raise InputError(f"an evaluation on {size} sequences in batches of {batch_size}: both must be at least 1.")
+        if self.size(split) < 1:
+            raise InputError(f"{self}: there is nothing to evaluate on, its {split} part is empty. Give it a share.")
         for indices in torch.arange(min(size, self.size(split))).split(batch_size):
             yield self.examples(split, indices, length=length)

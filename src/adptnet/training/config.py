@@ -6,7 +6,7 @@ from ..errors import SpecError
 from ..spec import Spec, check_kind, check_nonnegative, check_positive, check_seed, check_size, nearest, spec
 from ..tasks import Task
 from .optim import AdamW, OptimiserSpec
-from .schedules import Linear, Schedule
+from .schedules import Linear, ReduceOnPlateau, Schedule
 
 __all__ = ["Precision", "SolverName", "TrainConfig"]
 
@@ -90,12 +90,17 @@ class TrainConfig(Spec):
                     f"{nearest(str(getattr(self, name)), get_args(kind))}"
                 )
         waiting = [name for name in ("stop_at", "patience", "exponents_every") if getattr(self, name) is not None]
+        if isinstance(self.schedule, ReduceOnPlateau):
+            waiting.append("schedule")
         if waiting and self.evaluate_every is None:
-            raise SpecError(f"TrainConfig({waiting[0]}=...) waits for evaluations. Pass evaluate_every=100 with it.")
+            given = getattr(self, waiting[0])
+            raise SpecError(
+                f"TrainConfig({waiting[0]}={given!r}) waits for evaluations. Pass evaluate_every=100 with it."
+            )
 
-    def snapshots(self, task: Task) -> dict[int, str]:
+    def snapshots(self, task: Task) -> dict[int, list[str]]:
         """The steps after which weights are kept, with the names they are kept under."""
-        names = {step: f"step-{step}" for step in self.snapshot_steps}
+        names = {step: [f"step-{step}"] for step in self.snapshot_steps}
         size = task.training_size
         if self.snapshot_epochs and size is None:
             raise SpecError(
@@ -104,8 +109,11 @@ class TrainConfig(Spec):
             )
         for epoch in self.snapshot_epochs:
             assert size is not None
-            names[-(-epoch * size // self.batch_size)] = f"epoch-{epoch}"
+            names.setdefault(-(-epoch * size // self.batch_size), []).append(f"epoch-{epoch}")
         late = max(names, default=0)
         if late > self.steps:
-            raise SpecError(f"TrainConfig(steps={self.steps}): the snapshot {names[late]} is after step {late}.")
+            raise SpecError(
+                f"TrainConfig(steps={self.steps}): the snapshot {names[late][0]} is of step {late}. "
+                f"Pass steps={late}, or drop it."
+            )
         return names

@@ -11,12 +11,13 @@ import torch
 
 from ..errors import CheckpointError
 from ..files import write_whole
+from ..spec import check_nonnegative, check_size
 from ..tasks import Batch
 from .failure import Diagnosis
 from .keepers import Keeper
 from .metrics import Metrics, plain, read_metrics
 from .places import Place
-from .records import environment, write_json
+from .records import environment, read_json, write_json
 from .state import TrainingState, with_spec
 from .store import CheckpointWarning, Store, write_folder
 from .trackers import Trackers
@@ -38,6 +39,12 @@ class Keeping:
     """How many to keep, the newest."""
     track: tuple[Tracker, ...] = ()
     """Where metrics go besides metrics.jsonl; needs accelerate and the tracker."""
+
+    def __post_init__(self) -> None:
+        check_nonnegative(self, minutes=self.minutes)
+        check_size(self, checkpoints=self.checkpoints)
+        if self.steps is not None:
+            check_size(self, steps=self.steps)
 
 
 class RunFolder(Keeper):
@@ -62,11 +69,14 @@ class RunFolder(Keeper):
         step = state.progress.step
         if not self.place.first:
             return []
-        self._metrics = Metrics(self.path / "metrics.jsonl", step)
-        self._trackers = Trackers(self.keeping.track, self.path, self._settings)
         past = self.path / "environment.json"
-        starts = json.loads(past.read_text()) if past.exists() else []
-        write_json(past, [*starts, {"step": step, "processes": self.place.count, **environment()}])
+        starts = read_json(past) if past.exists() else []
+        try:
+            write_json(past, [*starts, {"step": step, "processes": self.place.count, **environment()}])
+            self._metrics = Metrics(self.path / "metrics.jsonl", step)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be written to ({error.strerror}){self.how_to_go_on}") from None
+        self._trackers = Trackers(self.keeping.track, self.path, self._settings)
         return [line["loss"] for line in read_metrics(self.path / "metrics.jsonl") if "loss" in line]
 
     def log(self, step: int, numbers: dict[str, Any]) -> None:
@@ -113,7 +123,10 @@ class RunFolder(Keeper):
         self._metrics.flush()
         tensors = {name: part.contiguous() for name, part in batch._asdict().items() if isinstance(part, torch.Tensor)}
         files |= {"batch.safetensors": save(tensors), "diagnosis.json": json.dumps(plain(diagnosis._asdict())).encode()}
-        write_folder(self.path / "failure", files)
+        try:
+            write_folder(self.path / "failure", files)
+        except OSError as error:
+            return f" Batch and weights could not be written to {self.path / 'failure'} ({error.strerror})."
         return f" Batch, weights and random numbers are in {self.path / 'failure'}: adptnet replay {self.path}."
 
     def write(self, name: str, content: bytes) -> None:

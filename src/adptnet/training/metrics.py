@@ -11,7 +11,7 @@ from typing import Any
 from ..files import write_whole
 from .store import CheckpointWarning
 
-__all__ = ["Metrics", "plain", "read_metrics"]
+__all__ = ["Metrics", "plain", "read_metrics", "restored"]
 
 
 class Metrics:
@@ -55,10 +55,10 @@ class Metrics:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics file; a last line that was cut short is left out."""
     lines = []
-    for text in path.read_text().splitlines() if path.exists() else []:
+    for text in path.read_bytes().splitlines() if path.exists() else []:
         try:
             lines.append(json.loads(text))
-        except json.JSONDecodeError:
+        except ValueError:  # no JSON, or no text at all
             break
     return lines
 
@@ -70,3 +70,12 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def restored(value: Any) -> Any:
+    """What `plain` was given, names of infinities and NaN as numbers again."""
+    if isinstance(value, dict):
+        return {key: restored(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [restored(item) for item in value]
+    return float(value) if value in ("nan", "inf", "-inf") else value

@@ -118,13 +118,16 @@ class Accelerated(Place):
         self._accelerator = Accelerator(mixed_precision=mixed, cpu=cpu, kwargs_handlers=[data_parallel])
         self.rank, self.count = self._accelerator.process_index, self._accelerator.num_processes
         self.device = self._accelerator.device
+        if precision == "fp16" and self.device.type == "cpu":  # accelerate would go on in float32
+            raise IncompatibleError("precision='fp16' needs a GPU. Pass --training.precision bf16 on a CPU.")
         self._sharded = sharded
         self.complete = not sharded
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         if self.count != ranks:
             raise DistributedError(f"torchrun started {ranks} processes, and accelerate joined {self.count} of them.")
         if sharded and self.count == 1:
-            raise DistributedError("weights are sharded over several processes. Start with torchrun --nproc_per_node=2")
+            start = "torchrun --nproc_per_node=2 -m adptnet train TASK --sharded"
+            raise DistributedError(f"weights are sharded over several processes. Start with {start}")
 
     def wrapped(self, model: nn.Module) -> nn.Module:
         if self.count == 1:
@@ -214,6 +217,8 @@ class Accelerated(Place):
 
 def launched(precision: Precision = "float32", *, sharded: bool = False, device: str | None = None) -> Place:
     """The place this process was started in. accelerate is asked for only where torch alone does not do."""
+    if device is not None:
+        _check_device(device)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1 and precision == "float32" and not sharded:
         return Alone(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -223,6 +228,14 @@ def launched(precision: Precision = "float32", *, sharded: bool = False, device:
         one = "sharded weights need" if sharded else f"precision={precision!r} needs"
         wanted = f"{ranks} processes need" if ranks > 1 else one
         raise IncompatibleError(f"{wanted} accelerate: pip install 'adptnet[train]'.") from None
+
+
+def _check_device(name: str) -> None:
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise IncompatibleError(f"device {name!r} cannot be used here: {reason}. Pass --device cpu.") from None
 
 
 class Outputs(nn.Module):

@@ -10,15 +10,28 @@ from typing import Any
 import torch
 
 from .._version import __version__
+from ..errors import CheckpointError
 from ..files import write_whole
 
-__all__ = ["environment", "write_json"]
+__all__ = ["environment", "read_json", "write_json"]
 
 
 def write_json(path: Path, content: Any) -> None:
     """Writes `content` to `path`, all of it or nothing; makes the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    """What `write_json` wrote; a `CheckpointError` if the file is damaged."""
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from None
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path} is not as it was written ({error}). Delete it, and go on with --resume."
+        ) from None
 
 
 def environment() -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint import serialised
-from ..errors import CheckpointError, InputError, SpecError
+from ..checkpoint import load, serialised
+from ..errors import CheckpointError, IncompatibleError, InputError, SpecError
 from ..files import write_whole
 from ..spec import Spec
 from ..tasks import Scores
@@ -20,8 +20,10 @@ from .experiment import Experiment
 from .failure import Diagnosis, diagnose
 from .folder import Keeping, RunFolder, batch_from
 from .lock import held
+from .metrics import plain, read_metrics, restored
 from .places import Place, launched
 from .progress import Silent, screen
+from .records import read_json
 from .signals import STOPPING, stoppable
 from .state import Progress, set_random_states
 from .store import Store, read_folder
@@ -29,7 +31,7 @@ from .trainer import train
 
 __all__ = ["finished", "read_experiment", "replay", "run", "trained"]
 
-RESULT = "result.json"
+WEIGHTS, RESULT = "model.safetensors", "result.json"
 
 
 def run(
@@ -59,6 +61,8 @@ def run(
         done = place.gathered(finished(folder) if place.first else None)[0]
         if done is not None:
             return dict(done)
+        for length in experiment.training.lengths or (None,):  # what the run will be scored on: better missed now
+            next(iter(experiment.task.evaluation("test", 1, 1, length=length)))
         keeper = RunFolder(folder, place, keeping, json.loads(experiment.to_json())["spec"])
         stack.callback(keeper.close)
         request = stack.enter_context(stoppable(signals))
@@ -79,8 +83,8 @@ def run(
         }
         weights = {name: place.whole(tensor) for name, tensor in model.state_dict().items()}
         if place.first:
-            keeper.write("model.safetensors", serialised(experiment.model, weights))
-            keeper.write(RESULT, json.dumps(result, indent=1, allow_nan=False).encode())
+            keeper.write(WEIGHTS, serialised(experiment.model, weights))
+            keeper.write(RESULT, json.dumps(plain(result), indent=1, allow_nan=False).encode())
         return result
 
 
@@ -108,18 +112,21 @@ def scored(model: nn.Module, experiment: Experiment, place: Place | None = None)
 def finished(folder: Path) -> dict[str, Any] | None:
     """The result of the run in `folder`; None if it has not ended."""
     path = folder / RESULT
-    return json.loads(path.read_text()) if path.exists() else None
+    return restored(read_json(path)) if path.exists() else None
 
 
 def read_experiment(path: Path) -> Experiment:
     """The experiment in a file, or in the folder of a run."""
     path = path / "config.json" if path.is_dir() else path
+    hint = "Pass a config.json, or the folder of a run."
     try:
-        text = path.read_text()
+        found = Spec.from_json(path.read_text())
     except OSError as error:
-        hint = "Pass a config.json, or the folder of a run."
         raise InputError(f"{path} cannot be read ({error.strerror}). {hint}") from None
-    found = Spec.from_json(text)
+    except UnicodeDecodeError:
+        raise InputError(f"{path} is no text. {hint}") from None
+    except (SpecError, IncompatibleError, InputError) as error:
+        raise type(error)(f"{path}: {error}") from None
     if not isinstance(found, Experiment):
         raise SpecError(f"{path} holds a {type(found).__name__}, not an Experiment: the config.json of a run.")
     return found
@@ -127,18 +134,18 @@ def read_experiment(path: Path) -> Experiment:
 
 def trained(folder: Path) -> nn.Module:
     """The model of a run: as chosen at its end, or the best so far of one that has not ended."""
-    from safetensors.torch import load
+    from safetensors.torch import load as parsed
 
+    if folder.is_file():
+        raise InputError(f"{folder} is a file. Pass the folder of the run: {folder.parent}")
     experiment = read_experiment(folder)
+    if (folder / WEIGHTS).exists():
+        return load(folder / WEIGHTS)
+    newest = Store(folder / "checkpoints").newest()
+    if newest is None:
+        raise CheckpointError(f"{folder} holds no weights yet. Go on with: adptnet train --output {folder} --resume")
     model = built(experiment)
-    try:
-        content = (folder / "model.safetensors").read_bytes()
-    except FileNotFoundError:
-        newest = Store(folder / "checkpoints").newest()
-        if newest is None:
-            raise CheckpointError(f"{folder} holds no weights yet.") from None
-        content = newest[1].get("best.safetensors", newest[1]["model.safetensors"])
-    model.load_state_dict(load(content))
+    model.load_state_dict(parsed(newest[1].get("best.safetensors", newest[1][WEIGHTS])))
     return model
 
 
@@ -164,16 +171,23 @@ def _claim(folder: Path, experiment: Experiment, resume: bool) -> None:
     try:
         if path.exists():
             before = read_experiment(path)
-            if before != experiment:
+            if before != experiment and _begun(folder):
                 raise InputError(
                     f"{folder} holds another experiment: {_difference(before, experiment)}. Pass another --output."
                 )
-            if not resume:
+            if not resume and _begun(folder):
                 raise InputError(f"{folder} already holds this run. Pass --resume to go on, or another --output.")
-            return
+            if before == experiment:
+                return
         write_whole(path, (json.dumps(json.loads(experiment.to_json()), indent=1) + "\n").encode())
     except OSError as error:
         raise InputError(f"{path} cannot be written ({error.strerror}). Pass another --output.") from None
+
+
+def _begun(folder: Path) -> bool:
+    """Whether a run has left anything in `folder` but its settings: one that was refused has not."""
+    kept = ("checkpoints", "snapshots", "failure", WEIGHTS, RESULT)
+    return any((folder / name).exists() for name in kept) or bool(read_metrics(folder / "metrics.jsonl"))
 
 
 def _difference(before: Any, after: Any, where: str = "") -> str:

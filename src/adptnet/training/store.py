@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -68,7 +69,8 @@ class Store:
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, the newest first; whether they can be read is not known."""
-        return sorted((int(path.name[len("step-") :]) for path in self.folder.glob("step-*[0-9]")), reverse=True)
+        named = [re.fullmatch(r"step-(\d+)", path.name) for path in self.folder.glob("step-*")]
+        return sorted((int(match[1]) for match in named if match), reverse=True)
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:09d}"

@@ -25,7 +25,7 @@ class Trackers:
                 self._trackers[-1].start()
             except ImportError:
                 raise IncompatibleError(
-                    f"--track {name} needs accelerate and {name}: pip install 'adptnet[train]' {name}."
+                    f"--keep.track {name} needs accelerate and {name}: pip install 'adptnet[train]' {name}."
                 ) from None
             self._trackers[-1].store_init_configuration(dict(flattened(settings, textual=True)))
 

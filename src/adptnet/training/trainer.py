@@ -103,6 +103,8 @@ class _Loop:
         self.state = TrainingState(model, self.optimiser, place, Carried(model, carries))
 
     def run(self, on_step: Callable[[int, float], None] | None) -> Record:
+        if self.config.evaluate_every:
+            score_of(self._validated(size=1), self.task, self.config)  # what cannot be scored is refused now, not later
         losses = self.keeper.resume(self.state)
         begun = time.monotonic() - self.state.progress.seconds
         while self.state.progress.step < self.config.steps and not self.state.progress.stopped:
@@ -112,8 +114,8 @@ class _Loop:
             progress.seconds = time.monotonic() - begun
             if self.config.evaluate_every and progress.step % self.config.evaluate_every == 0:
                 self._evaluate()
-            if progress.step in self.snapshots:
-                self.keeper.snapshot(self.snapshots[progress.step], self.state)
+            for name in self.snapshots.get(progress.step, []):
+                self.keeper.snapshot(name, self.state)
             if on_step is not None:
                 on_step(progress.step, losses[-1])
             self._save_if_due()
@@ -156,15 +158,7 @@ class _Loop:
 
     def _evaluate(self) -> None:
         config, progress = self.config, self.state.progress
-        scores = evaluate(
-            self.model,
-            self.task,
-            config.lengths or (None,),
-            split="validation",
-            size=config.evaluation_size,
-            batch_size=config.evaluation_batch,
-            place=self.place,
-        )
+        scores = self._validated(config.evaluation_size)
         score, higher = score_of(scores, self.task, config)
         if progress.judge(score, higher, config) and config.select == "best":
             self.state.best = self.state.weights()
@@ -174,6 +168,18 @@ class _Loop:
             exponents = config.exponents_every is not None and progress.evaluations % config.exponents_every == 0
             numbers["layers"] = telemetry(self.model, self.task, exponents=exponents) if self.place.first else {}
         self.keeper.log(progress.step, numbers)
+
+    def _validated(self, size: int) -> dict[int, Scores]:
+        """Scores on `size` sequences of validation data."""
+        return evaluate(
+            self.model,
+            self.task,
+            self.config.lengths or (None,),
+            split="validation",
+            size=size,
+            batch_size=self.config.evaluation_batch,
+            place=self.place,
+        )
 
     def _save_if_due(self) -> None:
         """Saves where a process wants to, or was asked to stop: all of them do the same at the same step."""
