@@ -4,10 +4,12 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -197,6 +199,41 @@ def test_a_config_that_is_not_understood_is_refused(capsys, tmp_path, change, me
         (document if name == "adptnet_spec" else document["spec"])[name] = value
     (tmp_path / "config.json").write_text(json.dumps(document))
     assert message in refused(capsys, "train", "--config", tmp_path / "config.json")
+
+
+def commands_of(page):
+    """What a page tells its reader to type after `adptnet`."""
+    for block in re.findall(r"^```\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        for line in block.splitlines():
+            if line.startswith(("adptnet ", "torchrun ")):
+                words = shlex.split(line, comments=True)
+                yield words[words.index("adptnet") + 1 :]
+
+
+PROJECT = Path(__file__).parents[1]
+PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]
+
+
+class Understood(Exception):
+    """A command line was understood; it is not run."""
+
+
+@pytest.mark.parametrize("words", [words for page in PAGES for words in commands_of(page)], ids=" ".join)
+def test_every_command_of_the_pages_can_be_typed(tmp_path, monkeypatch, words):
+    understand = tyro.extras.subcommand_cli_from_dict
+
+    def no_more(*args, **options):
+        understand(*args, **options)
+        raise Understood
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tyro.extras, "subcommand_cli_from_dict", no_more)
+    if "--resume" in words:
+        folder = tmp_path / words[words.index("--output") + 1]
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(experiment().to_json())
+    with pytest.raises(Understood):
+        cli.main(words)
 
 
 def test_a_run_is_scored_again_at_other_lengths(tmp_path, capsys):

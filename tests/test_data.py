@@ -176,7 +176,12 @@ def test_the_command_lists_fetches_and_verifies(server, here, capsys):
     assert cli.main(["data", "verify", "small"]) == 1
     shown = capsys.readouterr()
     assert "is NOT the file it should be" in shown.out
-    assert "Delete it and run: adptnet data fetch" in shown.err
+    assert "Delete it and run: adptnet data fetch small" in shown.err
+    (here / "small.bin").unlink()
+    assert cli.main(["data", "verify"]) == 0
+    assert "missing or incomplete" in capsys.readouterr().out
+    assert cli.main(["data", "verify", "small"]) == 1
+    assert "Fetch it: adptnet data fetch small" in capsys.readouterr().err
     assert cli.main(["data", "fetch"]) == 1
     assert "fetch needs a name" in capsys.readouterr().err
     assert cli.main(["data", "fetch", "imagenet"]) == 1

@@ -1,6 +1,7 @@
 """The word problem against brute force and published facts."""
 
 import itertools
+import time
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from torch.nn.functional import one_hot
 from adptnet import Spec
 from adptnet.errors import InputError, SpecError
 from adptnet.spec import spec
-from adptnet.tasks import Batch, FiniteTask, WordProblem, product_table, spelled
+from adptnet.tasks import TASKS, Batch, FiniteTask, GeneratedTask, WordProblem, product_table, spelled
+from adptnet.tasks.base import generator_for
 
 
 @pytest.mark.parametrize(
@@ -195,3 +197,19 @@ def test_every_epoch_of_a_finite_task_visits_every_sequence_once_in_a_new_order(
     assert len({tuple(epoch.tolist()) for epoch in epochs}) == len(epochs)
     with pytest.raises(InputError, match="batch of 11 is larger than the 10 training sequences"):
         task.training_batch(0, 11, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(TASKS) - {"sequential-image", "event-frames", "text", "forecast"}))
+def test_a_core_makes_a_million_tokens_a_second(name):
+    task, times = TASKS[name](), []
+    for seed in range(5):
+        begun = time.process_time()
+        tokens = sum(_drawn(task, generator_for(seed, number)).inputs.numel() for number in range(8))
+        times.append((time.process_time() - begun) / tokens)
+    assert min(times) < 1e-6
+
+
+def _drawn(task, generator):
+    fixed = isinstance(task, GeneratedTask)
+    return task.draw(128, generator, length=task.length) if fixed else task.batch(128, generator)

@@ -24,7 +24,7 @@ class Data:
     action: Positional[Literal["list", "fetch", "verify"]] = "list"
     """What to do."""
     names: Positional[tuple[str, ...]] = ()
-    """Data sets: for fetch at least one; for list and verify all if none is given."""
+    """Data sets: for fetch at least one; for list all if none is given, for verify all that are here."""
     folder: Path | None = None
     """Where fetch puts files; the cache if not given."""
 
@@ -38,7 +38,7 @@ def run(options: Data) -> None:
         for file in files:
             print(download.fetch(file.name, options.folder, report=_Progress(file.name)))
     elif options.action == "verify":
-        _verify(files)
+        _verify(files, named=bool(options.names))
     else:
         for file in files:
             print(f"{file.name}: {file.what}; {file.terms}\n  {file}\n  {_where(file)}")
@@ -51,12 +51,14 @@ def _where(file: download.DataFile) -> str:
         return f"not here; adptnet data fetch {file.name}"
 
 
-def _verify(files: Sequence[download.DataFile]) -> None:
+def _verify(files: Sequence[download.DataFile], *, named: bool) -> None:
     wrong = []
     for file in files:
         try:
             path = download.find(file.name)
         except DataError as error:
+            if named:
+                raise
             print(f"{file.name}: missing or incomplete. {error}")
             continue
         if path.name != file.filename:
@@ -65,9 +67,10 @@ def _verify(files: Sequence[download.DataFile]) -> None:
         right = download.sha256_of(path) == file.sha256
         print(f"{file.name}: {path} {'is right' if right else 'is NOT the file it should be'}")
         if not right:
-            wrong.append(path)
+            wrong.append((path, file.name))
     if wrong:
-        raise DataError(f"{wrong[0]} has another hash than it should. Delete it and run: adptnet data fetch")
+        path, name = wrong[0]
+        raise DataError(f"{path} has another hash than it should. Delete it and run: adptnet data fetch {name}")
 
 
 class _Progress:
