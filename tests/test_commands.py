@@ -145,6 +145,7 @@ def test_nothing_else_can_be_typed(text):
     ("arguments", "message"),
     [
         (["train"], "name a task, or pass --config FILE. Known:"),
+        (["train", "--model.beta", "1", "parity"], "Name the task first, e.g. adptnet train parity ..."),
         (["train", "word-problm"], "no task 'word-problm'. Perhaps you meant 'word-problem'"),
         (["train", "word-problem", "--model.beat", "1"], "Perhaps you meant: --model.beta"),
         (["train", "word-problem", "--model.layer", "relu-rn"], "Perhaps you meant 'relu-rnn'"),

@@ -218,6 +218,9 @@ def peeked(arguments: Sequence[str]) -> tuple[str, Draft]:
     elif {"-h", "--help"} & set(arguments):
         draft = drafted(task_named("word-problem"))
     else:
+        late = next((argument for argument in arguments if argument in TASKS), None)
+        if late is not None:
+            raise InputError(f"{late} comes after an option. Name the task first, e.g. adptnet train {late} ...")
         raise InputError(f"name a task, or pass --config FILE.{nearest('', TASKS)}")
     return task, draft.peeked(arguments)
 
