@@ -168,6 +168,10 @@ def test_the_command_lists_fetches_and_verifies(server, here, capsys):
     assert cli.main(["data"]) == 0
     assert "small: random bytes; no terms" in (shown := capsys.readouterr().out)
     assert "not here; adptnet data fetch small" in shown
+    assert cli.main(["data", "verify"]) == 0
+    assert "small: missing or incomplete" in capsys.readouterr().out
+    assert cli.main(["data", "verify", "small"]) == 1
+    assert "Fetch it: adptnet data fetch small" in capsys.readouterr().err
     assert cli.main(["data", "fetch", "small", "--folder", str(here)]) == 0
     assert str(here / "small.bin") in capsys.readouterr().out
     assert cli.main(["data", "verify", "small"]) == 0
@@ -177,11 +181,6 @@ def test_the_command_lists_fetches_and_verifies(server, here, capsys):
     shown = capsys.readouterr()
     assert "is NOT the file it should be" in shown.out
     assert "Delete it and run: adptnet data fetch small" in shown.err
-    (here / "small.bin").unlink()
-    assert cli.main(["data", "verify"]) == 0
-    assert "missing or incomplete" in capsys.readouterr().out
-    assert cli.main(["data", "verify", "small"]) == 1
-    assert "Fetch it: adptnet data fetch small" in capsys.readouterr().err
     assert cli.main(["data", "fetch"]) == 1
     assert "fetch needs a name" in capsys.readouterr().err
     assert cli.main(["data", "fetch", "imagenet"]) == 1

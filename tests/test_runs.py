@@ -458,6 +458,17 @@ def test_a_loss_that_is_not_finite_is_kept_for_replay(tmp_path, monkeypatch):
         replay(tmp_path)
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_loss_that_is_not_finite_is_kept_by_two_ranks(tmp_path, sharded):
+    wanted = experiment(norm="layer", dropout=0.0, learning_rate=1e30)
+    for process in start_ranks(tmp_path / "a", wanted.to_json(), sharded=sharded):
+        process.join(250)
+        assert process.exitcode == 1
+    step, diagnosis = replay(tmp_path / "a")
+    assert step == len(read_metrics(tmp_path / "a" / "metrics.jsonl")) + 1
+    assert not math.isfinite(diagnosis.loss)
+
+
 def test_a_failure_on_a_full_disk_is_still_the_failure(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
