@@ -49,6 +49,14 @@ def test_whoever_stops_reading_gets_no_traceback():
     assert command.returncode == 141
 
 
+def test_a_run_goes_on_when_nobody_reads_its_lines(tmp_path):
+    training_run = [sys.executable, "-m", "adptnet", "train", "copy-memory", *SMALL, "--output", str(tmp_path)]
+    with subprocess.Popen(training_run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as command:
+        command.stdout.close()
+        assert command.stderr.read() == ""
+    assert finished(tmp_path)
+
+
 def test_a_command_line_is_an_experiment(tmp_path, capsys):
     model = ["--model.beta", 4, "--model.depth", 2, "--model.norm", "rms", "--model.no-glu", "--model.gain", "lru"]
     parts = ["--model.spectrum", "Negative(S4DReal(), 0.5)", "--model.gate", "SoftplusGate"]

@@ -3,7 +3,7 @@
 import abc
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 __all__ = ["Screen", "Silent", "screen"]
 
@@ -52,7 +52,8 @@ class _Lines(Screen):
             left = (self._steps - done) * spent / self._seen
             rate = self._tokens / spent
             line = f"step {done}/{self._steps}  loss {loss:.4f}{self._score}  {rate:,.0f} tokens/s  {left:.0f} s left"
-            print(line, flush=True)
+            with suppress(BrokenPipeError):  # a run goes on when nobody reads its lines any more
+                print(line, flush=True)
 
     def score(self, name: str, value: float) -> None:
         self._score = f"  {name} {value:.4f}"
