@@ -154,6 +154,13 @@ for size, batch in ((1, 1), (13, 3), (16, 2)):
         for tiles in (None, 1, 8):
             newton_pass(states, drive, start, start, reset, constants, form, diagonal=tiles != 1, tiles=tiles)
 """,
+    "matrix_chain": """
+from adptnet.ops.matrix_chain import cpu
+for batch, size, count in ((1, 1, 1), (3, 13, 5), (1, 33, 40), (2, 64, 64)):
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        cpu.matrix_chain(torch.randn(batch, 30, size, size), torch.randn(batch, size, count))
+""",
     "plane_rotation": """
 from adptnet.ops.plane_rotation import cpu
 for rows, size in ((1, 1), (3, 13), (2, 64), (5, 97)):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..cells import ADPTState
 from ..errors import InputError
+from ..ops.matrix_chain import matrix_chain
 from ..solvers import Result, Solver
 from ..solvers.parallel import Parallel
 from ..system import System
@@ -33,7 +34,7 @@ _MOST_BLOCKS = 32  # of the standard error
 _LONGEST_INTERVAL = 64  # steps between two orthonormalisations: beyond, QR is no longer what costs
 _MARGIN = 0.8  # of the steps that would just do: rates vary, and going back costs more than a QR too many
 _VECTORS = 2**15  # numbers of state that are worked on at a time
-_MATRICES = 2**17  # numbers of Jacobians that are made at a time: few enough to be multiplied while in the caches
+_MATRICES = 2**19  # numbers of Jacobians that are made at a time: few enough to be multiplied while in the caches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,20 +234,25 @@ class _Carrier:
 
 
 class _Held:
-    """Jacobians one at a time, of which some neighbours are made at once."""
+    """Jacobians along a stretch, of which some neighbours are made at once."""
 
     def __init__(self, make: Callable[[int, int], Tensor], steps: int, numbers: int):
         self.make = make
         self.steps = steps
         self.together = max(1, _MATRICES // max(1, numbers))
-        self.start = 0
-        self.matrices: tuple[Tensor, ...] = ()
+        self.start = self.stop = 0
+        self.matrices: Tensor
 
-    def __getitem__(self, step: int) -> Tensor:
-        if not self.start <= step < self.start + len(self.matrices):
-            self.start = step
-            self.matrices = self.make(step, min(step + self.together, self.steps)).unbind(1)
-        return self.matrices[step - self.start]
+    def carried(self, frame: Tensor, start: int, stop: int) -> Tensor:
+        """The frame after the steps from `start` to before `stop`."""
+        while start < stop:
+            if not self.start <= start < self.stop:
+                self.start, self.stop = start, min(start + self.together, self.steps)
+                self.matrices = self.make(self.start, self.stop)
+            last = min(stop, self.stop)
+            frame = matrix_chain(self.matrices[:, start - self.start : last - self.start], frame)
+            start = last
+        return frame
 
 
 def _carried(matrices: _Held, start: int, stop: int, frame: Tensor, interval: int) -> tuple[Tensor, Tensor, int]:
@@ -255,10 +261,7 @@ def _carried(matrices: _Held, start: int, stop: int, frame: Tensor, interval: in
     at = start
     while at < stop:
         span = min(interval, stop - at)
-        moved = frame
-        for step in range(at, at + span):
-            moved = matrices[step] @ moved
-        orthonormal, upper = torch.linalg.qr(moved)
+        orthonormal, upper = torch.linalg.qr(matrices.carried(frame, at, at + span))
         stretched = _lengths(upper)
         fit = _fitting_interval(stretched, span)
         if span > 1 and fit < span:  # wider than it was so far: the small ones have lost digits, so go back

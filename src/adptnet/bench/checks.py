@@ -20,6 +20,8 @@ from ..ops.adpt_step import Jacobians, newton_pass
 from ..ops.adpt_step.reference import newton_pass as pass_in_torch
 from ..ops.linear_scan import linear_scan
 from ..ops.linear_scan.reference import linear_scan as linear_loop
+from ..ops.matrix_chain import matrix_chain
+from ..ops.matrix_chain.reference import matrix_chain as products_in_turn
 from .timing import on_threads
 
 __all__ = ["CHECKS", "missing", "red"]
@@ -141,6 +143,13 @@ def _densely(coefficients: Coefficients, key: Tensor, value: Tensor, x: Tensor) 
     return (dense @ x.unsqueeze(-1)).squeeze(-1)
 
 
+def _matrix_chain() -> None:
+    for dtype, batch, steps, size in _shapes():
+        matrices, frame = torch.randn(batch, steps, size, size, dtype=dtype) / size**0.5, torch.eye(size, dtype=dtype)
+        slow = products_in_turn(matrices, frame.expand(batch, -1, -1))
+        _agree(["frames"], [matrix_chain(matrices, frame.expand(batch, -1, -1))], [slow], _bound(dtype, steps))
+
+
 def _solvers() -> None:
     layer = ADPTNet(12, beta=0.5, dtype=torch.float64)
     x = torch.randn(3, 40, 12, dtype=torch.float64)
@@ -161,6 +170,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "adpt_scan": _adpt_scan,
     "linear_scan": _linear_scan,
     "adpt_step": _adpt_step,
+    "matrix_chain": _matrix_chain,
     "plane_rotation": _plane_rotation,
     "solvers": _solvers,
 }

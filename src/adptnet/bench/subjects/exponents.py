@@ -88,7 +88,7 @@ EXPONENTS = Subject(
     "All Lyapunov exponents of a layer, over jacrev with a QR at every step.",
     (Size(1, 4096, 128),),
     (Size(1, 256, 16),),
-    ("adpt_step",),
+    ("adpt_step", "matrix_chain"),
     _case,
     threads=(1,),
 )
