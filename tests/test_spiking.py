@@ -492,7 +492,7 @@ def test_a_layer_of_another_state_size_reads_its_spikes_out():
 
 def test_a_spike_function_makes_a_spike_for_each_neuron():
     layer = Recurrent(cells.LIF(4, spike=lambda above: (above > 0).to(above).sum()))
-    with pytest.raises(InputError, match=r"made shape \(\) of \(2, 3, 4\).*elementwise"):
+    with pytest.raises(InputError, match=r"made shape \(\) of \(2, .*elementwise"):
         layer(torch.randn(2, 3, 4))
 
 
