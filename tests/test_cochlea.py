@@ -185,6 +185,21 @@ def test_what_is_no_sound_is_refused(sound, words):
         Cochlea(channels=8)(sound)
 
 
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: Cochlea(loudness=np.inf), "loudness is above 0"),
+        (lambda: Cochlea(channels=70.5), "whole number from 2 to 1638"),
+        (lambda: Cochlea(rate=16_000.5), "a whole number"),
+        (lambda: Cochlea(channels=8)(np.ones(1000), 44_100.5), "it is a whole number from 1000"),
+        (lambda: Cochlea(channels=8)(np.ones(1000), seed=-1), "seed=-1"),
+    ],
+)
+def test_what_is_no_cochlea_or_call_is_refused(call, words):
+    with pytest.raises(InputError, match=words):
+        call()
+
+
 def test_silence_has_spontaneous_spikes_only():
     cochlea = Cochlea(channels=40)
     assert cochlea(np.zeros(8000)).times.size < 0.5 * cochlea(tone(900, 0.5)).times.size
@@ -208,6 +223,9 @@ def test_sound_files(tmp_path):
     assert not read_wav(tmp_path / "b.wav", mix=True)[0].any()
     write(tmp_path / "c.wav", tone(500), dtype=np.float32)
     assert abs(read_wav(tmp_path / "c.wav")[0]).max() == pytest.approx(0.5, abs=1e-3)
+    for name, sides in (("d.wav", 1), ("e.wav", 2)):  # of eight bits, whose silence is 128
+        wavfile.write(tmp_path / name, 16_000, np.full((1000, sides), 138, np.uint8))
+        assert set(read_wav(tmp_path / name, mix=True)[0].tolist()) == {10.0}
     content = (tmp_path / "a.wav").read_bytes()
     (tmp_path / "cut.wav").write_bytes(content[:5000])
     with pytest.raises(InputError, match="may be cut off"):
@@ -253,6 +271,24 @@ def test_the_command_turns_folders_into_a_spike_file(tmp_path, few_channels, cap
     assert out.read_bytes() == before
     assert not list(tmp_path.glob(".out*"))
     assert cli.main(["cochlea", str(tmp_path / "nothing"), str(tmp_path / "x.h5")]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["a.h5", "--seconds", "nan"], "--seconds nan: a length above 0"),
+        (["a.h5", "--seconds", "-1"], "--seconds -1: a length above 0"),
+        (["a.h5", "--seed", "-1"], "--seed -1"),
+        (["", "--overwrite"], "is a folder, or in none. Pass the name of a file"),
+        (["none/a.h5"], "is a folder, or in none. Pass the name of a file"),
+    ],
+)
+def test_the_command_says_what_it_cannot_do(tmp_path, capsys, arguments, words):
+    write(tmp_path / "a.wav", tone(500, 0.2))
+    output, *options = arguments
+    assert cli.main(["cochlea", str(tmp_path / "a.wav"), str(tmp_path / output), *options]) == 1
+    assert words in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["a.wav"]
 
 
 def test_importing_events_imports_neither_h5py_nor_scipy():

@@ -1,9 +1,11 @@
 """What a spiking network costs, counted one event at a time."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from adptnet import analysis, cells
+from adptnet import analysis, cells, projections
 from adptnet.analysis.efficiency import AC_ENERGY, MAC_ENERGY
 from adptnet.errors import InputError
 from adptnet.nn import SpikingModelSpec, spiking_adpt_for_speech
@@ -54,10 +56,31 @@ def test_spiking_directions_turn_multiplications_into_additions():
     assert analysis.efficiency(straight, frames).layers[0].direction_macs == 0
 
 
+@pytest.mark.parametrize(
+    "neuron", [cells.LIF(8, recurrent=projections.Dense(), threshold=0.3), cells.DelayedLIF(8, 2, threshold=0.3)]
+)
+def test_recurrent_spikes_are_counted(neuron):
+    model, frames = firing(SpikingModelSpec(neuron, 6, 3, depth=1))
+    (layer,), (trace,) = analysis.efficiency(model, frames).layers, model.trace(frames)
+    arriving = int((trace.inputs != 0).sum()) + int(trace.spikes.sum())
+    assert trace.spikes.any()
+    assert layer.synaptic_operations == pytest.approx(8 * arriving / 60)
+    assert layer.dense_operations == 48 + 64
+
+
+def test_efficiency_is_of_a_network_and_of_recordings():
+    model, frames = firing(SpikingModelSpec(cells.LIF(8), 6, 3))
+    with pytest.raises(InputError, match="at least one recording"):
+        analysis.efficiency(model, frames[:0])
+    with pytest.raises(InputError, match=r"of a SpikingModel; got Linear"):
+        analysis.efficiency(torch.nn.Linear(6, 6), frames)
+
+
 def test_silent_and_saturated_layers_are_named():
     model, frames = firing(SpikingModelSpec(cells.LIF(8), 6, 3, depth=1), scale=0.01)
-    with pytest.warns(analysis.ActivityWarning, match="layer 0 hardly ever fires"):
+    with pytest.warns(analysis.ActivityWarning, match="layer 0 hardly ever fires") as seen:
         report = analysis.efficiency(model, frames)
+    assert "torch" not in Path(seen[0].filename).parts  # the line that is shown is not that of a decorator
     assert report.layers[0].silent_neurons == 1
     model, frames = firing(SpikingModelSpec(cells.LIF(8, reset="none", threshold=0.1), 6, 3, depth=1))
     torch.nn.init.constant_(model.layers[0].currents.norm.norm.bias, 10.0)
@@ -77,6 +100,9 @@ def test_figures_of_spikes_and_membranes(tmp_path):
     assert len(drawn.axes[0].collections[0].get_offsets()) == int(trace.spikes[0].sum())
     lines = figures.membranes(trace.membrane[0], 1.0, neurons=(0, 3)).axes[0].lines
     assert torch.equal(torch.as_tensor(lines[1].get_ydata()), trace.membrane[0, :, 3])
+    assert len(figures.membranes(trace.membrane[0, :, :2], 1.0).axes[0].lines) == 2 + 1  # and the threshold
+    with pytest.raises(InputError, match=r"neurons=\(8,\); there are 8, from 0 to 7"):
+        figures.membranes(trace.membrane[0], 1.0, neurons=(8,))
     figures.save(drawn, tmp_path / "raster")
     with pytest.raises(InputError, match=r"Pass spikes\[0\]"):
         figures.raster(trace.spikes)

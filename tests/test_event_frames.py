@@ -211,6 +211,9 @@ def test_words_of_real_speakers_and_digits_of_a_camera(tmp_path, monkeypatch):
         ({"frames": np.asarray([{}]), "label": np.arange(1)}, "cannot be read: Object arrays"),
         ({**dict.fromkeys("xyp", np.zeros(4)), "t_us": np.zeros(4), "lengths": np.asarray([2, 1]), "label": [0, 1]},
          "lengths that sum to 3"),
+        ({**dict.fromkeys(("x", "y", "p", "t_us"), np.zeros(3, int)), "lengths": np.asarray([5, -2]), "label": [0, 1]},
+         "lengths are int64 from -2"),
+        ({**dict.fromkeys(("x", "y", "p", "t_us", "lengths", "label"), np.zeros(0, int))}, "holds no recordings"),
     ],
 )  # fmt: skip
 def test_archives_that_are_not_right_are_refused(tmp_path, arrays, said):
@@ -239,6 +242,8 @@ def test_events_of_a_camera_are_checked(tmp_path):
     assert (events.times.tolist(), events.units.tolist(), label) == ([5e-6], [34], 3)
     with pytest.raises(InputError, match="x goes from 40 to 40; the camera has 34"):
         file[1]
+    with pytest.raises(InputError, match="x goes from 40 to 40"):
+        file[-1]
     with pytest.raises(IndexError):
         file[2]
 
@@ -270,6 +275,9 @@ def test_what_cannot_be_a_task_is_said(frames, tmp_path, speech):
         EventFrames("ssc", test_speakers=(1,))
     with pytest.raises(IncompatibleError, match="two test sets"):
         EventFrames("a.h5", test_path="b.h5", test_speakers=(1,))
+    np.savez(tmp_path / "other.npz", frames=np.ones((3, 12, 7), np.uint8), label=np.arange(3))
+    with pytest.raises(DataError, match=r"has \(12, 7\) frames and features, those of .* \(12, .*the same bins"):
+        next(EventFrames(str(frames), test_path=str(tmp_path / "other.npz")).evaluation("test", 2, 2))
     with pytest.raises(SpecError, match=r"merge=\(2,\)"):
         EventFrames(merge=(2,))
     with pytest.raises(SpecError, match="as text"):

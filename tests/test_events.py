@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import os
 import pickle
 import zipfile
 
@@ -112,6 +113,13 @@ def test_half_precision_times_that_round_to_the_end_are_in_the_last_frame():
     assert frames[-1].sum() == 2
 
 
+def test_events_that_never_end_are_late_too():
+    events = Events.of([0.1, 1e20, 1e300], [0, 1, 2])
+    assert Bins().frames(events).sum() == 1
+    assert Bins().length(events) == 26
+    assert Bins(late="clamp").frames(events)[-1].sum() == 2
+
+
 def test_an_empty_recording_is_one_empty_frame_long():
     empty = Events.of([], [])
     assert not Bins().frames(empty).any()
@@ -191,6 +199,34 @@ def test_a_file_that_is_cut_off_or_of_another_kind_is_refused(spike_file, tmp_pa
         SpikeFile(tmp_path / "other.h5")
 
 
+@pytest.mark.parametrize(
+    ("recordings", "speakers", "words"),
+    [
+        ([(Events.of([0.1], [1]), 0), (Events.of([0.1], [1]), -1)], None, "recording 1: the label is -1"),
+        ([(Events.of([0.1], [1]), 0.5)], None, "recording 0: the label is 0.5; labels are whole numbers"),
+        ([(Events.of([0.1, 1e5], [1, 1]), 0)], None, r"recording 0: an event at 100000; are these seconds\?"),
+        ([(Events.of([0.1], [1]), 0), (Events.of([0.1], [1]), 1)], [4], "1 speakers for 2 recordings"),
+    ],
+)
+def test_what_a_spike_file_cannot_hold_is_refused(tmp_path, recordings, speakers, words):
+    pytest.importorskip("h5py")
+    with pytest.raises(InputError, match=words):
+        write_spikes(tmp_path / "a.h5", recordings, speakers=speakers)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_spike_file_needs_a_folder_and_a_speaker_for_each_recording(spike_file, tmp_path):
+    h5py = pytest.importorskip("h5py")
+    for path in (tmp_path, tmp_path / "none" / "a.h5"):
+        with pytest.raises(InputError, match="Make the folder, or pass another name"):
+            write_spikes(path, [])
+    with h5py.File(spike_file, "a") as file:
+        del file["extra/speaker"]
+        file["extra/speaker"] = [1, 2]
+    with pytest.raises(InputError, match="2 speakers for 8 recordings"):
+        SpikeFile(spike_file)
+
+
 def test_units_out_of_range_are_named_with_the_recording(tmp_path):
     pytest.importorskip("h5py")
     write_spikes(tmp_path / "wide.h5", [(Events.of([0.2, 0.1], [5, 900]), 0)])
@@ -248,6 +284,22 @@ def test_a_broken_archive_leaves_nothing(tmp_path):
         find(tmp_path, "ssc_validation")
 
 
+@pytest.mark.parametrize("suffix", [".zip", ".gz"])
+def test_a_garbled_archive_is_refused(spike_file, tmp_path, suffix):
+    archive = tmp_path / f"ssc_valid.h5{suffix}"
+    if suffix == ".zip":
+        with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+            file.write(spike_file, "ssc_valid.h5")
+    else:
+        archive.write_bytes(gzip.compress(spike_file.read_bytes()))
+    content = bytearray(archive.read_bytes())
+    content[100:1100] = np.random.default_rng(0).bytes(1000)
+    archive.write_bytes(content)
+    with pytest.raises(InputError, match=r"cannot be unpacked: .*Get it again"):
+        find(tmp_path, "ssc_valid", verify=False)
+    assert not (tmp_path / "ssc_valid.h5").exists()
+
+
 # Datasets.
 
 
@@ -274,6 +326,37 @@ def test_cached_frames_are_the_frames(spike_file, tmp_path):
         EventDataset(file, Bins(21, 1.0), cache=cache)
     with pytest.raises(InputError, match="Drop one"):
         EventDataset(file, bins, cache=cache, augmentations=[Drop()])
+
+
+def test_a_cache_is_of_the_same_recordings(spike_file, tmp_path):
+    cache, events = tmp_path / "frames.npy", Events.of([0.1], [5])
+    EventDataset([(events, 0)], Bins(), cache=cache)
+    assert EventDataset([(Events.of([0.1], [5]), 0)], Bins(), cache=cache)[0].frames.sum() == 1
+    for others in ([(Events.of([0.1], [6]), 0)], [(events, 1)]):
+        with pytest.raises(InputError, match="frames of other recordings"):
+            EventDataset(others, Bins(), cache=cache)
+    with pytest.raises(InputError, match=r"there is no folder .*Make it first"):
+        EventDataset([(events, 0)], Bins(), cache=tmp_path / "none" / "frames.npy")
+    cache.write_bytes(cache.read_bytes()[:1000])
+    with pytest.raises(InputError, match=r"frames\.npy cannot be read: .*Delete it"):
+        EventDataset([(events, 0)], Bins(), cache=cache)[0]
+    (tmp_path / "frames.npy.json").write_text("{")
+    with pytest.raises(InputError, match=r"frames\.npy\.json cannot be read. Delete it"):
+        EventDataset([(events, 0)], Bins(), cache=cache)
+    file = tmp_path / "file.npy"
+    EventDataset(SpikeFile(spike_file), Bins(), cache=file)
+    os.utime(spike_file, (1, 1))
+    with pytest.raises(InputError, match="frames of other recordings"):
+        EventDataset(SpikeFile(spike_file), Bins(), cache=file)
+
+
+def test_frames_that_cannot_be_counted_are_named_with_the_recording(tmp_path):
+    recordings = [(Events.of([0.1], [5]), 0), (Events.of([0.1], [1718]), 1)]
+    with pytest.raises(InputError, match=r"recording 1: .*units\[0\] = 1718"):
+        EventDataset(recordings, Bins())[1]
+    with pytest.raises(InputError, match="recording 1: "):
+        EventDataset(recordings, Bins(), cache=tmp_path / "frames.npy")
+    assert not list(tmp_path.iterdir())
 
 
 def test_augmentations_are_off_by_default_and_drawn_by_seed_epoch_and_recording():
@@ -314,6 +397,29 @@ def test_address_events_by_their_bits(tmp_path):
 
 
 # Real recordings.
+
+
+def test_pixels_of_eight_bits_do_not_overflow(tmp_path):
+    small = PixelEvents(*(np.asarray([value], np.uint8) for value in (33, 33, 1)), np.asarray([70_000], np.uint32))
+    assert small.events().units.tolist() == [(34 + 33) * 34 + 33]
+    write_aer(tmp_path / "a.bin", small)
+    assert [part.tolist() for part in read_aer(tmp_path / "a.bin")] == [[33], [33], [1], [70_000]]
+
+
+@pytest.mark.parametrize(
+    ("pixels", "words"),
+    [
+        (([1], [1], [-1], [5]), r"polarity goes from -1 to -1; needed are 0 and 1. Pass \(polarity > 0\)"),
+        (([1], [1], [2], [5]), "polarity goes from 2 to 2"),
+        (([-1], [1], [1], [5]), "x goes from -1 to -1; needed are whole numbers from 0"),
+        (([1], [1], [1], [0.5]), "microseconds is float64"),
+        (([1, 2], [1], [1], [5]), r"y has shape \(1,\), x \(2,\)"),
+        (([40], [1], [1], [5]), r"the camera has 34. Pass width=41"),
+    ],
+)
+def test_what_is_no_pixel_is_said(pixels, words):
+    with pytest.raises(InputError, match=words):
+        PixelEvents(*map(np.asarray, pixels)).events()
 
 
 def test_speech_in_the_layout_of_shd():

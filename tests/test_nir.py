@@ -79,6 +79,8 @@ def test_a_state_that_turns_is_refused_or_written_as_an_approximation(tmp_path):
     [
         (cells.LIF(12), "resets to a value"),
         (cells.LIF(12, reset="zero", recurrent=projections.Dense()), "no recurrent map"),
+        (cells.LIF(12, reset="none", spike=cells.Sigmoid()), r"Sigmoid\(\) is no threshold"),
+        (cells.LIF(12, reset="zero", initial="uniform"), 'Build them with "zero"'),
         (cells.SiLIF(12), "SiLIFCell has no exact form"),
         (spiking_adpt(12, beta=0.0, spike_reset="subtract"), "cannot express spike_reset"),
         (spiking_adpt(12, beta=0.0, spike_adaptation=True), "cannot express spike_adaptation"),

@@ -459,7 +459,14 @@ def test_batches_share_no_graph_and_evaluation_is_deterministic():
         (lambda: cells.SiLIF(4, initial="random"), "Known: uniform, zero"),
         (lambda: cells.SpikingADPT(cells.ADPTSpec(4), adaptation=True), "memory=cells.SlowMemory"),
         (lambda: cells.SpikingADPT(cells.SiLIF(4)), "must be a ADPTSpec"),
-        (lambda: SpikingADPTNet(4, treshold=1.0), "treshold"),
+        (lambda: SpikingADPTNet(4, treshold=1.0), r"treshold=.*Perhaps you meant 'threshold'"),
+        (lambda: SpikingADPTNet(4, reset="zero"), r"reset=.*Perhaps you meant 'spike_reset'"),
+        (lambda: SpikingADPTNet(0), "a width of 0: must be a whole number from 1"),
+        (lambda: spiking_adpt_for_speech(0), "a width of 0: must be a whole number from 1"),
+        (
+            lambda: SpikingModelSpec(spiking_adpt(4, state_size=6), 3, 2),
+            "no spikes. Build the neuron without state_size",
+        ),
         (lambda: SpikingADPTNet(4, spike_reset="soft"), "Known: none, subtract, zero"),
         (lambda: SpikingModelSpec(cells.ReLURNN(4), 3, 2), r"cells.SiLIF\(512\)"),
         (lambda: SpikingModelSpec(cells.LIF(4), 3, 2, readout="sum"), "Known: last, max, mean, softmax"),
@@ -472,6 +479,21 @@ def test_batches_share_no_graph_and_evaluation_is_deterministic():
 def test_what_does_not_fit_is_refused_with_what_to_type(make, words):
     with pytest.raises((SpecError, IncompatibleError), match=words):
         make()
+
+
+def test_a_layer_of_another_state_size_reads_its_spikes_out():
+    layer = SpikingADPTNet(4, state_size=6, threshold=0.1)
+    x = torch.randn(2, 5, 4)
+    shown, state = layer(x)
+    assert (shown.shape, state.state.shape) == ((2, 5, 4), (2, 12))
+    spikes = layer.cell.output(layer.solve(x).states)
+    assert_close(shown, layer.readout(spikes))
+
+
+def test_a_spike_function_makes_a_spike_for_each_neuron():
+    layer = Recurrent(cells.LIF(4, spike=lambda above: (above > 0).to(above).sum()))
+    with pytest.raises(InputError, match=r"made shape \(\) of \(2, .*elementwise"):
+        layer(torch.randn(2, 3, 4))
 
 
 # Networks.
@@ -514,6 +536,23 @@ def test_the_read_out_sums_softmax_over_time_and_streams():
     model.train()
     with pytest.raises(InputError, match=r"model\.eval"):
         model.step(x[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("frame", "words"),
+    [
+        (torch.zeros(2, 3), r"one frame of each sequence, \(batch, 5\); got shape \(2, 3\)"),
+        (torch.zeros(2, 7, 5), "For a whole sequence call the network itself"),
+        (torch.zeros(2, 5, dtype=torch.int64), r"Pass inputs.float\(\)"),
+        (torch.zeros(2, 5, dtype=torch.float64), "digits would be lost"),
+    ],
+)
+def test_a_frame_that_does_not_fit_is_refused(frame, words):
+    model = SpikingModelSpec(cells.LIF(4), 5, 2).build(dtype=torch.float32).eval()
+    with pytest.raises(InputError, match=words):
+        model.step(frame)
+    with pytest.raises(InputError, match="digits would be lost"):
+        model(torch.zeros(2, 7, 5, dtype=torch.float64))
 
 
 def test_a_network_by_hand():

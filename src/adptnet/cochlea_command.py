@@ -1,5 +1,6 @@
 """`adptnet cochlea`: from sound files to spikes in the layout of SHD and SSC."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,10 +42,14 @@ class Listen:
 def run(options: Listen) -> int:
     """Writes the file and returns the number of recordings."""
     files, words = _found(options.sounds)
+    if options.output.is_dir() or not options.output.parent.is_dir():
+        raise InputError(f"{options.output} is a folder, or in none. Pass the name of a file: out.h5.")
     if options.output.exists() and not options.overwrite:
         raise InputError(f"{options.output} exists. Pass another name, or --overwrite.")
-    if not options.output.parent.is_dir():
-        raise InputError(f"{options.output.parent} is no folder.")
+    if options.seconds is not None and not 0 < options.seconds < math.inf:
+        raise InputError(f"--seconds {options.seconds:g}: a length above 0 that sounds are centred in.")
+    if options.seed < 0:
+        raise InputError(f"--seed {options.seed}: a seed is a whole number from 0.")
     cochlea = Cochlea(rate=options.rate, loudness=options.loudness)
     with stoppable(at_once=True):  # a draft is not left behind
         count = write_spikes(options.output, _recordings(options, cochlea, files), words=words)

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..cells import SpikingADPTCell
 from ..cells.coupled import CoupledCell
 from ..directions import FromState
+from ..errors import InputError
 from ..nn.spiking import SpikingModel, Trace
 from ..projections import Projection
 
@@ -28,8 +29,8 @@ class LayerActivity(NamedTuple):
 
     rate: float  # spikes for each neuron and step
     silent_neurons: float  # share of neurons that never fired
-    synaptic_operations: float  # additions: inputs that are not zero, times the neurons they reach
-    dense_operations: int  # multiply-accumulates of the same map without events
+    synaptic_operations: float  # additions: inputs and recurrent spikes that are not zero, times the neurons they reach
+    dense_operations: int  # multiply-accumulates of the same maps without events
     direction_macs: int  # of K and V as they are stored; 0 where a state does not turn
     direction_additions: float | None  # of K and V where they are taken of spikes, as dense matrices; else None
 
@@ -66,6 +67,12 @@ def efficiency(model: SpikingModel, frames: Tensor, *, lengths: Tensor | None = 
     An event costs an addition for each neuron that it reaches, however many it counts. The elementwise work of the
     neurons is left out, as is usual. Warns of layers that are silent or saturated.
     """
+    if not isinstance(model, SpikingModel):
+        raise InputError(
+            f"efficiency is of a SpikingModel; got {type(model).__name__}. Build one with nn.SpikingModelSpec."
+        )
+    if not len(frames):
+        raise InputError(f"efficiency needs at least one recording; got frames of shape {tuple(frames.shape)}.")
     was_training = model.training
     model.eval()
     try:
@@ -92,7 +99,7 @@ def efficiency(model: SpikingModel, frames: Tensor, *, lengths: Tensor | None = 
                 f"layer {i} {what}: {layer.rate:.2g} spikes for each neuron and step. Change the threshold, "
                 "the scale of the batch norm before it, or the surrogate's width.",
                 ActivityWarning,
-                stacklevel=2,
+                stacklevel=3,  # past the decorator
             )
     return Efficiency(layers, readout, decoder.macs, events + directions, dense * MAC_ENERGY)
 
@@ -102,12 +109,15 @@ def _activity(model: SpikingModel, i: int, trace: Trace, steps: float) -> LayerA
     projection: Projection = layer.currents.projection
     spikes = trace.spikes
     arriving = float((trace.inputs != 0).sum()) / steps
-    macs, additions = _directions(layer.neurons.cell, float(spikes.sum()) / steps)
+    fired = float(spikes.sum()) / steps
+    macs, additions = _directions(layer.neurons.cell, fired)
+    recurrent: Projection | None = getattr(layer.neurons.cell, "recurrent", None)
+    heard, heard_macs = (0.0, 0) if recurrent is None else (fired * recurrent.out_features, recurrent.macs)
     return LayerActivity(
-        rate=float(spikes.sum()) / (steps * spikes.shape[-1]),
+        rate=fired / spikes.shape[-1],
         silent_neurons=float((spikes.sum((0, 1)) == 0).float().mean()),
-        synaptic_operations=arriving * projection.out_features,
-        dense_operations=projection.macs,
+        synaptic_operations=arriving * projection.out_features + heard,
+        dense_operations=projection.macs + heard_macs,
         direction_macs=macs,
         direction_additions=additions,
     )

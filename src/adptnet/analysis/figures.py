@@ -167,13 +167,19 @@ def raster(spikes: Tensor, *, seconds_per_step: float | None = None, title: str 
     return figure
 
 
-def membranes(membrane: Tensor, threshold: float, *, neurons: tuple[int, ...] = (0, 1, 2), title: str = "") -> "Figure":
-    """The membranes of some neurons of one recording, (time, neurons), with the threshold."""
+def membranes(
+    membrane: Tensor, threshold: float, *, neurons: tuple[int, ...] | None = None, title: str = ""
+) -> "Figure":
+    """The membranes of some neurons of one recording, (time, neurons), with the threshold; of the first three."""
     if membrane.dim() != 2:
         raise InputError(f"membranes are of one recording, (time, neurons); got shape {tuple(membrane.shape)}.")
+    count = membrane.shape[1]
+    shown = range(min(3, count)) if neurons is None else neurons
+    if not all(0 <= neuron < count for neuron in shown):
+        raise InputError(f"neurons={tuple(shown)}; there are {count}, from 0 to {count - 1}.")
     figure = blank(7, 3.5)
     axis = figure.add_subplot()
-    for place, neuron in enumerate(neurons):
+    for place, neuron in enumerate(shown):
         values = membrane[:, neuron].detach().cpu()
         axis.plot(values, color=COLOURS[place % len(COLOURS)], label=f"neuron {neuron}")
     axis.axhline(threshold, color="black", linewidth=0.8, linestyle="--")

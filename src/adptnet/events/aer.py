@@ -25,14 +25,28 @@ class PixelEvents(NamedTuple):
 
     def events(self, width: int = 34, height: int = 34) -> Events:
         """As events of width · height · 2 units: rows of pixels, first those that became darker."""
-        for name, values, size in (("x", self.x, width), ("y", self.y, height)):
-            if values.size and (values.min() < 0 or values.max() >= size):
+        x, y, polarity, microseconds = self.checked()
+        for name, values, given, size in (("x", x, "width", width), ("y", y, "height", height)):
+            if values.size and values.max() >= size:
                 raise InputError(
                     f"{name} goes from {values.min()} to {values.max()}; the camera has {size}. "
-                    f"Pass {'width' if name == 'x' else 'height'}={values.max() + 1}."
+                    f"Pass {given}={values.max() + 1}."
                 )
-        units = (self.polarity * height + self.y) * width + self.x
-        return Events.of(self.microseconds / 1e6, units, channels=2 * width * height)
+        units = (polarity * height + y) * width + x
+        return Events.of(microseconds / 1e6, units, channels=2 * width * height)
+
+    def checked(self) -> "PixelEvents":
+        """The same in 64 bits, whose products do not overflow; whole numbers from 0, as many of each."""
+        for name, values in zip(self._fields, map(np.asarray, self), strict=True):
+            if values.shape != (np.size(self.x),):
+                raise InputError(f"{name} has shape {values.shape}, x {np.shape(self.x)}; one of each for an event.")
+            if values.size and not (np.issubdtype(values.dtype, np.integer) or values.dtype == bool):
+                raise InputError(f"{name} is {values.dtype}; events of a camera are whole numbers.")
+            if values.size and (values.min() < 0 or (name == "polarity" and values.max() > 1)):
+                hint = " Pass (polarity > 0).astype(int)." if name == "polarity" else ""
+                needed = "0 and 1" if name == "polarity" else "whole numbers from 0"
+                raise InputError(f"{name} goes from {values.min()} to {values.max()}; needed are {needed}.{hint}")
+        return PixelEvents(*(np.asarray(values).astype(np.int64) for values in self))
 
 
 def read_aer(path: str | Path) -> PixelEvents:
@@ -49,8 +63,9 @@ def read_aer(path: str | Path) -> PixelEvents:
 
 def write_aer(path: str | Path, pixels: PixelEvents) -> None:
     """Writes a file that `read_aer` reads, whole or not at all."""
+    pixels = pixels.checked()
     for name, values, end in zip(pixels._fields, pixels, (256, 256, 2, LONGEST), strict=True):
-        if values.size and (values.min() < 0 or values.max() >= end):
+        if values.size and values.max() >= end:
             raise InputError(f"{name} goes from {values.min()} to {values.max()}; the file holds 0 to {end - 1}.")
     x, y, polarity, microseconds = pixels
     high = (polarity << 7) | (microseconds >> 16)

@@ -30,7 +30,7 @@ class FrameFile(Dataset[Example]):
         if self.frames.dtype != np.uint8 or self.frames.ndim != 3 or not self.frames.size:
             raise InputError(
                 f"{path}: frames are {self.frames.dtype} of shape {self.frames.shape}; they are counts, uint8 of shape "
-                "(recordings, steps, features)."
+                "(recordings, steps, features). Save frames.astype(np.uint8)."
             )
         self.labels, self.speakers, self.is_test = _described(path, arrays, len(self.frames))
         steps = np.arange(1, self.frames.shape[1] + 1)
@@ -58,6 +58,10 @@ class PixelFile:
                 f"{path}: {x.size} x, {y.size} y, {p.size} p and {t.size} t_us, and lengths that sum to "
                 f"{int(lengths.sum())}; there must be as many of each."
             )
+        if lengths.size and (not np.issubdtype(lengths.dtype, np.integer) or lengths.min() < 0):
+            raise InputError(
+                f"{path}: lengths are {lengths.dtype} from {lengths.min()}; they are whole numbers from 0."
+            )
         self._events = (x, y, p, t)
         self._ends = np.concatenate(([0], np.cumsum(lengths.astype(np.int64))))
         self.labels, self.speakers, self.is_test = _described(path, arrays, len(lengths))
@@ -66,10 +70,11 @@ class PixelFile:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Events, int]:
-        if not 0 <= index < len(self):
+        if not -len(self) <= index < len(self):
             raise IndexError(f"recording {index} of {len(self)}")
+        index %= len(self)
         own = slice(self._ends[index], self._ends[index + 1])
-        pixels = PixelEvents(*(part[own].astype(np.int64) for part in self._events))
+        pixels = PixelEvents(*(part[own] for part in self._events))
         return pixels.events(self.width, self.height), int(self.labels[index])
 
 
@@ -104,6 +109,8 @@ def _described(path: Path, arrays: dict[str, npt.NDArray[Any]], count: int) -> t
         if arrays[name].shape != (count,):
             raise InputError(f"{path}: {name} has shape {arrays[name].shape}; there are {count} recordings.")
     labels = arrays["label"]
+    if not labels.size:
+        raise InputError(f"{path} holds no recordings.")
     if not np.issubdtype(labels.dtype, np.integer) or int(labels.min()) < 0:
         raise InputError(f"{path}: label is {labels.dtype} from {labels.min()}; labels are whole numbers from 0.")
     speakers, is_test = (arrays.get(name) for name in OPTIONAL)

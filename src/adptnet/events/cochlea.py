@@ -42,13 +42,14 @@ class Cochlea:
     ramp: float | None = 0.03
 
     def __post_init__(self) -> None:
-        if not 8000 <= self.rate <= 192_000:
+        if not isinstance(self.rate, (int, np.integer)) or not 8000 <= self.rate <= 192_000:
             raise InputError(
-                f"Cochlea(rate={self.rate}): hair cells need 8000 samples a second or more, at most 192000."
+                f"Cochlea(rate={self.rate}): hair cells need 8000 samples a second or more, at most 192000, a whole "
+                "number."
             )
-        if self.channels < 2 or self.channels * 40 > 2**16:
-            raise InputError(f"Cochlea(channels={self.channels}): must be from 2 to 1638.")
-        if not self.loudness > 0 or (self.ramp is not None and not self.ramp >= 0):
+        if not isinstance(self.channels, (int, np.integer)) or self.channels < 2 or self.channels * 40 > 2**16:
+            raise InputError(f"Cochlea(channels={self.channels}): must be a whole number from 2 to 1638.")
+        if not 0 < self.loudness < math.inf or (self.ramp is not None and not self.ramp >= 0):
             raise InputError(
                 f"Cochlea(loudness={self.loudness}, ramp={self.ramp}): loudness is above 0, ramp from 0 or None."
             )
@@ -173,6 +174,8 @@ class _Nerve:
     def __init__(self, cochlea: Cochlea, seed: int):
         self.dt = cochlea.dt
         self.hair = HairCells(cochlea.channels, cochlea.dt)
+        if seed < 0:
+            raise InputError(f"seed={seed}: a seed is a whole number from 0.")
         self.bushy = BushyCells(cochlea.channels, cochlea.dt, np.random.default_rng(seed))
         self.waiting = np.zeros((0, cochlea.channels), np.float32)
 
@@ -237,10 +240,12 @@ def _fft() -> Any:
 
 
 def _resampled(samples: Sound, given: int, wanted: int) -> Sound:
-    if given < 1000:
-        raise InputError(f"a rate of {given} samples a second is no sound. Pass the rate of the recording.")
+    if not 1000 <= given < math.inf or given != int(given):
+        raise InputError(
+            f"a rate of {given} samples a second is no sound's; it is a whole number from 1000. Pass the recording's."
+        )
     from scipy import signal
 
-    common = math.gcd(given, wanted)
-    resampled: Sound = signal.resample_poly(samples, wanted // common, given // common)
+    common = math.gcd(int(given), wanted)
+    resampled: Sound = signal.resample_poly(samples, wanted // common, int(given) // common)
     return resampled

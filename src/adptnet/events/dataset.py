@@ -1,11 +1,13 @@
 """Recordings as a dataset of frames, and how they become a batch."""
 
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -60,6 +62,8 @@ class EventDataset(Dataset[Example]):
             raise InputError("cache= keeps the same frames for good; augmentations= change them. Drop one of the two.")
         if cache is not None and Path(cache).suffix != ".npy":
             raise InputError(f"cache={str(cache)!r}: the frames are a NumPy file. Pass a name that ends in .npy.")
+        if cache is not None and not Path(cache).parent.is_dir():
+            raise InputError(f"cache={str(cache)!r}: there is no folder {Path(cache).parent}. Make it first.")
         self.recordings = recordings
         self.bins = bins
         self.augmentations = tuple(augmentations)
@@ -85,12 +89,21 @@ class EventDataset(Dataset[Example]):
             generator = np.random.default_rng([self.seed, self.epoch, index % len(self)])
             for change in self.augmentations:
                 events = change(events, self.bins.channels, generator)
-        return Example(torch.from_numpy(self.bins.frames(events)), label, self.bins.length(events))
+        return Example(torch.from_numpy(self._counted(events, index)), label, self.bins.length(events))
+
+    def _counted(self, events: Events, index: int) -> npt.NDArray[np.uint8]:
+        try:
+            return self.bins.frames(events)
+        except InputError as error:
+            raise InputError(f"recording {index}: {error}") from None
 
     def _cached(self, index: int) -> Example:
         assert self.cache is not None
         if self._frames is None:
-            self._frames = np.load(self.cache, mmap_mode="r")
+            try:
+                self._frames = np.load(self.cache, mmap_mode="r")
+            except (OSError, ValueError) as error:
+                raise InputError(f"{self.cache} cannot be read: {error}. Delete it; it is made again.") from None
         assert self._frames is not None
         return Example(torch.from_numpy(self._frames[index].copy()), self._labels[index], self._lengths[index])
 
@@ -98,7 +111,7 @@ class EventDataset(Dataset[Example]):
         note = cache.with_name(cache.name + ".json")
         source = {"bins": self.bins.to_json(), "recordings": len(self), "file": _fingerprint(self.recordings)}
         if cache.exists() and note.exists():
-            kept = json.loads(note.read_text())
+            kept = _noted(note)
             if kept["source"] != source:
                 raise InputError(
                     f"{cache} holds frames of other recordings or bins. Delete both, or pass another name."
@@ -110,7 +123,7 @@ class EventDataset(Dataset[Example]):
                 frames = np.lib.format.open_memmap(draft, mode="w+", dtype=np.uint8, shape=shape)
                 for i in range(len(self)):
                     events, label = self.recordings[i]
-                    frames[i] = self.bins.frames(events)
+                    frames[i] = self._counted(events, i)
                     labels.append(int(label))
                     lengths.append(self.bins.length(events))
                 frames.flush()
@@ -123,9 +136,26 @@ class EventDataset(Dataset[Example]):
         return {**self.__dict__, "_frames": None}
 
 
-def _fingerprint(recordings: Any) -> list[Any] | None:
+def _noted(note: Path) -> Any:
+    try:
+        return json.loads(note.read_text())
+    except ValueError:
+        raise InputError(f"{note} cannot be read. Delete it; it is made again.") from None
+
+
+def _fingerprint(recordings: Any) -> list[Any]:
+    """What tells recordings from others: name, size and date of their file, or a digest of those in memory."""
     path = getattr(recordings, "path", None)
-    return None if path is None else [Path(path).name, Path(path).stat().st_size]
+    if path is not None:
+        status = Path(path).stat()
+        return [Path(path).name, status.st_size, status.st_mtime_ns]
+    digest = hashlib.sha256()
+    for i in range(len(recordings)):
+        events, label = recordings[i]
+        digest.update(f"{len(events.times)} {label} ".encode())
+        for part in events:
+            digest.update(np.ascontiguousarray(part).tobytes())
+    return [digest.hexdigest()]
 
 
 def collate(examples: Sequence[Example]) -> EventBatch:

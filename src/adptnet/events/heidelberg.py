@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -65,6 +66,11 @@ class SpikeFile:
                 raise InputError(f"{self.path} has {times} times, {units} units and {len(self.labels)} labels.")
             self.words = [key.decode() if isinstance(key, bytes) else str(key) for key in self._extra("keys")]
             self.speakers = self._extra("speaker")
+            if len(self.speakers) not in (0, len(self.labels)):
+                raise InputError(
+                    f"{self.path} has {len(self.speakers)} speakers for {len(self.labels)} recordings; there must be "
+                    "one for each, or none."
+                )
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -148,7 +154,7 @@ def _unpack(archive: Path, target: Path) -> None:
         try:
             with file, _member(archive, target.name) as source:
                 shutil.copyfileobj(source, file, 1 << 20)
-        except (zipfile.BadZipFile, gzip.BadGzipFile, EOFError, OSError, KeyError) as error:
+        except (zipfile.BadZipFile, zlib.error, EOFError, OSError, KeyError) as error:
             raise InputError(f"{archive} cannot be unpacked: {error}. Get it again.") from None
 
 
@@ -173,8 +179,15 @@ def write_spikes(
     words: Iterable[str] = (),
     speakers: Iterable[int] | None = None,
 ) -> int:
-    """Writes recordings in the layout of SHD and SSC, times as float16, whole or not at all; returns how many."""
+    """Writes recordings in the layout of SHD and SSC, whole or not at all; returns how many.
+
+    Times are float16, as there: to 0.5 ms at 1 s, 16 ms at 30 s.
+    """
     h5py, path = _h5py(), Path(path)
+    if not path.parent.is_dir() or path.is_dir():
+        raise InputError(
+            f"{path} cannot be written: it is a folder, or in none. Make the folder, or pass another name."
+        )
     floats, shorts = h5py.vlen_dtype(np.dtype("float16")), h5py.vlen_dtype(np.dtype("uint16"))
     with drafted(path) as draft:
         labels: list[int] = []
@@ -182,7 +195,14 @@ def write_spikes(
             times = file.create_dataset("spikes/times", (0,), maxshape=(None,), dtype=floats)
             units = file.create_dataset("spikes/units", (0,), maxshape=(None,), dtype=shorts)
             for events, label in recordings:
-                ordered = Events.of(*events, channels=2**16).sorted()
+                where = f"recording {len(labels)}"
+                ordered = Events.of(*events, channels=2**16, where=where).sorted()
+                if ordered.times.size and ordered.times[-1] > np.finfo(np.float16).max:
+                    raise InputError(
+                        f"{where}: an event at {ordered.times[-1]:g}; are these seconds? Float16 ends at 65504."
+                    )
+                if isinstance(label, bool) or not isinstance(label, (int, np.integer)) or not 0 <= label < 2**16:
+                    raise InputError(f"{where}: the label is {label!r}; labels are whole numbers from 0 to 65535.")
                 times.resize((len(labels) + 1,))
                 units.resize((len(labels) + 1,))
                 times[-1], units[-1] = ordered.times.astype(np.float16), ordered.units.astype(np.uint16)
@@ -190,7 +210,10 @@ def write_spikes(
             file.create_dataset("labels", data=np.asarray(labels, np.uint16))
             file.create_dataset("extra/keys", data=np.asarray([word.encode() for word in words], "S"))
             if speakers is not None:
-                file.create_dataset("extra/speaker", data=np.asarray(list(speakers), np.uint16))
+                numbers = list(speakers)
+                if len(numbers) != len(labels):
+                    raise InputError(f"{len(numbers)} speakers for {len(labels)} recordings; pass one for each.")
+                file.create_dataset("extra/speaker", data=np.asarray(numbers, np.uint16))
     return len(labels)
 
 

@@ -100,8 +100,7 @@ class Bins(Spec):
         """The frame of each event; `steps` for those that are late."""
         if self.rule == "silif":
             return np.digitize(times, np.linspace(0, self.duration, self.steps)).astype(np.int64)
-        index = np.floor(times * self.steps / self.duration).astype(np.int64)
-        index = np.minimum(index, self.steps)
+        index = np.minimum(np.floor(times * self.steps / self.duration), self.steps).astype(np.int64)
         return np.where(times == self.duration, self.steps - 1, index)
 
     def frames(self, events: Events) -> npt.NDArray[np.uint8]:

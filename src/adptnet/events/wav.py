@@ -33,12 +33,12 @@ def read_wav(path: str | Path, *, mix: bool = False) -> tuple[npt.NDArray[np.flo
             raise InputError(
                 f"{path} cannot be read as a wav file, it may be cut off: {str(error).rstrip('.')}."
             ) from None
+    if samples.dtype == np.uint8:  # 128 is silence
+        samples = samples.astype(np.float64) - 128
     if samples.ndim == 2:
         if samples.shape[1] > 1 and not mix:
             raise InputError(f"{path} has {samples.shape[1]} channels; a cochlea is one ear. Pass mix=True (--mix).")
         samples = samples.mean(-1)
     if not samples.size:
         raise InputError(f"{path} holds no samples.")
-    if samples.dtype == np.uint8:
-        samples = samples.astype(np.float64) - 128
     return samples.astype(np.float64), int(rate)

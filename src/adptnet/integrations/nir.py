@@ -15,7 +15,7 @@ from torch import nn
 
 from ..cells import SpikingADPT, SpikingADPTCell
 from ..cells.coupled import CoupledCell
-from ..cells.spiking import LIFCell
+from ..cells.spiking import LIFCell, Sigmoid
 from ..conjugates import Diagonal
 from ..errors import IncompatibleError, InputError
 from ..files import drafted
@@ -128,6 +128,12 @@ def _neurons(
     allow_approximation: bool,
 ) -> str:
     """Adds the neurons of layer `i` and returns the node whose spikes the next one hears."""
+    if isinstance(getattr(cell, "spike", None), Sigmoid):
+        raise IncompatibleError(
+            f"layer {i}: Sigmoid() is no threshold, and NIR has no other. Train on with spike=Boxcar()."
+        )
+    if getattr(cell, "initial", "zero") != "zero":
+        raise IncompatibleError(f'layer {i}: the neurons start at initial="uniform", NIR at 0. Build them with "zero".')
     if isinstance(cell, LIFCell):
         spec, decay = cell.spec, cell.decay()
         if spec.recurrent is not None or spec.reset not in ("zero", "none"):

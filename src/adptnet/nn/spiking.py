@@ -1,5 +1,6 @@
 """Spiking layers and networks: currents, a batch norm, neurons and dropout, again and again, and a leaky read-out."""
 
+import dataclasses
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -13,7 +14,7 @@ from ..errors import InputError, SpecError
 from ..projections import Dense, Identity, LowParam, ProjectionSpec
 from ..projections.dense import DenseProjection
 from ..projections.factored import square_factors
-from ..solvers.problem import check_lengths, valid
+from ..solvers.problem import check_dtype, check_lengths, valid
 from ..spec import ModuleSpec, check_fraction, check_kind, check_size, nearest, spec
 from ..spectra import LogUniformDecay
 from ..typing import Device, DType
@@ -33,6 +34,7 @@ __all__ = [
 ]
 
 ReadoutName = Literal["softmax", "mean", "max", "last"]
+OPTIONS = ("beta", "threshold", "spike", "spike_reset", "spike_adaptation", "spiking_directions", "dt")
 
 
 def spiking_adpt(
@@ -51,15 +53,20 @@ def spiking_adpt(
 
     `spiking_directions` takes K and V of the spikes instead of ReLU(x). `axes` are those of `cells.ADPTSpec`.
     """
-    few = LowParam(square_factors(width), rank=max(1, 3 * width // 32))
+    size = axes.get("state_size") or width
+    few = LowParam(square_factors(size), rank=max(1, 3 * size // 32))
     direction: DirectionSpec = FromState(spike=threshold) if spiking_directions else FromState(relu=True)
     usual = {
         "spectrum": LogUniformDecay(dt=dt),
         "memory": SlowMemory(LogUniformDecay(2.5, 10.0, dt), feedback=(-1.0, 0.0)),
         "direction": direction,
         "projection": few,
-        "input_projection": few if axes.get("state_size") in (None, width) else Dense(),
+        "input_projection": few if size == width else Dense(),
     }
+    known = [field.name for field in dataclasses.fields(ADPTSpec) if field.name not in ("width", "beta")]
+    for name in axes:
+        if name not in known:
+            raise SpecError(f"SpikingADPTNet({name}=...) is unknown.{nearest(name, (*known, *OPTIONS))}")
     cell = ADPTSpec(width, beta=beta, **{**usual, **axes})
     return SpikingADPT(cell, threshold=threshold, spike=spike, reset=spike_reset, adaptation=spike_adaptation)
 
@@ -74,11 +81,7 @@ def SpikingADPTNet(width: int, **options: Any) -> Recurrent:
     """
     names = ("solver", "adjoint", "batch_first", "device", "dtype", "readout")
     run = {name: options.pop(name) for name in names if name in options}
-    try:
-        cell = spiking_adpt(width, **options)
-    except TypeError as error:
-        raise SpecError(f"SpikingADPTNet: {error}.") from None
-    return Recurrent(cell, **run)
+    return Recurrent(spiking_adpt(width, **options), **run)
 
 
 @spec
@@ -112,6 +115,11 @@ class SpikingModelSpec(ModuleSpec):
         if not isinstance(self.neuron, (NeuronSpec, SpikingADPT)):
             raise SpecError(
                 f"SpikingModelSpec(neuron={type(self.neuron).__name__}): must be a spiking cell: cells.SiLIF(512)."
+            )
+        if isinstance(self.neuron, SpikingADPT) and self.neuron.cell.size != self.neuron.width:
+            raise SpecError(
+                f"SpikingModelSpec(neuron=...): its width is {self.neuron.width}, its state {self.neuron.cell.size}: "
+                "the next layer would see a read-out, no spikes. Build the neuron without state_size."
             )
         check_size(self, input_size=self.input_size, output_size=self.output_size, depth=self.depth)
         check_kind(self, ProjectionSpec, "projections.Dense()", first=self.first, between=self.between)
@@ -203,6 +211,12 @@ class SpikingModel(nn.Module):
         """One step, (batch, input_size): softmax(u) of this step, whose sum is the score, or u; in evaluation mode."""
         if self.training:
             raise InputError("a batch norm has no statistics of one step. Call model.eval() before model.step.")
+        if x.dim() not in (1, 2) or x.shape[-1] != self.spec.input_size:
+            raise InputError(
+                f"step takes one frame of each sequence, (batch, {self.spec.input_size}); got shape {tuple(x.shape)}. "
+                "For a whole sequence call the network itself."
+            )
+        check_dtype(x, self.integrators.cell)
         *entering, before = states_of([*self.layers, self.integrators], state)
         leaving = []
         for layer, start in zip(self.layers, entering, strict=True):
@@ -237,6 +251,7 @@ class SpikingModel(nn.Module):
             )
         if not x.shape[1]:
             raise InputError(f"a score needs at least one step; got shape {tuple(x.shape)}.")
+        check_dtype(x, self.integrators.cell)
         return check_lengths(lengths, x.shape[0], x.shape[1], x.device)
 
     def _read(self, integrated: Tensor, lengths: Tensor | None, keep: Tensor | None) -> Tensor:

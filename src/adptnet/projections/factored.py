@@ -168,5 +168,7 @@ def _check_product(owner: ProjectionSpec, factors: tuple[int, int], in_features:
 
 def square_factors(size: int) -> tuple[int, int]:
     """The two factors of `size` that are closest to each other, the larger first."""
+    if not isinstance(size, int) or size < 1:
+        raise SpecError(f"a width of {size!r}: must be a whole number from 1.")
     smaller = next(d for d in range(math.isqrt(size), 0, -1) if size % d == 0)
     return size // smaller, smaller

@@ -137,6 +137,11 @@ class EventFrames(FiniteTask):
     def _batch(self, dataset: Dataset[Example], indices: Tensor) -> Batch:
         batch = collate([dataset[i] for i in indices.tolist()])
         (steps, features), (together, pooled) = self._shape, self.merge
+        if batch.frames.shape[1:] != (steps * together, features * pooled):
+            raise DataError(
+                f"a recording has {tuple(batch.frames.shape[1:])} frames and features, those of {self.path} "
+                f"{(steps * together, features * pooled)}. Make the files with the same bins."
+            )
         frames = batch.frames.reshape(len(indices), steps, together, features, pooled).sum((2, 4))
         lengths = -(-batch.lengths // together)
         return Batch(frames.to(torch.get_default_dtype()), batch.labels, lengths if self.masked else None)

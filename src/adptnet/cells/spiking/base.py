@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from ...errors import SpecError
+from ...errors import InputError, SpecError
 from ...marks import NoDecay
 from ...spec import check_positive, check_size, nearest
 from ...spectra.base import compute_dtype
@@ -118,7 +118,14 @@ class SpikingCell(Cell):
         """The membrane of each neuron minus its threshold."""
 
     def output(self, state: Tensor) -> Tensor:
-        return self.spike(self.above(state))
+        above = self.above(state)
+        spikes = self.spike(above)
+        if spikes.shape != above.shape:
+            raise InputError(
+                f"the spike function made shape {tuple(spikes.shape)} of {tuple(above.shape)}; needed is a spike for "
+                "each neuron. Pass spike=cells.Boxcar(), or a function that is elementwise."
+            )
+        return spikes
 
     def step(self, state: Vector, drive: Tensor) -> Vector:
         return self.stepper()(state, drive)
