@@ -91,6 +91,8 @@ def main(
     said: Sequence[str] = ("rise", "low", "fall"),
 ) -> tuple[list[str], Tensor]:
     """Streams a sound in chunks of `chunk` seconds; returns what was heard last, and all probabilities over time."""
+    if not chunk >= 1 / RATE:
+        raise InputError(f"--chunk {chunk:g}: seconds of a chunk, at least one sample: 0.05.")
     torch.manual_seed(0)
     if weights is None and run is None:
         cochlea, bins = Cochlea(RATE, channels), Bins(250 * LONGEST, LONGEST, channels, pool=1)
@@ -127,6 +129,8 @@ def loaded(path: Path) -> np.ndarray:
     sound, rate = read_wav(path, mix=True)
     if len(sound) > (LONGEST - 1) * rate:
         raise InputError(f"{path} has {len(sound) / rate:.0f} s; this example hears {LONGEST - 1} s at most.")
+    if not sound.any():
+        raise InputError(f"{path} is silent; a sound is needed.")
     if rate != RATE:
         from scipy import signal
 

@@ -116,3 +116,9 @@ def test_live_words_of_a_sound_file(tmp_path, capsys):
     wavfile.write(tmp_path / "long.wav", 1000, np.zeros(60_000, np.float32))
     with pytest.raises(InputError, match="hears 59 s at most"):
         live.loaded(tmp_path / "long.wav")
+    wavfile.write(tmp_path / "silent.wav", 16_000, np.zeros(8000, np.int16))
+    with pytest.raises(InputError, match="is silent"):
+        live.loaded(tmp_path / "silent.wav")
+    for chunk in (0.0, float("nan")):
+        with pytest.raises(InputError, match=r"--chunk .*at least one sample"):
+            live.main(tmp_path / "a.wav", chunk=chunk)
