@@ -75,7 +75,7 @@ def _draw_layers(axis: "Axes", cases: Sequence[Mapping[str, Any]]) -> None:
         at = [number + place * width for number in range(len(cases))]
         axis.bar(at, times, width, color=figures.COLOURS[place % len(figures.COLOURS)], label=name.split(",")[0])
     axis.set_yscale("log")
-    labels = [str(Size(**case["size"])) for case in cases]
+    labels = [str(Size(**case["size"])).replace(" x ", "\nx ", 1) for case in cases]
     axis.set_xticks([number + 0.4 - width / 2 for number in range(len(cases))], labels, fontsize=6)
     axis.set_ylabel("training, ms of CPU", fontsize=8)
     axis.set_xlabel("batch x steps x state, one thread", fontsize=8)
