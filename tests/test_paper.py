@@ -241,6 +241,44 @@ def test_a_killed_reproduction_loses_at_most_the_point_in_progress(tmp_path):
     assert Shelf(tmp_path).rows(result, "smoke")[1] == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_workers_end_with_the_reproduction_that_began_them(number, tmp_path):
+    command = [sys.executable, "-m", "adptnet", "reproduce", "fig:orthogonal_rnn_lyapunov", "--scale", "paper"]
+    alone = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT / "src")}
+    process = subprocess.Popen(
+        [*command, "--processes", "2", "--rows", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=alone,
+        start_new_session=True,
+    )
+    wait_until(lambda: members_of_group(process.pid) > 2)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # what Ctrl-C does
+    else:
+        process.send_signal(number)
+    process.wait(30)
+    wait_until(lambda: members_of_group(process.pid) == 0)
+    assert process.returncode == (-number if number == signal.SIGKILL else 130)
+    _, said = process.communicate()
+    assert "Traceback" not in said
+
+
+def wait_until(happened, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.05)
+
+
+def members_of_group(number):
+    """How many processes of a group are alive."""
+    listed = subprocess.run(["ps", "-A", "-o", "pgid=,stat="], capture_output=True, text=True, check=True).stdout
+    found = [line.split() for line in listed.splitlines()]
+    return sum(group == str(number) and not state.startswith("Z") for group, state in found)
+
+
 # Verdicts
 
 

@@ -2,11 +2,14 @@
 
 import json
 import multiprocessing
+import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -16,6 +19,7 @@ import torch
 from tyro.conf import Positional, arg
 
 from ..training import environment
+from ..training.signals import stoppable
 from . import scoring
 from .recipe import Part, Point, Scale, belongs
 from .registry import ReproductionError, Result, find, labels, results
@@ -67,9 +71,10 @@ def run(options: Reproduce) -> int:
     jobs = list(_left(sources, shelf, options.scale, _part(options.only, sources, options.scale)))
     jobs = _possible(jobs, options)
     begun = time.monotonic()
-    for number, (job, row) in enumerate(_finished(jobs, options), 1):
-        shelf.add(job.result, options.scale, row)
-        print(f"{number}/{len(jobs)}  {job.result.name}  {job.point}  {row['time']['seconds']:.1f} s", flush=True)
+    with closing(_finished(jobs, options)) as finished:
+        for number, (job, row) in enumerate(finished, 1):
+            shelf.add(job.result, options.scale, row)
+            print(f"{number}/{len(jobs)}  {job.result.name}  {job.point}  {row['time']['seconds']:.1f} s", flush=True)
     print(f"{len(jobs)} points in {time.monotonic() - begun:.0f} s; rows in {options.rows / options.scale}")
     return len(jobs)
 
@@ -131,17 +136,36 @@ def _possible(jobs: list[_Job], options: Reproduce) -> list[_Job]:
     return [job for job in jobs if job.result.name not in lacking]
 
 
-def _finished(jobs: list[_Job], options: Reproduce) -> Iterator[tuple[_Job, dict[str, Any]]]:
+def _finished(jobs: list[_Job], options: Reproduce) -> Generator[tuple[_Job, dict[str, Any]], None, None]:
     """Each job with its row, as they end."""
     if options.processes == 1:
         for job in jobs:
             yield job, _row(job.result.name, job.point, options)
         return
     spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
-    with ProcessPoolExecutor(options.processes, mp_context=spawn) as pool:
+    with stoppable(at_once=True), ProcessPoolExecutor(options.processes, spawn, _worker) as pool:
         waiting = {pool.submit(_row, job.result.name, job.point, options): job for job in jobs}
-        for future in as_completed(waiting):
-            yield waiting[future], future.result()
+        try:
+            for future in as_completed(waiting):
+                yield waiting[future], future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.kill()  # rows are written here, so it holds nothing
+            raise
+
+
+def _worker() -> None:
+    """Leaves Ctrl-C to the process that began this one, and ends with it, whatever ended that."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _row(name: str, point: Point, options: Reproduce) -> dict[str, Any]:
