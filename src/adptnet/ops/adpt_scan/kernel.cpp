@@ -42,12 +42,8 @@ enum Sum {
   of_norm_weight, of_norm_bias = of_norm_weight + 2, of_bias = of_norm_bias + 2, every_sum = of_bias + 2
 };
 
-// Rows of one step lie far apart, so the processor does not see the next ones coming. Only a few are asked for ahead: with a
-// length that is a power of two they all share the same few places in the caches.
-constexpr int64_t rows_ahead = 4;
-template <class T> INLINE void expect(const T* row, int64_t size) {
-  for (int64_t i = 0; i < size; i += 64 / sizeof(T)) __builtin_prefetch(row + i);
-}
+// Of so many sequences, whose rows lie far apart, the processor does not see the next step coming.
+constexpr int64_t many_rows = 4;
 
 // ---- A fixed dot product --------------------------------------------------------------------------------------------
 
@@ -269,7 +265,8 @@ template <class T> void load_constants(const Scan& s, Task<T>& task) {
 }
 
 // The p and q of every row at step t.
-template <class T> INLINE void project(const Scan& s, const Task<T>& task, const Weights<T>& by, int64_t t, T* out) {
+template <class T>
+INLINE void project(const Scan& s, const Task<T>& task, const Weights<T>& by, int64_t t, T* out, Ahead* ahead = nullptr) {
   const int64_t m = s.size, pad = padded<T>(m), n = s.heads * m;
   if (s.given) {
     for (int64_t r = 0; r < task.rows; ++r, out += 2 * pad) {
@@ -282,7 +279,8 @@ template <class T> INLINE void project(const Scan& s, const Task<T>& task, const
   if (s.factored)
     factored<T>(shape_of(s), by.factors, task.rows, task.source, spaced<T>(pad), task.between, out);
   else
-    product<T, false>(task.rows, task.source, spaced<T>(pad), {m, 0, 0}, by.panels, 2 * pad / panel<T>, out, 2 * pad);
+    product<T, false>(task.rows, task.source, spaced<T>(pad), {m, 0, 0}, by.panels, 2 * pad / panel<T>, out, 2 * pad,
+                      ahead);
   if (s.bias)
     for (int64_t r = 0; r < task.rows; ++r, out += 2 * pad)
       for (int64_t i = 0; i < 2 * pad; i += lanes<T>) store<T>(out + i, load<T>(out + i) + load<T>(task.bias + i));
@@ -338,6 +336,7 @@ template <class T, bool Pairs> void run_forward(const Scan& s, Task<T>& task, co
     if (s.coupled) fetch<T>(from + n, m, task.slow + r * pad, pad);
     make_sources(s, task, r);
   }
+  Ahead ahead;
   for (int64_t t = 0; t < s.steps; ++t) {
     if (s.reset)
       for (int64_t r = 0; r < task.rows; ++r)
@@ -348,7 +347,17 @@ template <class T, bool Pairs> void run_forward(const Scan& s, Task<T>& task, co
     T* projections = task.projections;
     if (s.projections)
       projections = static_cast<T*>(s.projections) + ((task.head * s.steps + t) * s.batch + task.begin) * 2 * pad;
-    if (s.turns) project<T>(s, task, weights, t, projections);
+    if (task.rows >= many_rows) {
+      ahead.clear();
+      for (int64_t r = 0; r < task.rows; ++r) {
+        const int64_t at = (task.begin + r) * s.steps + t;
+        ahead.add(static_cast<const T*>(s.drive) + at * s.features + offset, m);
+        ahead.add(static_cast<const T*>(s.states) + at * s.width + offset, m);
+      }
+      if (s.projections && t + 1 < s.steps) ahead.add(projections + s.batch * 2 * pad, task.rows * 2 * pad);
+    }
+    if (s.turns) project<T>(s, task, weights, t, projections, &ahead);
+    ahead.rest();
     const T* normed = normed_rows<T>(s, task, projections);
     const T* pairs = mixed_rows<T>(s, task, normed);
     for (int64_t r = 0; r < task.rows; ++r) {
@@ -366,11 +375,9 @@ template <class T, bool Pairs> void run_forward(const Scan& s, Task<T>& task, co
                              task.scratch + r * 2 * pad, task.row[r]);
     }
     const T* drives = static_cast<const T*>(s.drive) + (task.begin * s.steps + t) * s.features;
-    for (int64_t r = 0; r < rows_ahead && r < task.rows; ++r) expect<T>(drives + r * s.steps * s.features + offset, m);
     for (int64_t r = 0; r < task.rows; ++r) {
       int64_t sequence = task.begin + r;
       const T* drive = drives + r * s.steps * s.features;
-      if (r + rows_ahead < task.rows) expect<T>(drive + rows_ahead * s.steps * s.features + offset, m);
       T* state = static_cast<T*>(s.states) + (sequence * s.steps + t) * s.width + offset;
       if (ended<T>(s, sequence, t)) {
         std::memset(state, 0, m * sizeof(T));
@@ -538,6 +545,7 @@ void run_backward(const Scan& s, Task<T>& task, const Weights<T>& weights, const
     if (s.coupled) fetch<T>(carry + n, m, task.slow_g + r * pad, pad);
   }
   T* const sources = task.source;
+  Ahead ahead;
   int64_t held = 0;
   for (int64_t t = s.steps - 1; t >= 0; --t) {
     T *projections = task.projections, *gradients = task.gradients + held * task.rows * gradients_apart;
@@ -560,15 +568,18 @@ void run_backward(const Scan& s, Task<T>& task, const Weights<T>& weights, const
     if (s.given || (weighted && !s.projections)) project<T>(s, task, weights, t, projections);
     const T* normed = normed_rows<T>(s, task, projections);
     const T* pairs = mixed_rows<T>(s, task, normed);
+    ahead.clear();
     for (int64_t r = 0; r < task.rows; ++r) {  // the derivative at the step, and the drive where it is needed
       const int64_t sequence = task.begin + r, at = (sequence * s.steps + t) * s.width + offset;
       T *g = task.g + r * pad, *slow_g = task.slow_g + r * pad, *u = task.u + r * pad, *slow = task.slow + r * pad;
       const T* given = static_cast<const T*>(s.state_gradients) + at;
       if (t > steps_ahead) {  // time runs backwards, which the processor does not expect
-        expect<T>(given - steps_ahead * s.width, m);
-        expect<T>(static_cast<const T*>(s.states) + at - (steps_ahead + 1) * s.width, m);
+        const int64_t then = sequence * s.steps + t - steps_ahead;
+        ahead.add(given - steps_ahead * s.width, m);
+        ahead.add(static_cast<const T*>(s.states) + (then - 1) * s.width + offset, m);
+        ahead.add(static_cast<const T*>(s.drive_gradients) + then * s.features + offset, m);
         if (projections != task.projections)
-          expect<T>(projections + r * 2 * pad - steps_ahead * s.batch * 2 * pad, 2 * pad);
+          ahead.add(projections + r * 2 * pad - steps_ahead * s.batch * 2 * pad, 2 * pad);
       }
       const bool over = ended<T>(s, sequence, t);
       if (over) {
@@ -631,7 +642,8 @@ void run_backward(const Scan& s, Task<T>& task, const Weights<T>& weights, const
     if (weighted) {
       const Ranges halves = {m, pad - m, m};
       if (s.source == identity && !s.factored) {
-        product<T, true>(task.rows, gradients, gradients_apart, halves, transposed.panels, pad / panel<T>, task.partial, pad);
+        product<T, true>(task.rows, gradients, gradients_apart, halves, transposed.panels, pad / panel<T>, task.partial, pad,
+                         &ahead);
       } else {
         if (s.factored)
           factored_back<T>(shape_of(s), transposed.factors, task.rows, gradients, gradients_apart, task.between, task.scratch);
@@ -648,6 +660,7 @@ void run_backward(const Scan& s, Task<T>& task, const Weights<T>& weights, const
         held = 0;
       }
     }
+    ahead.rest();
     std::swap(task.g, task.partial);
     if (s.reset)
       for (int64_t r = 0; r < task.rows; ++r)

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <algorithm>
+
 #include "../vectors.h"
 
 namespace {
@@ -46,6 +48,46 @@ template <class T> struct Arena {
   }
 };
 
+// Memory that is needed soon. A product asks for it between its tiles, some lines at a time: all at once they would wait for
+// each other. They come into the second cache, so that the nearest one keeps what the product works on.
+class Ahead {
+ public:
+  void clear() {
+    pieces.clear();
+    piece = line = lines = 0;
+  }
+  template <class T> void add(const T* from, int64_t count) {
+    pieces.push_back({reinterpret_cast<const char*>(from), int64_t((count * sizeof(T) + 63) / 64)});
+    lines += pieces.back().lines;
+  }
+  // What was added is asked for by `parts` calls of `next`.
+  void divide(int64_t parts) { share = (lines + parts - 1) / parts; }
+  void next() { ask(share); }
+  void rest() { ask(lines); }
+
+ private:
+  void ask(int64_t count) {
+    while (count > 0 && piece < pieces.size()) {
+      const Piece& from = pieces[piece];
+      const int64_t end = std::min(line + count, from.lines);
+      count -= end - line;
+      for (; line < end; ++line) __builtin_prefetch(from.begin + 64 * line, 0, 2);
+      if (line == from.lines) {
+        ++piece;
+        line = 0;
+      }
+    }
+  }
+
+  struct Piece {
+    const char* begin;
+    int64_t lines;
+  };
+  std::vector<Piece> pieces;
+  size_t piece = 0;                         // the next to ask for
+  int64_t line = 0, lines = 0, share = 0;  // its next line; of all pieces; of one call
+};
+
 // Rows of x times a matrix in panels: out[r, :] (+)= sum_i x[r, i] W[i, :]. The reduction runs over two ranges of a row of
 // x, so that the padding between p and q is skipped.
 struct Ranges {
@@ -83,14 +125,18 @@ INLINE void multiply(const T* x, int64_t x_stride, Ranges over, const T* weights
     }
 }
 
+constexpr int64_t panels_together(int64_t rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }  // that fill the registers
+
 template <class T, int Rows, bool Add>
 void multiply_rows(const T* x, int64_t x_stride, Ranges over, const T* weights, int64_t panels, T* out,
-                   int64_t out_stride) {
-  constexpr int together = Rows == 1 ? 4 : Rows <= 3 ? 2 : 1;  // as many panels as fill the registers
+                   int64_t out_stride, Ahead* ahead) {
+  constexpr int together = panels_together(Rows);
   int64_t depth = over.first + over.second, j = 0;
-  for (; j + together <= panels; j += together)
+  for (; j + together <= panels; j += together) {
     multiply<T, Rows, together, Add>(x, x_stride, over, weights + j * depth * panel<T>, depth, out + j * panel<T>,
                                      out_stride);
+    if (ahead) ahead->next();
+  }
   for (; j < panels; ++j)
     multiply<T, Rows, 1, Add>(x, x_stride, over, weights + j * depth * panel<T>, depth, out + j * panel<T>, out_stride);
 }
@@ -98,9 +144,10 @@ void multiply_rows(const T* x, int64_t x_stride, Ranges over, const T* weights, 
 // Panel by panel, so that a panel stays in the nearest cache for all groups of rows.
 template <class T, bool Add>
 __attribute__((noinline)) void product(int64_t rows, const T* x, int64_t x_stride, Ranges over, const T* weights,
-                                       int64_t panels, T* out, int64_t out_stride) {
+                                       int64_t panels, T* out, int64_t out_stride, Ahead* ahead = nullptr) {
   int64_t depth = over.first + over.second;
   int64_t groups = (rows + 5) / 6, block = rows > 6 ? 1 : panels;
+  if (ahead) ahead->divide(std::max(int64_t(1), groups * panels / panels_together(rows)));
   for (int64_t j = 0; j < panels; j += block) {
     const T* from = weights + j * depth * panel<T>;
     T* to = out + j * panel<T>;
@@ -109,12 +156,12 @@ __attribute__((noinline)) void product(int64_t rows, const T* x, int64_t x_strid
       const T* in = x + r * x_stride;
       T* result = to + r * out_stride;
       switch (count) {
-        case 1: multiply_rows<T, 1, Add>(in, x_stride, over, from, block, result, out_stride); break;
-        case 2: multiply_rows<T, 2, Add>(in, x_stride, over, from, block, result, out_stride); break;
-        case 3: multiply_rows<T, 3, Add>(in, x_stride, over, from, block, result, out_stride); break;
-        case 4: multiply_rows<T, 4, Add>(in, x_stride, over, from, block, result, out_stride); break;
-        case 5: multiply_rows<T, 5, Add>(in, x_stride, over, from, block, result, out_stride); break;
-        case 6: multiply_rows<T, 6, Add>(in, x_stride, over, from, block, result, out_stride); break;
+        case 1: multiply_rows<T, 1, Add>(in, x_stride, over, from, block, result, out_stride, ahead); break;
+        case 2: multiply_rows<T, 2, Add>(in, x_stride, over, from, block, result, out_stride, ahead); break;
+        case 3: multiply_rows<T, 3, Add>(in, x_stride, over, from, block, result, out_stride, ahead); break;
+        case 4: multiply_rows<T, 4, Add>(in, x_stride, over, from, block, result, out_stride, ahead); break;
+        case 5: multiply_rows<T, 5, Add>(in, x_stride, over, from, block, result, out_stride, ahead); break;
+        case 6: multiply_rows<T, 6, Add>(in, x_stride, over, from, block, result, out_stride, ahead); break;
       }
       r += count;
     }
