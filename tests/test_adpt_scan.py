@@ -119,6 +119,26 @@ def test_every_kind_of_recurrence(kind, pairs, lean):
     assert_agree(*problem(5, 7, 12, pairs=pairs, **kind), reset=reset, lengths=lengths, lean=lean)
 
 
+@pytest.mark.parametrize("pairs", [False, True], ids=["real", "pairs"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("beta given", "diagonal")])
+def test_where_beta_is_fixed_at_zero_directions_are_not_computed_and_change_nothing(kind, pairs):
+    drive, state, constants, form = problem(5, 7, 12, pairs=pairs, **KINDS[kind])
+    constants = constants._replace(beta=torch.zeros(form.heads))
+    leaves = [t for t in (drive, state, *constants) if t is not None and t is not constants.beta]
+    reset, lengths = torch.rand(5, 7) < 0.3, torch.tensor([7, 1, 3, 5, 6])
+    weights = torch.randn(5, 7, state.shape[-1])
+    found = []
+    for form_in_use in (form, form._replace(linear=True)):
+        for leaf in leaves:
+            leaf.requires_grad_()
+        states = adpt_scan(drive, state, constants, form_in_use, reset=reset, lengths=lengths)
+        found.append([states, *torch.autograd.grad((states * weights).sum(), leaves)])
+    for computed, left_out in zip(*found, strict=True):
+        assert_close(left_out, computed, rtol=0, atol=1e-14)
+    with pytest.raises(InputError, match="fixed at zero"):
+        adpt_scan(drive, state, constants._replace(beta=torch.zeros(form.heads).requires_grad_()), form_in_use)
+
+
 @pytest.mark.parametrize("kind", ["exponential", "relu", "coupled and aware", "heads", "speech"])
 def test_in_single_precision_it_is_as_close_as_rounding_allows(kind):
     steps = 64

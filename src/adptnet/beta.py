@@ -50,6 +50,11 @@ def heads_of(value: BetaValue) -> int | None:
     return len(numbers) if isinstance(numbers, tuple) else None
 
 
+def is_zero(value: BetaValue) -> bool:
+    """Whether it is fixed at zero, for every head."""
+    return not isinstance(value, TrainableBeta) and not any(value if isinstance(value, tuple) else (value,))
+
+
 class Beta(NoDecay):
     """The β of a cell. Calling it gives the value in use; `parameter` is the raw one, or None when fixed."""
 

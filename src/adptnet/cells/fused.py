@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..beta import Beta
+from ..beta import Beta, is_zero
 from ..conjugates import ConjugateSpec, Diagonal, Exact, Product, Taylor
 from ..directions import LAYER_NORM_EPS, Directions, FromInput, FromState
 from ..ops import adpt_step, gpu, native
@@ -99,6 +99,7 @@ def form_of(spec: ADPTSpec, *, beta_given: bool = False) -> Form:
         dot=dot,
         aware=spec.rotation_aware,
         norm=norm,
+        linear=spec.conjugate.turns and not beta_given and is_zero(spec.beta),
     )
 
 

@@ -41,10 +41,14 @@ def ready(dtype: torch.dtype) -> bool:
 
 def kept(drive: Tensor, constants: Constants, form: Form, save: bool) -> tuple[int, ...]:
     """The shape of what the forward saves: K x and V x of every step."""
-    if not save or not form.turns or form.given or drive.device.type not in ("cpu", "meta"):
+    if not save or not _turns(form) or form.given or drive.device.type not in ("cpu", "meta"):
         return (0,)
     batch, steps = drive.shape[:2]
     return form.heads, steps, batch, 2 * _padded(constants.real.shape[0] // form.heads, drive.dtype)
+
+
+def _turns(form: Form) -> bool:
+    return form.turns and not form.linear
 
 
 def _padded(size: int, dtype: torch.dtype) -> int:
@@ -179,14 +183,14 @@ class _Call:
             threads=max(1, min(threads, self.tasks)),
             complex_pairs=constants.imag is not None,
             given=form.given,
-            turns=form.turns,
+            turns=_turns(form),
             source=int(form.source),
             form=int(form.retracted),
             aware=form.aware,
             coupled=constants.decay is not None,
             beta_given=form.beta_given,
-            mixes=form.dot is not None,
-            norms=form.norm is not None,
+            mixes=_turns(form) and form.dot is not None,
+            norms=_turns(form) and form.norm is not None,
             factored=any(part is not None for part in factors),
             rank=0 if factors.left is None else factors.left.shape[-1],
             outer_size=0 if factors.outer is None else factors.outer.shape[-1],

@@ -55,6 +55,7 @@ class Form(NamedTuple):
     dot: float | None = None  # of key and value, where it is fixed
     aware: bool = False  # the drive is turned with the state
     norm: float | None = None  # ε of the LayerNorm on unit(K x) and unit(V x), where there is one: with one head
+    linear: bool = False  # β is zero and has no derivative: directions change nothing, and need not be computed
 
 
 PLAIN = Form()
@@ -165,5 +166,7 @@ def check(
             raise InputError(f"adpt_scan: {name} must be {dtype} of shape {shape}; got {given}.")
     if form.norm is not None and (heads > 1 or not matrices):
         raise InputError(f"adpt_scan: norm={form.norm} is for one head with K and V of the state; got {form}.")
+    if form.linear and (constants.beta is None or constants.beta.requires_grad):
+        raise InputError(f"adpt_scan: linear=True is for a β that is fixed at zero; got {form}, beta={constants.beta}.")
     if size % heads or (constants.imag is not None and m % 2):
         raise InputError(f"adpt_scan: {heads} heads, complex pairs within each, do not divide a state of {size}.")
