@@ -18,8 +18,8 @@ _NAMES = {torch.float32: "float", torch.float64: "double"}
 _NUMBERS = "batch steps heads size features width tile threads complex_pairs given turns source form aware"
 _NUMBERS += " coupled beta_given mixes norms factored rank outer_size inner_size"
 _POINTERS = "drive initial real imag weight bias beta feed_real feed_imag decay charge norm_weight norm_bias left right"
-_POINTERS += " outer inner reset lengths states projections state_gradients carry drive_gradients weight_gradients"
-_POINTERS += " sums workspace"
+_POINTERS += " outer inner reset lengths states projections state_gradients initial_gradients drive_gradients"
+_POINTERS += " weight_gradients sums workspace"
 
 
 class _Scan(ctypes.Structure):
@@ -92,27 +92,26 @@ def backward(
     """Derivatives with respect to the drive, the initial state and each of the constants."""
     call = _Call(drive, state, constants, form, reset, lengths, factors)
     heads, pad, dtype = form.heads, call.pad, drive.dtype
+    # The kernel writes all of these but the sums, so that torch need not: its threads would stay busy for some
+    # milliseconds and be in the way of the kernel's.
     drive_gradient = memory.empty(*drive.shape, dtype=dtype)
-    carry = torch.zeros_like(state, memory_format=torch.contiguous_format)
+    initial_gradient = memory.empty(*state.shape, dtype=dtype)
+    weight_gradient = None if constants.weight is None else memory.empty(*constants.weight.shape, dtype=dtype)
     sums = torch.zeros(call.tasks, 13, pad, dtype=torch.float64)
-    each_thread = 0 if constants.weight is None else call.scan.threads
-    weight_gradients = torch.zeros(each_thread, heads, 2 * pad, pad, dtype=dtype)
     call.set(states=states, projections=projections, state_gradients=gradient, drive_gradients=drive_gradient)
-    call.set(carry=carry, sums=sums, weight_gradients=weight_gradients)
+    call.set(initial_gradients=initial_gradient, weight_gradients=weight_gradient, sums=sums)
     call.run("adpt_scan_backward", backward=True)
     size = constants.real.shape[0] // heads
-    return drive_gradient, carry, _gathered(constants, form, sums, weight_gradients.sum(0), size)
+    return drive_gradient, initial_gradient, _gathered(constants, form, sums, weight_gradient, size)
 
 
 def products(drive: Tensor, state: Tensor, constants: Constants, form: Form, which: str) -> None:
     """Only the matrix products of the "forward", of the "backward" or of the "weights": a limit to measure against."""
     call = _Call(drive, state, constants, form, None, None, DENSE)
-    shape = call.scan.threads, form.heads, 2 * call.pad, call.pad
-    call.set(weight_gradients=torch.zeros(shape, dtype=drive.dtype))
     call.run("adpt_scan_products", ("forward", "backward", "weights").index(which), backward=which != "forward")
 
 
-def _gathered(constants: Constants, form: Form, sums: Tensor, weight: Tensor, size: int) -> Constants:
+def _gathered(constants: Constants, form: Form, sums: Tensor, weight: Tensor | None, size: int) -> Constants:
     heads, dtype = form.heads, constants.real.dtype
     each = sums.unflatten(0, (heads, -1)).sum(1)  # tasks are tiles of the first head, then of the second ...
 
@@ -129,7 +128,7 @@ def _gathered(constants: Constants, form: Form, sums: Tensor, weight: Tensor, si
     return Constants(
         each[:, 1, :size].to(dtype, copy=True).flatten(),
         imaginary(constants.imag, 2),
-        None if constants.weight is None else weight.unflatten(1, (2, -1))[:, :, :size, :size].contiguous(),
+        weight,
         of(constants.bias, slice(11, 13)),
         of(constants.beta, 0, size=1),
         of(constants.feed_real, 3),
@@ -213,8 +212,6 @@ class _Call:
                 setattr(self.scan, name, self.held[name].data_ptr())
 
     def run(self, function: str, *numbers: int, backward: bool) -> None:
-        if not self.scan.batch or not self.scan.steps:
-            return
         needed = self.library.adpt_scan_workspace(ctypes.byref(self.scan), backward)
         if "workspace" not in self.held:
             self.set(workspace=memory.empty(needed, dtype=torch.uint8))

@@ -25,8 +25,8 @@ struct Scan {
   const int64_t* lengths;
   void *states, *projections;             // projections: (heads, steps, batch, 2 pad), may be null
   const void* state_gradients;
-  void *carry, *drive_gradients;
-  void* weight_gradients;                 // (threads, heads, 2 pad, pad)
+  void *initial_gradients, *drive_gradients;
+  void* weight_gradients;                 // of `weight`, may be null
   double* sums;                           // (tasks, every_sum, pad): see Sum
   void* workspace;
 };
@@ -210,10 +210,11 @@ INLINE int64_t steps_held(const Scan& s, int64_t rows) {
 }
 
 template <class T> struct Task {
-  int64_t head, begin, rows, index, thread;
+  int64_t head, begin, rows, index;
   T *real, *imag, *bias, *feed_real, *feed_imag, *decay, *charge, *norm_weight, *norm_bias, *ones;
   T *x, *source, *slow, *u, *projections, *scratch, *normed, *mixed, *mixing;
   T *g, *slow_g, *partial, *gradients, *sums;
+  T* weight_sums;  // (2 pad, pad), of this thread
   Row<T>* row;
   Normed<T>* norms;  // of key and value of each row
   Between<T> between;
@@ -516,10 +517,9 @@ INLINE T row_backward(const Scan& s, const Task<T>& task, const Eigen<T>& eigen,
 template <class T>
 void add_weights(const Scan& s, const Task<T>& task, int64_t rows, const T* sources, double* bias_totals) {
   const int64_t m = s.size, pad = padded<T>(m), apart = spaced<T>(2 * pad);
-  T* to = static_cast<T*>(s.weight_gradients) + (task.thread * s.heads + task.head) * 2 * pad * pad;
   for (int64_t half = 0; half < 2; ++half)
     add_outer_products<T>(rows, task.gradients + half * pad, apart, m, sources, spaced<T>(pad), pad / panel<T>,
-                          to + half * pad * pad, pad);
+                          task.weight_sums + half * pad * pad, pad);
   for (int64_t i = 0; s.bias && i < 2 * pad; i += lanes<T>) {
     Vec<T> sum = {};
     for (int64_t r = 0; r < rows; ++r) sum += load<T>(task.gradients + r * apart + i);
@@ -539,11 +539,7 @@ void run_backward(const Scan& s, Task<T>& task, const Weights<T>& weights, const
   double* totals = s.sums + task.index * every_sum * pad;
   const int64_t summed = (s.norms ? of_bias : of_norm_weight) * pad;
   std::memset(task.sums, 0, summed * sizeof(T));
-  for (int64_t r = 0; r < task.rows; ++r) {
-    const T* carry = static_cast<const T*>(s.carry) + (task.begin + r) * s.width + offset;
-    fetch<T>(carry, m, task.g + r * pad, pad);
-    if (s.coupled) fetch<T>(carry + n, m, task.slow_g + r * pad, pad);
-  }
+  for (T* vectors : {task.g, task.slow_g}) std::memset(vectors, 0, task.rows * pad * sizeof(T));
   T* const sources = task.source;
   Ahead ahead;
   int64_t held = 0;
@@ -672,9 +668,9 @@ void run_backward(const Scan& s, Task<T>& task, const Weights<T>& weights, const
     }
   }
   for (int64_t r = 0; r < task.rows; ++r) {
-    T* carry = static_cast<T*>(s.carry) + (task.begin + r) * s.width + offset;
-    std::memcpy(carry, task.g + r * pad, m * sizeof(T));
-    if (s.coupled) std::memcpy(carry + n, task.slow_g + r * pad, m * sizeof(T));
+    T* to = static_cast<T*>(s.initial_gradients) + (task.begin + r) * s.width + offset;
+    std::memcpy(to, task.g + r * pad, m * sizeof(T));
+    if (s.coupled) std::memcpy(to + n, task.slow_g + r * pad, m * sizeof(T));
   }
 }
 
@@ -722,6 +718,23 @@ template <class T> void pack_weights(const Scan& s, int64_t head, bool back, Wei
   }
 }
 
+// Of the derivatives of the weights that one thread sums: (heads, 2 pad, pad).
+template <class T> int64_t sum_memory(const Scan& s) {
+  return s.turns && !s.given ? s.heads * 2 * padded<T>(s.size) * padded<T>(s.size) : 0;
+}
+
+// Those of all threads, together. Nothing was summed where nothing turns.
+template <class T> void gather_weights(const Scan& s, const T* sums) {
+  const int64_t m = s.size, pad = padded<T>(m);
+  T* to = static_cast<T*>(s.weight_gradients);
+  for (int64_t part = 0; part < 2 * s.heads; ++part)
+    for (int64_t i = 0; i < m; ++i, to += m) {
+      std::memset(to, 0, m * sizeof(T));
+      for (int64_t thread = 0; sums && thread < s.threads; ++thread)
+        add<T>(sums + thread * sum_memory<T>(s) + (part * pad + i) * pad, m, to);
+    }
+}
+
 template <class T> void run(const Scan& s, bool backward, Products products = none) {
   const int64_t tiles = (s.batch + s.tile - 1) / s.tile, tasks = tiles * s.heads;
   const bool weighted = s.turns && !s.given;
@@ -734,12 +747,15 @@ template <class T> void run(const Scan& s, bool backward, Products products = no
     transposed[h].lay_out(s, memory);
     pack_weights<T>(s, h, true, transposed[h]);
   }
+  const int64_t each = sum_memory<T>(s);
+  T* const sums = backward && each ? memory.take(s.threads * each) : nullptr;
   auto worker = [&](int64_t thread) {
+    if (sums) std::memset(sums + thread * each, 0, each * sizeof(T));
     for (int64_t i = thread; i < tasks; i += s.threads) {
       Task<T> task = {};
       task.index = i;
-      task.thread = thread;
       task.head = i / tiles;
+      if (sums) task.weight_sums = sums + thread * each + task.head * (each / s.heads);
       task.begin = i % tiles * s.tile;
       task.rows = task.begin + s.tile > s.batch ? s.batch - task.begin : s.tile;
       Arena<T> own = {memory.base + memory.used + thread * task_memory<T>(s, backward), 0};
@@ -754,10 +770,12 @@ template <class T> void run(const Scan& s, bool backward, Products products = no
     }
   };
   in_threads(s.threads, worker);
+  if (s.weight_gradients) gather_weights<T>(s, sums);
 }
 
 template <class T> int64_t workspace(const Scan& s, bool backward) {
-  return (s.heads * weight_memory<T>(s) * (backward ? 2 : 1) + s.threads * task_memory<T>(s, backward)) * sizeof(T);
+  const int64_t weights = s.heads * weight_memory<T>(s) * (backward ? 2 : 1);
+  return (weights + s.threads * ((backward ? sum_memory<T>(s) : 0) + task_memory<T>(s, backward))) * sizeof(T);
 }
 
 }  // namespace
