@@ -587,6 +587,12 @@ def test_a_damaged_file_of_a_run_is_named(two_checkpoints, tmp_path):
     whole = (two_checkpoints[0] / "model.safetensors").read_bytes()
     with pytest.raises(CheckpointError, match=r"model.safetensors is not a complete safetensors file"):
         trained(damaged("model.safetensors", whole[:300]))
+    folder = damaged("model.safetensors", whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"is not as it was written.*if .*result.json is deleted: .* --resume$"):
+        trained(folder)
+    (folder / "result.json").unlink()
+    resumed(folder)
+    assert (folder / "model.safetensors").read_bytes() == whole
     with pytest.raises(InputError, match=r"config.json is a file. Pass the folder of the run: .*/a$"):
         trained(tmp_path / "a" / "config.json")
 
