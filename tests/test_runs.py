@@ -317,7 +317,6 @@ def test_any_changed_byte_of_the_newest_checkpoint_is_noticed(two_checkpoints, t
             with pytest.warns(CheckpointWarning, match=f"{path.name} (is not as it was written|cannot be read)"):
                 step, files = store.Store(kept).newest()
             assert (step, files) == (6, before)
-            (kept / "refused-step-000000012").rename(newest)
             flipped(path, position, 1 << position % 8)
             tried += 1
     assert store.Store(kept).newest()[0] == 12
@@ -340,6 +339,18 @@ def test_a_checkpoint_that_is_not_whole_is_refused_by_name_and_the_one_before_us
     with pytest.warns(CheckpointWarning, match=rf"step-000000012/{name}.* the one of step 6 is used"):
         run(experiment(evaluate_every=5), folder, resume=True, keeping=Keeping(steps=6))
     assert same(two_checkpoints[0], folder)
+    assert (folder / "checkpoints" / "refused-step-000000012").is_dir()
+
+
+def test_looking_at_a_run_moves_none_of_its_files(two_checkpoints, tmp_path):
+    folder = shutil.copytree(two_checkpoints[0], tmp_path / "a")
+    for name in ("model.safetensors", "result.json"):
+        (folder / name).unlink()
+    flipped(folder / "checkpoints" / "step-000000012" / "progress.json", 3)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    with pytest.warns(CheckpointWarning, match=r"step-000000012/progress.json .* The one of step 6 is used"):
+        trained(folder)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
 def test_without_a_good_checkpoint_the_run_does_not_begin_again(two_checkpoints, tmp_path):

@@ -62,7 +62,7 @@ class RunFolder(Keeper):
         self._trackers = Trackers((), path, {})
 
     def resume(self, state: TrainingState) -> list[float]:
-        found = self.store.newest() if self.place.first else None
+        found = self.store.newest(put_aside=True) if self.place.first else None
         found = self.place.gathered(found)[0]
         if found is not None:
             state.from_files(found[1])
