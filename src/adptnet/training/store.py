@@ -18,7 +18,7 @@ _MANIFEST = "manifest.json"
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint could not be used or written; the run goes on with the one before."""
+    """A checkpoint could not be used or written, or is of other versions; the run goes on."""
 
 
 def write_folder(folder: Path, files: dict[str, bytes]) -> None:
