@@ -9,6 +9,7 @@ arguments it first learns four words of its own, gliding tones, in about a minut
 """
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from adptnet import tasks, training
+from adptnet.cli import ended
 from adptnet.errors import InputError
 from adptnet.events import Bins, Cochlea, Events, SpikeFile, read_wav
 from adptnet.integrations.silif import from_silif
@@ -202,4 +204,4 @@ if __name__ == "__main__":
     parser.add_argument("--run", type=Path)
     parser.add_argument("--chunk", type=float, default=0.05, help="seconds")
     given = parser.parse_args()
-    main(given.wav, weights=given.weights, run=given.run, chunk=given.chunk)
+    sys.exit(ended(lambda: main(given.wav, weights=given.weights, run=given.run, chunk=given.chunk)))

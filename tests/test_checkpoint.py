@@ -104,6 +104,30 @@ def test_what_is_not_a_checkpoint_is_refused_by_name(tmp_path):
         adptnet.load(path)
 
 
+def test_a_changed_byte_is_noticed_wherever_it_is(tmp_path):
+    path = tmp_path / "model"
+    adptnet.save(ADPTNet(2, spectrum=spectra.Negative()), path)
+    whole = path.read_bytes()
+    adptnet.save(adptnet.load(path), path)
+    assert path.read_bytes() == whole  # the same model is the same file
+    for position in range(0, len(whole), 5):
+        changed = bytearray(whole)
+        changed[position] ^= 1 << position % 8
+        path.write_bytes(changed)
+        with pytest.raises((CheckpointError, SpecError)):
+            adptnet.load(path)
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match="model is not as it was written: weights and spec have another SHA-256"):
+        adptnet.load(path)
+
+
+def test_a_file_from_before_sums_were_written_still_loads(tmp_path):
+    layer = ADPTNet(4)
+    path = tmp_path / "model"
+    path.write_bytes(safetensors.torch.save(layer.state_dict(), {"adptnet": layer.spec.to_json()}))
+    assert_close(adptnet.load(path).state_dict(), layer.state_dict(), rtol=0, atol=0)
+
+
 def test_a_layers_layout_comes_back(tmp_path):
     adptnet.save(ADPTNet(4, batch_first=False), tmp_path / "model")
     assert not adptnet.load(tmp_path / "model").batch_first

@@ -157,6 +157,22 @@ def test_the_users_own_folder_comes_first_and_may_be_deep(here, small):
     assert download.find("small") == here / "deep" / "er" / "small.bin"
 
 
+def test_a_file_or_folder_that_comes_later_in_a_process_is_found(here, small, monkeypatch, tmp_path):
+    content = small()
+    with pytest.raises(DataError, match="small is not in"):
+        download.find("small")
+    (here / "small.bin").write_bytes(content[:10])
+    with pytest.raises(DataError, match="has 10 bytes"):
+        download.find("small")
+    (here / "small.bin").write_bytes(content)
+    assert download.find("small") == here / "small.bin"
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "small.bin").write_bytes(content)
+    monkeypatch.setenv("ADPTNET_DATA", str(other))
+    assert download.find("small") == other / "small.bin"
+
+
 def test_adptnet_data_that_is_no_folder(monkeypatch):
     monkeypatch.setenv("ADPTNET_DATA", "/nowhere/at/all")
     with pytest.raises(DataError, match="ADPTNET_DATA=/nowhere/at/all is no folder"):

@@ -182,6 +182,21 @@ def test_workers_open_the_file_by_themselves(spike_file):
         assert_close(ours.labels, theirs.labels)
 
 
+def test_a_hole_in_a_file_is_refused_where_hdf5_would_never_end(spike_file):
+    whole = spike_file.read_bytes()
+    heap = whole.index(b"GCOL")
+
+    def with_hole(start, size):
+        spike_file.write_bytes(whole[:start] + bytes(size) + whole[start + size :])
+        return SpikeFile(spike_file)
+
+    inside = with_hole(heap + 40, 32)  # inside the first recording
+    assert len(inside[0][0].times) == 100
+    del inside
+    with pytest.raises(InputError, match=r"is damaged: at byte [\d,]+ recordings were overwritten with zeros"):
+        with_hole(heap + 40, 600)
+
+
 def test_a_file_that_is_cut_off_or_of_another_kind_is_refused(spike_file, tmp_path):
     content = spike_file.read_bytes()
     (tmp_path / "cut.h5").write_bytes(content[: len(content) // 2])

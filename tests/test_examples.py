@@ -1,6 +1,8 @@
 """The examples, at a size of seconds: they run, write what they say, and what they say holds."""
 
 import importlib.util
+import runpy
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -122,3 +124,11 @@ def test_live_words_of_a_sound_file(tmp_path, capsys):
     for chunk in (0.0, float("nan")):
         with pytest.raises(InputError, match=r"--chunk .*at least one sample"):
             live.main(tmp_path / "a.wav", chunk=chunk)
+
+
+def test_live_words_end_as_the_command_line_does(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["live_words.py", "--run", str(tmp_path / "none")])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(EXAMPLES / "live_words.py"), run_name="__main__")
+    assert end.value.code == 1
+    assert capsys.readouterr().err.startswith(f"InputError: {tmp_path / 'none'} cannot be read")

@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import sys
@@ -163,6 +164,21 @@ def test_a_run_that_was_asked_to_stop_goes_on_to_the_same_bits(tmp_path, step):
     assert [s["step"] for s in json.loads((tmp_path / "cut" / "environment.json").read_text())] == [0, step + 1]
 
 
+def test_a_run_that_goes_on_with_another_version_says_so(tmp_path):
+    wanted = experiment()
+    cut(tmp_path / "cut", wanted, 5, steps=5)
+    path = tmp_path / "cut" / "environment.json"
+    (begun,) = json.loads(path.read_text())
+    then = {**begun, "adptnet": "0.0.1", "torch": "1.13.0"}
+    path.write_text(json.dumps([then, {**begun, "step": 6}]))  # the second start has made no step
+    now = re.escape(f"adptnet {adptnet.__version__} and torch {torch.__version__}")
+    with pytest.warns(CheckpointWarning, match=f"with adptnet 0.0.1 and torch 1.13.0 up to step 6 .* {now}:") as said:
+        run(wanted, tmp_path / "cut", resume=True)
+    assert len(said) == 1
+    assert [start["step"] for start in json.loads(path.read_text())] == [0, 6, 6]
+    assert finished(tmp_path / "cut")
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -317,7 +333,6 @@ def test_any_changed_byte_of_the_newest_checkpoint_is_noticed(two_checkpoints, t
             with pytest.warns(CheckpointWarning, match=f"{path.name} (is not as it was written|cannot be read)"):
                 step, files = store.Store(kept).newest()
             assert (step, files) == (6, before)
-            (kept / "refused-step-000000012").rename(newest)
             flipped(path, position, 1 << position % 8)
             tried += 1
     assert store.Store(kept).newest()[0] == 12
@@ -340,6 +355,18 @@ def test_a_checkpoint_that_is_not_whole_is_refused_by_name_and_the_one_before_us
     with pytest.warns(CheckpointWarning, match=rf"step-000000012/{name}.* the one of step 6 is used"):
         run(experiment(evaluate_every=5), folder, resume=True, keeping=Keeping(steps=6))
     assert same(two_checkpoints[0], folder)
+    assert (folder / "checkpoints" / "refused-step-000000012").is_dir()
+
+
+def test_looking_at_a_run_moves_none_of_its_files(two_checkpoints, tmp_path):
+    folder = shutil.copytree(two_checkpoints[0], tmp_path / "a")
+    for name in ("model.safetensors", "result.json"):
+        (folder / name).unlink()
+    flipped(folder / "checkpoints" / "step-000000012" / "progress.json", 3)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    with pytest.warns(CheckpointWarning, match=r"step-000000012/progress.json .* The one of step 6 is used"):
+        trained(folder)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
 def test_without_a_good_checkpoint_the_run_does_not_begin_again(two_checkpoints, tmp_path):
@@ -587,6 +614,12 @@ def test_a_damaged_file_of_a_run_is_named(two_checkpoints, tmp_path):
     whole = (two_checkpoints[0] / "model.safetensors").read_bytes()
     with pytest.raises(CheckpointError, match=r"model.safetensors is not a complete safetensors file"):
         trained(damaged("model.safetensors", whole[:300]))
+    folder = damaged("model.safetensors", whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"is not as it was written.*if .*result.json is deleted: .* --resume$"):
+        trained(folder)
+    (folder / "result.json").unlink()
+    resumed(folder)
+    assert (folder / "model.safetensors").read_bytes() == whole
     with pytest.raises(InputError, match=r"config.json is a file. Pass the folder of the run: .*/a$"):
         trained(tmp_path / "a" / "config.json")
 

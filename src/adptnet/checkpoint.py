@@ -1,5 +1,6 @@
 """Saving and loading: weights as safetensors, with the spec in the same file. Nothing is ever unpickled."""
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -40,15 +41,18 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def serialised(spec: ModuleSpec | None, weights: dict[str, Tensor]) -> bytes:
-    """The content of a file of `weights`; with the spec, one that `load` reads."""
+    """The content of a file of `weights`; with the spec, one that `load` reads and whose every byte it checks."""
     from safetensors.torch import save as serialise
 
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
-    return bytes(serialise(tensors, metadata=None if spec is None else {_KEY: spec.to_json()}))
+    if spec is None:
+        return bytes(serialise(tensors))
+    text = spec.to_json()  # one line; the sum is the next, as safetensors writes several entries in any order
+    return bytes(serialise(tensors, metadata={_KEY: f"{text}\n{_sha256(text, tensors)}"}))
 
 
 def load(path: str | os.PathLike[str], *, device: Device = None) -> nn.Module:
-    """The model that `save` wrote, in training mode and with the dtypes it had.
+    """The model that `save` wrote, in training mode and with the dtypes it had. A changed byte is refused.
 
     Args:
         path: A file written by `save`.
@@ -88,10 +92,25 @@ def _read(path: str | os.PathLike[str]) -> tuple[ModuleSpec, dict[str, Tensor]]:
             f"{os.fspath(path)} holds weights but no adptnet spec. Build the model yourself and use load_state_dict, "
             "or write the file with adptnet.save(model, path)."
         )
-    spec = Spec.from_json(metadata[_KEY])
+    text, _, own = metadata[_KEY].partition("\n")
+    if own and own != _sha256(text, tensors):  # files from before it was written have none
+        raise CheckpointError(
+            f"{os.fspath(path)} is not as it was written: weights and spec have another SHA-256 than it says. "
+            "Copy it again, or write it again with adptnet.save(model, path)."
+        )
+    spec = Spec.from_json(text)
     if not isinstance(spec, ModuleSpec):
         raise CheckpointError(f"{os.fspath(path)}: {type(spec).__name__} describes no whole module.")
     return spec, tensors
+
+
+def _sha256(text: str, tensors: dict[str, Tensor]) -> str:
+    """The sum of a spec and the weights that go with it, whatever order they are in."""
+    digest = hashlib.sha256(text.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _check_size(path: str | os.PathLike[str], spec: ModuleSpec, tensors: dict[str, Tensor]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from tyro.conf import Positional
 
-__all__ = ["Kernels", "main"]
+__all__ = ["Kernels", "ended", "main"]
 
 
 @dataclass(frozen=True)
@@ -30,40 +30,17 @@ def kernels(options: Kernels) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; the exit code is 0, or 1 for an error that is explained (2, from tyro, for a wrong call)."""
-    from tyro.extras import subcommand_cli_from_dict
+    """Runs one command; the exit code is that of `ended` (2, from tyro, for a wrong call)."""
+    return ended(lambda: _run(list(sys.argv[1:] if arguments is None else arguments)))
 
-    from . import analyse, bench, cochlea_command, data_command, quickstart, sweep, train
+
+def ended(program: Callable[[], object]) -> int:
+    """Runs `program` and returns its exit code: 0, or 1 for an error that is explained, which is shown by itself."""
     from .errors import AdptnetError
-    from .paper import compare, report, reproduce
     from .training import Interrupted
 
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    called, rest = (given[0], given[1:]) if given else ("", [])
     try:
-        commands: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-            "quickstart": (quickstart.Quickstart, quickstart.run),
-            "train": train.command(rest if called == "train" else ["--help"]),
-            "evaluate": (train.Evaluate, train.evaluate),
-            "sweep": sweep.command(rest if called == "sweep" else ["--help"]),
-            "replay": (train.Replay, train.replay),
-            "kernels": (Kernels, kernels),
-            "bench": (bench.Bench, bench.run),
-            "analyse": (analyse.Analyse, analyse.run),
-            "cochlea": (cochlea_command.Listen, cochlea_command.run),
-            "data": (data_command.Data, data_command.run),
-            "reproduce": (reproduce.Reproduce, reproduce.run),
-            "compare": (compare.Compare, compare.run),
-            "report": (report.Report, report.run),
-        }
-        options = subcommand_cli_from_dict(
-            {name: kind for name, (kind, _) in commands.items()},
-            args=given,
-            prog="adptnet",
-            description="Recurrent layers with prescribed timescales and one dial for non-linearity.",
-        )
-        runs = dict(commands.values())
-        runs[type(options)](options)
+        program()
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read the output, `head` or a pager, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains again as it ends
@@ -78,3 +55,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("stopped.", file=sys.stderr)
         return 130
     return 0
+
+
+def _run(given: list[str]) -> None:
+    from tyro.extras import subcommand_cli_from_dict
+
+    from . import analyse, bench, cochlea_command, data_command, quickstart, sweep, train
+    from .paper import compare, report, reproduce
+
+    called, rest = (given[0], given[1:]) if given else ("", [])
+    commands: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+        "quickstart": (quickstart.Quickstart, quickstart.run),
+        "train": train.command(rest if called == "train" else ["--help"]),
+        "evaluate": (train.Evaluate, train.evaluate),
+        "sweep": sweep.command(rest if called == "sweep" else ["--help"]),
+        "replay": (train.Replay, train.replay),
+        "kernels": (Kernels, kernels),
+        "bench": (bench.Bench, bench.run),
+        "analyse": (analyse.Analyse, analyse.run),
+        "cochlea": (cochlea_command.Listen, cochlea_command.run),
+        "data": (data_command.Data, data_command.run),
+        "reproduce": (reproduce.Reproduce, reproduce.run),
+        "compare": (compare.Compare, compare.run),
+        "report": (report.Report, report.run),
+    }
+    options = subcommand_cli_from_dict(
+        {name: kind for name, (kind, _) in commands.items()},
+        args=given,
+        prog="adptnet",
+        description="Recurrent layers with prescribed timescales and one dial for non-linearity.",
+    )
+    runs = dict(commands.values())
+    runs[type(options)](options)

@@ -7,8 +7,10 @@ highest frequency. The data are CC BY 4.0; get them from zenkelab.org/datasets.
 import gzip
 import hashlib
 import json
+import mmap
 import os
 import shutil
+import struct
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
@@ -36,6 +38,7 @@ MD5 = {  # as published beside the files
     "shd_train.h5": "8e9877c85f29a28dd353ea6a54402667",
     "shd_test.h5": "207ad1295a0ab611e22d1734989c254e",
 }
+HEAP = b"GCOL\x01\0\0\0"  # how a heap of recordings begins
 SplitName = Literal["shd_train", "shd_test", "ssc_train", "ssc_valid", "ssc_test"]
 SPLITS = ("shd_train", "shd_test", "ssc_train", "ssc_valid", "ssc_test")
 
@@ -52,6 +55,13 @@ class SpikeFile:
         self._file: Any = None
         self._owner: int | None = None
         with _explained(self.path):
+            self._open()
+            hole = _endless(self.path)
+            if hole is not None:
+                raise InputError(
+                    f"{self.path} is damaged: at byte {hole:,} recordings were overwritten with zeros, and HDF5 would "
+                    "read them without end. Get the file again."
+                )
             for name in ("spikes/times", "spikes/units", "labels"):
                 if name not in self._open():
                     raise InputError(f"{self.path} has no {name}; it is not in the layout of SHD and SSC.")
@@ -215,6 +225,26 @@ def write_spikes(
                     raise InputError(f"{len(numbers)} speakers for {len(labels)} recordings; pass one for each.")
                 file.create_dataset("extra/speaker", data=np.asarray(numbers, np.uint16))
     return len(labels)
+
+
+def _endless(path: Path) -> int | None:
+    """Where HDF5 would never end, if there is such a place: free space of length zero in a heap.
+
+    HDF5 reads a heap object by object: an index (0 for free space), a length, that many bytes. It goes on by the length
+    without looking at it, and so stays where it is at sixteen bytes of zeros.
+    """
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        start = content.find(HEAP)
+        while 0 <= start <= len(content) - 16:
+            (size,) = struct.unpack_from("<Q", content, start + 8)
+            at, end = start + 16, min(start + size, len(content))
+            while at + 16 <= end:
+                index, length = struct.unpack_from("<H6xQ", content, at)
+                if index == length == 0:
+                    return at
+                at += length if index == 0 else 16 + -(-length // 8) * 8
+            start = content.find(HEAP, start + 8)
+    return None
 
 
 @contextmanager

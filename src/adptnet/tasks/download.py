@@ -101,6 +101,7 @@ def find(name: str) -> Path:
 
 @functools.lru_cache(maxsize=16)
 def _found(file: DataFile, places: tuple[Path, ...]) -> Path:
+    """Asked for at every batch, so folders are searched once; tasks hold the content of a file that is gone later."""
     incomplete = None
     for path in _candidates(file, places):
         if path.name != file.filename or path.stat().st_size == file.size:

@@ -62,7 +62,7 @@ class RunFolder(Keeper):
         self._trackers = Trackers((), path, {})
 
     def resume(self, state: TrainingState) -> list[float]:
-        found = self.store.newest() if self.place.first else None
+        found = self.store.newest(put_aside=True) if self.place.first else None
         found = self.place.gathered(found)[0]
         if found is not None:
             state.from_files(found[1])
@@ -71,8 +71,10 @@ class RunFolder(Keeper):
             return []
         past = self.path / "environment.json"
         starts = read_json(past) if past.exists() else []
+        now = {"step": step, "processes": self.place.count, **environment()}
+        _warn_of_versions([start for start in starts if start["step"] < step], now)
         try:
-            write_json(past, [*starts, {"step": step, "processes": self.place.count, **environment()}])
+            write_json(past, [*starts, now])
             self._metrics = Metrics(self.path / "metrics.jsonl", step)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be written to ({error.strerror}){self.how_to_go_on}") from None
@@ -142,6 +144,19 @@ class RunFolder(Keeper):
         if self._metrics is not None:
             self._metrics.flush()
         self._trackers.close()
+
+
+def _warn_of_versions(starts: list[dict[str, Any]], now: dict[str, Any]) -> None:
+    """Says so if the last of the `starts` that led here had another adptnet or torch."""
+    changed = [name for name in ("adptnet", "torch") if starts and starts[-1][name] != now[name]]
+    if changed:
+        then, here = (" and ".join(f"{name} {of[name]}" for name in changed) for of in (starts[-1], now))
+        warnings.warn(
+            f"the run was made with {then} up to step {now['step']} and goes on with {here}: its numbers may differ in "
+            "the last digits from those of a run with one version.",
+            CheckpointWarning,
+            stacklevel=2,
+        )
 
 
 def batch_from(content: bytes) -> Batch:

@@ -140,7 +140,13 @@ def trained(folder: Path) -> nn.Module:
         raise InputError(f"{folder} is a file. Pass the folder of the run: {folder.parent}")
     experiment = read_experiment(folder)
     if (folder / WEIGHTS).exists():
-        return load(folder / WEIGHTS)
+        try:
+            return load(folder / WEIGHTS)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error} A run writes it once more if {folder / RESULT} is deleted: "
+                f"adptnet train --output {folder} --resume"
+            ) from None
     newest = Store(folder / "checkpoints").newest()
     if newest is None:
         raise CheckpointError(f"{folder} holds no weights yet. Go on with: adptnet train --output {folder} --resume")

@@ -18,7 +18,7 @@ _MANIFEST = "manifest.json"
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint could not be used or written; the run goes on with the one before."""
+    """A checkpoint could not be used or written, or is of other versions; the run goes on."""
 
 
 def write_folder(folder: Path, files: dict[str, bytes]) -> None:
@@ -83,8 +83,11 @@ class Store:
         for leftover in self.folder.glob(".draft-*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
-    def newest(self) -> tuple[int, dict[str, bytes]] | None:
-        """The newest checkpoint that is as it was written. Newer ones are named in a warning and put aside."""
+    def newest(self, *, put_aside: bool = False) -> tuple[int, dict[str, bytes]] | None:
+        """The newest checkpoint that is as it was written. Newer ones are named in a warning.
+
+        With `put_aside` they are renamed, to leave room for the checkpoints of a run that goes on.
+        """
         refused: list[tuple[int, CheckpointError]] = []
         for step in self.steps():
             try:
@@ -94,13 +97,11 @@ class Store:
                 continue
             for other, error in refused:
                 aside = self.folder / f"refused-{self.path(other).name}"
-                shutil.rmtree(aside, ignore_errors=True)
-                self.path(other).rename(aside)
-                warnings.warn(
-                    f"{error} The checkpoint was put aside as {aside.name}; the one of step {step} is used.",
-                    CheckpointWarning,
-                    stacklevel=2,
-                )
+                if put_aside:
+                    shutil.rmtree(aside, ignore_errors=True)
+                    self.path(other).rename(aside)
+                done = f"The checkpoint was put aside as {aside.name}; the" if put_aside else "The"
+                warnings.warn(f"{error} {done} one of step {step} is used.", CheckpointWarning, stacklevel=2)
             return step, files
         if refused:
             reasons = " ".join(str(error) for _, error in refused)
