@@ -47,8 +47,10 @@ def serialised(spec: ModuleSpec | None, weights: dict[str, Tensor]) -> bytes:
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
     if spec is None:
         return bytes(serialise(tensors))
-    text = spec.to_json()  # one line; the sum is the next, as safetensors writes several entries in any order
-    return bytes(serialise(tensors, metadata={_KEY: f"{text}\n{_sha256(text, tensors)}"}))
+    document = json.loads(spec.to_json())
+    # Beside the spec in one entry: safetensors writes several in any order, and files would differ from run to run.
+    document["sha256"] = _sha256(document, tensors)
+    return bytes(serialise(tensors, metadata={_KEY: json.dumps(document)}))
 
 
 def load(path: str | os.PathLike[str], *, device: Device = None) -> nn.Module:
@@ -92,21 +94,33 @@ def _read(path: str | os.PathLike[str]) -> tuple[ModuleSpec, dict[str, Tensor]]:
             f"{os.fspath(path)} holds weights but no adptnet spec. Build the model yourself and use load_state_dict, "
             "or write the file with adptnet.save(model, path)."
         )
-    text, _, own = metadata[_KEY].partition("\n")
-    if own and own != _sha256(text, tensors):  # files from before it was written have none
-        raise CheckpointError(
-            f"{os.fspath(path)} is not as it was written: weights and spec have another SHA-256 than it says. "
-            "Copy it again, or write it again with adptnet.save(model, path)."
-        )
+    text = metadata[_KEY]
+    document = _parsed(text)
+    if "sha256" in document:  # files from before it was written have none
+        if document.pop("sha256") != _sha256(document, tensors):
+            raise CheckpointError(
+                f"{os.fspath(path)} is not as it was written: weights and spec have another SHA-256 than it says. "
+                "Copy it again, or write it again with adptnet.save(model, path)."
+            )
+        text = json.dumps(document)
     spec = Spec.from_json(text)
     if not isinstance(spec, ModuleSpec):
         raise CheckpointError(f"{os.fspath(path)}: {type(spec).__name__} describes no whole module.")
     return spec, tensors
 
 
-def _sha256(text: str, tensors: dict[str, Tensor]) -> str:
+def _parsed(text: str) -> dict[str, Any]:
+    """The document, or nothing if there is none; `Spec.from_json` then says why."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _sha256(document: dict[str, Any], tensors: dict[str, Tensor]) -> str:
     """The sum of a spec and the weights that go with it, whatever order they are in."""
-    digest = hashlib.sha256(text.encode())
+    digest = hashlib.sha256(json.dumps(document, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         digest.update(tensor.flatten().view(torch.uint8).numpy())
