@@ -364,7 +364,7 @@ def test_looking_at_a_run_moves_none_of_its_files(two_checkpoints, tmp_path):
         (folder / name).unlink()
     flipped(folder / "checkpoints" / "step-000000012" / "progress.json", 3)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    with pytest.warns(CheckpointWarning, match=r"step-000000012/progress.json .* The one of step 6 is used"):
+    with pytest.warns(CheckpointWarning, match=r"step-000000012/progress.json .* one of step 6 is used"):
         trained(folder)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
