@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -230,6 +231,19 @@ def test_garbage_in_a_file_of_rows_is_no_row_and_of_two_rows_the_first_counts(tm
     rows, left = shelf.rows(result, "smoke")
     assert left == 0
     assert rows.numbers("a") == [1]
+
+
+def test_rows_that_are_written_at_the_same_time_are_whole(tmp_path):
+    result = results()["table:error_summary"]
+    points = result.recipe.points("smoke")
+    long = list(range(20_000))  # more than any buffer
+    with ThreadPoolExecutor(4) as pool:
+        list(
+            pool.map(lambda p: Shelf(tmp_path).add(result, "smoke", a_row(result, p, numbers={"a": long})), points * 3)
+        )
+    assert Shelf(tmp_path).rows(result, "smoke")[1] == 0
+    lines = Shelf(tmp_path).path(result, "smoke").read_text().splitlines()
+    assert [json.loads(line)["numbers"]["a"] for line in lines] == [long] * len(points) * 3
 
 
 def test_rows_and_reports_that_cannot_be_written_are_refused_before_the_work(tmp_path, monkeypatch):

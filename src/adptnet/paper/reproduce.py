@@ -121,9 +121,9 @@ def _part(wanted: tuple[str, ...], chosen: list[Result], scale: Scale) -> Part:
         for value in values.split(","):
             meant = [_value(value), value]  # 10 is a number in one recipe and a name in another
             if there and not any(each in there for each in meant):
-                known = dict.fromkeys(each if isinstance(each, str) else json.dumps(each) for each in there)
+                values_there = dict.fromkeys(each if isinstance(each, str) else json.dumps(each) for each in there)
                 raise ReproductionError(
-                    f"--only {name}={value}: no point at the scale {scale} has it. {name} is {', '.join(known)}."
+                    f"--only {name}={value}: no point at the scale {scale} has it. {name} is {', '.join(values_there)}."
                 )
             part.setdefault(name, []).extend(meant)
     if not any(belongs(point.settings, part) for point in points):

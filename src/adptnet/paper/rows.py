@@ -124,9 +124,10 @@ def _whole_lines(path: Path) -> Iterator[tuple[int, Any]]:
         raise ReproductionError(f"{path} cannot be read: {error.strerror}.") from None
     for number, text in enumerate(lines, 1):
         try:
-            yield number, json.loads(text)
+            row = json.loads(text)
         except ValueError:
             continue
+        yield number, row
 
 
 def _check(row: Any, label: str, scale: Scale, place: str) -> None:

@@ -254,7 +254,7 @@ def _in_blocks(rows: Rows) -> Verdict:
 
     Not testable where none is without blocks.
     """
-    whole, found = ({m: of(m) for m in METHODS} for of in (lambda m: _counts(rows, m, 1.0), lambda m: _blocks(rows, m)))
+    whole, found = {m: _counts(rows, m, 1.0) for m in METHODS}, {m: _blocks(rows, m) for m in METHODS}
     shown = f"whole {_each(whole)}; in blocks {_each(found)}"
     if not any(map(_outlier, whole.values())):
         return Verdict(Outcome.NOT_TESTABLE, f"there is no outlier to remove: {shown}")
