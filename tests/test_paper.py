@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,9 +20,9 @@ import pytest
 import torch
 
 from adptnet import cli
-from adptnet.paper import compare, reproduce
+from adptnet.paper import compare, report, reproduce
 from adptnet.paper.evidence import paired, rank_correlation, within
-from adptnet.paper.recipe import SCALES, Outcome, Point, Row, Rows
+from adptnet.paper.recipe import SCALES, Outcome, Point, Row, Rows, Verdict
 from adptnet.paper.recipes import low_param
 from adptnet.paper.registry import ReproductionError, find, labels, results
 from adptnet.paper.rows import Shelf, key, plain
@@ -123,6 +124,17 @@ def test_a_part_of_the_points_is_run_and_the_claims_that_need_no_more_are_judged
     assert ran(tmp_path, name, only=("rate=0.001",)) > 0  # numbers are numbers
 
 
+def test_what_only_asks_for_must_be_there(tmp_path, capsys):
+    name = "fig:cond_ablation"
+    with pytest.raises(
+        ReproductionError, match=r"--only beta=0.3: no point at the scale smoke has it. beta is 0.125, 1"
+    ):
+        ran(tmp_path, name, only=("beta=1,0.3",))
+    with pytest.raises(ReproductionError, match="ratio=: no point"):
+        ran(tmp_path, name, only=("ratio=",))
+    assert ran(tmp_path, name, only=("ratio=10", "beta=1", "beta=0.125")) == 2  # a name made of digits; both β
+
+
 def test_a_result_whose_data_are_not_here_says_what_it_lacks(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("ADPTNET_DATA", str(tmp_path))
     monkeypatch.setenv("ADPTNET_CACHE", str(tmp_path))
@@ -167,14 +179,107 @@ def test_within_is_how_far_the_worst_value_leaves_the_interval():
     assert within([-0.5, 1.25], 0, 1) == pytest.approx(0.5)
 
 
+def test_a_nan_is_outside_every_interval_and_correlates_with_nothing():
+    assert within([0.5, math.nan], 0, 1) == within([math.nan, 0.5], 0, 1) == math.inf
+    assert math.isnan(rank_correlation([1, 2, 3], [1, 2, math.nan]))
+
+
 # Rows
+
+
+def a_row(result, point, scale="smoke", **changes):
+    where = {"label": result.name, "scale": scale, "settings": plain(point.settings), "seed": point.seed}
+    return {**where, "recipe": result.recipe.version, "numbers": {}, "time": {}, **changes}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("[1, 2]", "line 2: not a row, which is a JSON object"),
+        ("5", "line 2: not a row"),
+        ('{"recipe": 1}', "no label, scale, settings, seed, numbers, time"),
+        ({"numbers": [1]}, "no numbers"),
+        ({"seed": "0"}, "no seed"),
+        (
+            {"label": "fig:ortho_gd"},
+            "a row of fig:ortho_gd at the scale smoke, but the file is for fig:dynamical_system",
+        ),
+        ({"scale": "paper"}, "at the scale paper, but"),
+    ],
+)
+def test_a_foreign_line_among_rows_is_refused_with_its_place(line, said, tmp_path):
+    result = results()["fig:dynamical_system"]
+    (point,) = result.recipe.points("smoke")
+    shelf = Shelf(tmp_path)
+    shelf.add(result, "smoke", a_row(result, point, numbers={"a": 1}))
+    with shelf.path(result, "smoke").open("a") as file:
+        file.write((line if isinstance(line, str) else json.dumps(a_row(result, point, **line))) + "\n")
+    with pytest.raises(ReproductionError, match=re.escape(said)):
+        compare.run(compare.Compare((result.name,), rows=tmp_path))
+    with pytest.raises(ReproductionError, match=re.escape(said)):
+        ran(tmp_path, result.name)
+
+
+def test_garbage_in_a_file_of_rows_is_no_row_and_of_two_rows_the_first_counts(tmp_path):
+    result = results()["fig:dynamical_system"]
+    (point,) = result.recipe.points("smoke")
+    shelf = Shelf(tmp_path)
+    shelf.path(result, "smoke").parent.mkdir()
+    shelf.path(result, "smoke").write_bytes(b"\xff\x00\xfe garbage\n\n{'a': 1}\n")
+    for number in (1, 2):
+        shelf.add(result, "smoke", a_row(result, point, numbers={"a": number}))
+    rows, left = shelf.rows(result, "smoke")
+    assert left == 0
+    assert rows.numbers("a") == [1]
+
+
+def test_rows_that_are_written_at_the_same_time_are_whole(tmp_path):
+    result = results()["table:error_summary"]
+    points = result.recipe.points("smoke")
+    long = list(range(20_000))  # more than any buffer
+    with ThreadPoolExecutor(4) as pool:
+        list(
+            pool.map(lambda p: Shelf(tmp_path).add(result, "smoke", a_row(result, p, numbers={"a": long})), points * 3)
+        )
+    assert Shelf(tmp_path).rows(result, "smoke")[1] == 0
+    lines = Shelf(tmp_path).path(result, "smoke").read_text().splitlines()
+    assert [json.loads(line)["numbers"]["a"] for line in lines] == [long] * len(points) * 3
+
+
+def test_rows_and_reports_that_cannot_be_written_are_refused_before_the_work(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(reproduce, "_row", lambda *_: pytest.fail("it ran"))
+    with pytest.raises(ReproductionError, match="rows cannot be written to"):
+        ran(tmp_path / "file", "fig:ortho_gd")
+    with pytest.raises(ReproductionError, match="--processes 0: must be at least 1"):
+        ran(tmp_path, "fig:ortho_gd", processes=0)
+    with pytest.raises(ReproductionError, match="the report cannot be written to"):
+        report.run(report.Report(rows=tmp_path, output=tmp_path / "file"))
+
+
+def test_a_full_disk_is_an_error_that_says_what_is_kept(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Shelf, "add", full)
+    with pytest.raises(ReproductionError, match=r"No space left on device. Those before it are kept"):
+        ran(tmp_path, "fig:ortho_gd")
+
+
+def test_a_folder_without_rows_is_said_to_be_one(tmp_path, capsys):
+    compare.run(compare.Compare(("fig:ortho_gd",), rows=tmp_path))
+    assert f"No rows in {tmp_path}/{{smoke,laptop,paper}}" in capsys.readouterr().out
+    ran(tmp_path, "fig:tradeoffs")
+    capsys.readouterr()
+    compare.run(compare.Compare(("fig:ortho_gd",), rows=tmp_path))
+    assert "No rows" not in capsys.readouterr().out
 
 
 def test_rows_hold_infinities_and_a_line_that_was_cut_off_is_run_again(tmp_path):
     result = results()["fig:dynamical_system"]
     point = result.recipe.points("smoke")[0]
     shelf = Shelf(tmp_path)
-    row = {"settings": plain(point.settings), "seed": 0, "recipe": 1, "time": {}}
+    row = a_row(result, point)
     path = shelf.path(result, "smoke")
     path.parent.mkdir()
     path.write_text('{"settings": {"growing": [[0.')
@@ -290,6 +395,25 @@ def test_a_result_that_is_not_complete_counts_as_not_run(tmp_path):
     assert "5 of 10 points left" in judged.verdicts[0][1].why
 
 
+def test_no_claim_holds_on_rows_with_nan_and_nothing_is_drawn_from_them(tmp_path, capsys):
+    result = results()["fig:copy_memory"]
+    ran(tmp_path, result.name)
+    path = Shelf(tmp_path).path(result, "smoke")
+    row = json.loads(path.read_text())
+    row["numbers"]["loss"] = "nan"
+    path.write_text(json.dumps(row) + "\n")
+    judged = compare.judge(result, Shelf(tmp_path))
+    assert [(v.outcome, v.why) for _, v in judged.verdicts] == [
+        (Outcome.FAILS, "NaN in 1 of 1 runs, the first with symbols 8, spread False, seed 0")
+    ]
+    report.run(report.Report(rows=tmp_path, output=tmp_path / "report"))
+    assert not list((tmp_path / "report" / "figures").iterdir())
+    del row["numbers"]["loss"], row["numbers"]["targets"]
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(ReproductionError, match=r"lack what the test of 'length' needs \(KeyError: 'targets'\)"):
+        compare.judge(result, Shelf(tmp_path))
+
+
 def made(name, numbers):
     """Rows of the scale laptop with numbers that a function of the point gives."""
     points = results()[name].recipe.points("laptop")
@@ -308,7 +432,17 @@ def test_the_verdicts_on_state_tracking_follow_the_accuracies():
 
     name = "table:s5_8_results"
     found = verdicts(name, made(name, rising))
+    assert found.pop("exclusive") == Outcome.NOT_TESTABLE  # all are at the ceiling
+    assert found.pop("sparsity") == found.pop("furthest") == Outcome.FAILS
     assert set(found.values()) == {Outcome.HOLDS}
+
+    def apart(point):
+        given = point.settings
+        level = 50 + 40 * (bool(given["sparsity"]) != given["negative"]) + given["beta"] + 5 * bool(given["sparsity"])
+        return {"accuracy": [level, level, 20 + 60 * (given["spectrum"] == "Linspace")]}
+
+    found = verdicts(name, made(name, apart))
+    assert found["exclusive"] == found["sparsity"] == found["furthest"] == Outcome.HOLDS
     flat = verdicts(name, made(name, lambda point: {"accuracy": [60 + 0.1 * hash(key(point)) % 1, 20, 17.0]}))
     assert flat["linear"] == flat["extrapolates"] == flat["beta"] == Outcome.FAILS
 
@@ -322,6 +456,83 @@ def test_the_verdicts_on_lengths_follow_the_counts():
     many = [[30, 30], [31, 31], [40, 44]]
     found = verdicts(name, made(name, lambda point: {"Quasi": grown, "Forward": grown, "Conv": many}))
     assert found["same-mean"] == found["magnitude"] == Outcome.FAILS
+
+
+def test_a_run_that_was_given_up_is_an_outlier_and_none_that_converged_is_no_mean():
+    name = "fig:deer_seq_len"
+    calm, lost = [[2, 2], [3, 3], [4, 4]], [[2, 2], [3, -1], [-1, -1]]
+    rows = made(name, lambda point: {"Quasi": calm, "Forward": calm, "Conv": lost})
+    found = {id: check.test(rows) for id, check in results()[name].recipe.checks.items()}
+    assert {verdict.outcome for verdict in found.values()} == {Outcome.FAILS}
+    assert found["magnitude"].why == "largest ratio 50.33"
+    assert results()[name].recipe.table(rows).rows[-1] == [4096, "nan", "nan", "nan", "4", "4", ">150"]
+    name = "fig:eigenvalue_dt_min_max"
+    rows = made(name, lambda point: {"Quasi": [2, 2], "Forward": [2, 2], "Conv": [-1, -1]})
+    found = verdicts(name, rows)
+    assert found.pop("outliers") == Outcome.HOLDS
+    assert set(found.values()) == {Outcome.FAILS}
+
+
+def trained_rows(accuracy, whole, damped, blocks):
+    """Of fig:trained_damping: counts over the epochs without damping, with, and in blocks."""
+
+    def numbers(point):
+        lowest = -0.04 if point.settings["negative"] else -7.0
+        shots = [
+            {
+                "iterations": {"1": {**a, "Quasi": 3}, "0.99": {**b, "Quasi": 3}, "0.9": {**b, "Quasi": 3}},
+                "in blocks": {**c, "Quasi": 2},
+                "spread": float(place),
+                "log_eigenvalues": [-0.01, lowest],
+                "exponents": [-0.01, lowest],
+            }
+            for place, (a, b, c) in enumerate(zip(whole, damped, blocks, strict=True))
+        ]
+        return {"accuracy": accuracy, "snapshots": shots}
+
+    return made("fig:trained_damping", numbers)
+
+
+def of_both(*counts):
+    return [{"Conv": n, "Forward": n} for n in counts]
+
+
+def test_what_removes_outliers_is_judged_where_there_are_outliers():
+    name, calm, few = "fig:trained_damping", of_both(*[3] * 7), of_both(*[2] * 7)
+    found = verdicts(name, trained_rows(95.0, calm, of_both(*[30] * 7), few))
+    assert found["collapse"] == Outcome.FAILS
+    assert found["damped-forward"] == found["damped-conv"] == found["blocks"] == Outcome.NOT_TESTABLE
+    assert found["blocks-alike"] == Outcome.HOLDS
+    wild = of_both(3, 3, 3, 3, 3, 256, 3)
+    found = verdicts(name, trained_rows(95.0, wild, of_both(*[30] * 7), few))
+    assert found["collapse"] == found["damped-forward"] == found["blocks"] == Outcome.HOLDS
+    assert found["damped-conv"] == Outcome.FAILS
+    found = verdicts(name, trained_rows(95.0, wild, wild, wild))
+    assert found["damped-forward"] == found["blocks"] == found["blocks-alike"] == Outcome.FAILS
+    assert found["damped-conv"] == Outcome.HOLDS
+    assert verdicts(name, trained_rows(60.0, calm, calm, few))["collapse"] == Outcome.NOT_TESTABLE
+    signs = results()["fig:trained_pos_vs_neg_eig"].recipe.checks["minimum"].test
+    assert signs(trained_rows(95.0, calm, calm, few)).outcome == Outcome.HOLDS
+    assert signs(trained_rows(60.0, calm, calm, few)).outcome == Outcome.NOT_TESTABLE
+
+
+def test_what_costs_accuracy_is_judged_where_there_is_accuracy_to_lose():
+    name = "table:s5_32_results"
+
+    def at(**levels):
+        return verdicts(
+            name, made(name, lambda point: {"accuracy": [levels.get(point.settings["variant"], 100.0)] * 3})
+        )
+
+    assert at()["dot"] == at()["mitigates"] == Outcome.NOT_TESTABLE
+    assert at(dot=80.0)["dot"] == at(dot=80.0)["mitigates"] == Outcome.HOLDS
+    assert at(plain=70.0, dot=80.0)["dot"] == Outcome.FAILS
+    assert at(**{"LN": 20.0, "LN + ReLU": 50.0})["mitigates"] == Outcome.FAILS
+
+
+def test_a_reason_is_given_for_claims_that_fail_alone():
+    assert Verdict.of(False, "up to 1", "it is broken") == (Outcome.FAILS, "up to 1: it is broken")
+    assert Verdict.of(True, "up to 1", "it is broken") == (Outcome.HOLDS, "up to 1")
 
 
 # Recipes whose numbers have another definition
@@ -417,6 +628,7 @@ def page_stands_alone(report):
     assert {url[1:] for url in page.urls if url.startswith("#")} <= set(ids)
     assert len(set(ids)) == len(ids)
     assert all(name.replace(":", "-") in ids for name in results())
+    assert "default-src 'none'" in text  # the browser, too, sees to it
     assert "prefers-color-scheme: dark" in text
     assert 'name="viewport"' in text
 
@@ -428,6 +640,22 @@ def dial_has_data(report):
     assert data["betas"][0] == 0
     assert data["accuracy"] is None  # the word problem was not run
     assert all(f'"dial-{name}"' in kinds[None] for name in ("rotation", "spectrum", "iterations", "accuracy"))
+
+
+def test_what_is_in_the_rows_cannot_become_part_of_the_page(tmp_path, capsys):
+    name = "fig:beta_effect_interactions"
+    ran(tmp_path, name)
+    path = Shelf(tmp_path).path(results()[name], "smoke")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        row["numbers"]["iterations"]["<img src=x onerror=alert(1)>"] = [1, 1]
+        row["numbers"]["exponents"][-1] = "-inf"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report.run(report.Report(rows=tmp_path, output=tmp_path / "report"))
+    text = (tmp_path / "report" / "index.html").read_text()
+    assert "onerror" not in text
+    data = json.loads(dict(Page(text).scripts)["application/json"])
+    assert [exponents[-1] for exponents in data["exponents"]] == [None] * len(rows)
 
 
 def twin_has_everything(report):

@@ -1,18 +1,19 @@
 """`adptnet compare`: a verdict for every claim, from the rows there are."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tyro.conf import Positional
 
-from .recipe import SCALES, Check, Outcome, Part, Rows, Scale, Verdict
-from .registry import Claim, Result, find
+from .recipe import SCALES, Check, Outcome, Part, Point, Rows, Scale, Verdict
+from .registry import Claim, ReproductionError, Result, find
 from .rows import Shelf
 
-__all__ = ["Compare", "Judged", "judge", "progress", "run"]
+__all__ = ["Compare", "Judged", "judge", "notice", "progress", "run"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Judged(NamedTuple):
     scale: Scale | None  # None if nothing was run
     rows: Rows
     verdicts: list[tuple[Claim, Verdict]]
+    spoilt: str = ""  # what is wrong with the rows: nothing is drawn from them
 
 
 def judge(result: Result, shelf: Shelf, scale: Scale | None = None) -> Judged:
@@ -44,11 +46,17 @@ def judge(result: Result, shelf: Shelf, scale: Scale | None = None) -> Judged:
     for claim in result.claims:
         check = result.recipe.checks[claim.id]
         found = _largest(result, shelf, scales, check.part) if check.part else whole
-        verdict = _verdict(check, found, whole)
+        try:
+            verdict = _verdict(check, found, whole)
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+            raise ReproductionError(
+                f"{result.name}: its rows at the scale {found.scale} lack what the test of {claim.id!r} needs "
+                f"({type(error).__name__}: {error}). If they were edited, take their file away and run them again."
+            ) from error
         if found.scale not in (None, whole.scale):
             verdict = verdict._replace(why=f"scale {found.scale}: {verdict.why}")
         verdicts.append((claim, verdict))
-    return Judged(result, whole.scale, whole.rows, verdicts)
+    return Judged(result, whole.scale, whole.rows, verdicts, whole.spoilt)
 
 
 class _Found(NamedTuple):
@@ -57,6 +65,7 @@ class _Found(NamedTuple):
     scale: Scale | None
     rows: Rows
     missing: str = ""
+    spoilt: str = ""
 
 
 def _largest(result: Result, shelf: Shelf, scales: Sequence[Scale], part: Part | None = None) -> _Found:
@@ -64,7 +73,7 @@ def _largest(result: Result, shelf: Shelf, scales: Sequence[Scale], part: Part |
     for scale in scales:
         rows, left = shelf.rows(result, scale, part)
         if rows and not left:
-            return _Found(scale, rows)
+            return _Found(scale, rows, spoilt=_not_a_number(rows))
         if rows:
             begun.append(f"{left} of {len(rows) + left} points left at scale {scale}")
     return _Found(None, Rows([]), "; ".join(begun) or f"adptnet reproduce {result.name}")
@@ -74,7 +83,23 @@ def _verdict(check: Check, found: _Found, whole: _Found) -> Verdict:
     scale = found.scale or whole.scale
     if scale is not None and SCALES.index(scale) < SCALES.index(check.smallest):
         return Verdict(Outcome.NOT_TESTABLE, f"needs the scale {check.smallest}")
-    return Verdict(Outcome.NOT_RUN, found.missing) if found.scale is None else check.test(found.rows)
+    if found.scale is None:
+        return Verdict(Outcome.NOT_RUN, found.missing)
+    return Verdict(Outcome.FAILS, found.spoilt) if found.spoilt else check.test(found.rows)
+
+
+def _not_a_number(rows: Rows) -> str:
+    """The runs whose numbers have a NaN among them: no claim holds on those."""
+    runs = [str(Point(row.settings, row.seed)) for row in rows if _has_nan(row.numbers)]
+    return f"NaN in {len(runs)} of {len(rows)} runs, the first with {runs[0]}" if runs else ""
+
+
+def _has_nan(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_nan, value.values()))
+    if isinstance(value, list):
+        return any(map(_has_nan, value))
+    return isinstance(value, float) and math.isnan(value)
 
 
 def progress(result: Result, shelf: Shelf) -> tuple[Scale | None, list[str]]:
@@ -88,10 +113,17 @@ def progress(result: Result, shelf: Shelf) -> tuple[Scale | None, list[str]]:
     return done, shown
 
 
+def notice(shelf: Shelf) -> None:
+    """Says so if there are no rows at all, perhaps for want of the right folder."""
+    if shelf.empty:
+        print(f"No rows in {shelf.folder}/{{{','.join(SCALES)}}}: run some, or name their folder by --rows.")
+
+
 def run(options: Compare) -> Counter[Outcome]:
     """Prints every claim with its verdict, and returns how many there are of each."""
     counts: Counter[Outcome] = Counter()
     shelf = Shelf(options.rows)
+    notice(shelf)
     for result in find(options.labels):
         judged = judge(result, shelf, options.scale)
         if not judged.verdicts:

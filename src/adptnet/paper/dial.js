@@ -60,7 +60,7 @@
     const certain = low === null && high === null ? "" :
       `<rect class="certified" x="40" y="${upper}" width="245" height="${Math.max(0, lower - upper)}"/>`;
     const path = wanted.map((v, k) => `${k ? "L" : "M"}${x(k)},${y(v)}`).join("");
-    const dots = found.map((v, k) => `<circle class="found" cx="${x(k)}" cy="${y(v)}" r="3.5"/>`).join("");
+    const dots = found.map((v, k) => v === null ? "" : `<circle class="found" cx="${x(k)}" cy="${y(v)}" r="3.5"/>`).join("");
     at("dial-spectrum").innerHTML = certain + line(40, y(0), 285, y(0)) + text(36, y(0) + 4, "0", "end") +
       text(36, 230, bottom.toFixed(1), "end") + `<path class="wanted" d="${path}"/>` + dots;
     const show = (v) => (v === null ? "∞" : v.toFixed(2));

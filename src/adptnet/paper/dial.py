@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 
 from .compare import Judged
-from .recipes import beta_dial, state_tracking
+from .recipes import beta_dial, deer_iterations, state_tracking
 
 __all__ = ["dial"]
 
 
 def dial(judged: Sequence[Judged]) -> dict[str, Any] | None:
     """None if the rows of fig:beta_effect_interactions are not there; accuracies only if the word problem was run."""
-    found = {one.result.name: one for one in judged if one.scale is not None}
+    found = {one.result.name: one for one in judged if one.scale is not None and not one.spoilt}
     turned = found.get(beta_dial.LABEL)
     if turned is None:
         return None
@@ -24,15 +24,20 @@ def dial(judged: Sequence[Judged]) -> dict[str, Any] | None:
         "key": first["key"],
         "value": first["value"],
         "log_eigenvalues": first["log_eigenvalues"],
-        "exponents": rows.numbers("exponents"),
-        "certified": [[e if np.isfinite(e) else None for e in row.numbers["certified"]] for row in rows],
+        "exponents": [_finite(row.numbers["exponents"]) for row in rows],
+        "certified": [_finite(row.numbers["certified"]) for row in rows],
         "iterations": {
-            method: [_mean(row.numbers["iterations"][method]) for row in rows] for method in first["iterations"]
+            method: [_mean(row.numbers["iterations"][method]) for row in rows] for method in deer_iterations.METHODS
         },
         "accuracy": _accuracy(found.get(state_tracking.LABEL)),
         "scale": turned.scale,
         "sizes": {key: rows[0].settings[key] for key in ("steps", "length", "width")},
     }
+
+
+def _finite(values: list[float]) -> list[float | None]:
+    """None where it is infinite, which JSON cannot hold."""
+    return [value if np.isfinite(value) else None for value in values]
 
 
 def _mean(counts: list[int]) -> float | None:

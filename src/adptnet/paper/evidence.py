@@ -13,9 +13,9 @@ _T = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.20
 
 
 def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:
-    """Spearman's, with mean ranks for ties; NaN if either is constant."""
+    """Spearman's, with mean ranks for ties; NaN if either is constant or has a NaN."""
     first, second = _ranks(x), _ranks(y)
-    if len(first) < 2 or np.ptp(first) == 0 or np.ptp(second) == 0:
+    if np.isnan([*x, *y]).any() or len(first) < 2 or np.ptp(first) == 0 or np.ptp(second) == 0:
         return math.nan
     return float(np.corrcoef(first, second)[0, 1])
 
@@ -52,5 +52,7 @@ def paired(first: Sequence[float], second: Sequence[float]) -> Difference:
 
 
 def within(values: Sequence[float], low: float, high: float) -> float:
-    """How far the values leave [low, high] at most; negative if all are inside."""
+    """How far the values leave [low, high] at most; negative if all are inside, infinite if one is NaN."""
+    if np.isnan(values).any():
+        return math.inf
     return max(low - min(values), max(values) - high)

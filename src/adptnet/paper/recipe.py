@@ -127,8 +127,11 @@ class Verdict(NamedTuple):
     why: str
 
     @classmethod
-    def of(cls, holds: bool, why: str) -> "Verdict":
-        return cls(Outcome.HOLDS if holds else Outcome.FAILS, why)
+    def of(cls, holds: bool, why: str, because: str = "") -> "Verdict":
+        """`because` is the reason that we know for a claim that fails, and is said of no other."""
+        if holds:
+            return cls(Outcome.HOLDS, why)
+        return cls(Outcome.FAILS, f"{why}: {because}" if because else why)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from ..files import write_whole
 from . import drawing, html, markdown
-from .compare import Judged, judge
+from .compare import Judged, judge, notice
 from .dial import dial
 from .recipe import Outcome, Scale, Table
-from .registry import find
+from .registry import ReproductionError, find
 from .rows import Shelf
 
 __all__ = ["Entry", "Picture", "Report", "run"]
@@ -50,14 +50,20 @@ class Entry(NamedTuple):
 def run(options: Report) -> Counter[Outcome]:
     """Writes the pages and returns how many claims have each verdict."""
     shelf = Shelf(options.rows)
+    notice(shelf)
     entries = [_entry(judge(result, shelf, options.scale)) for result in find(())]
     counts = Counter(verdict.outcome for entry in entries for _, verdict in entry.judged.verdicts)
-    (options.output / "figures").mkdir(parents=True, exist_ok=True)
-    for entry in entries:
-        for picture in entry.pictures:
-            write_whole(options.output / "figures" / f"{picture.stem}.svg", picture.standalone.encode())
-    write_whole(options.output / "index.html", html.page(entries, counts, dial([e.judged for e in entries])).encode())
-    write_whole(options.output / "index.md", markdown.page(entries, counts).encode())
+    pages = {f"figures/{picture.stem}.svg": picture.standalone for entry in entries for picture in entry.pictures}
+    pages["index.html"] = html.page(entries, counts, dial([entry.judged for entry in entries]))
+    pages["index.md"] = markdown.page(entries, counts)
+    try:
+        (options.output / "figures").mkdir(parents=True, exist_ok=True)
+        for name, text in pages.items():
+            write_whole(options.output / name, text.encode())
+    except OSError as error:
+        raise ReproductionError(
+            f"the report cannot be written to {options.output}: {error.strerror}. Choose another folder by --output."
+        ) from None
     print(", ".join(f"{outcome}: {counts[outcome]}" for outcome in Outcome))
     print(f"{options.output / 'index.html'}, {options.output / 'index.md'}")
     return counts
@@ -67,7 +73,7 @@ def _entry(judged: Judged) -> Entry:
     recipe = judged.result.recipe
     pictures = []
     ours = None
-    if judged.scale is not None:
+    if judged.scale is not None and not judged.spoilt:
         for number, (caption, draw) in enumerate(recipe.figures.items(), 1):
             stem = f"{judged.result.name.replace(':', '-')}-{number}"
             text = drawing.svg(draw(judged.rows), stem)

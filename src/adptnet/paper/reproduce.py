@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,14 +67,24 @@ def run(options: Reproduce) -> int:
         raise ReproductionError("say what to run: some labels, or --all. `adptnet reproduce --list` shows the labels.")
     chosen = find(options.labels)
     shelf = Shelf(options.rows, _share(options.shard))
+    if options.processes < 1:
+        raise ReproductionError(f"--processes {options.processes}: must be at least 1.")
     _check_device(options.device)
     sources = _sources(chosen)
     jobs = list(_left(sources, shelf, options.scale, _part(options.only, sources, options.scale)))
     jobs = _possible(jobs, options)
+    if jobs:
+        shelf.prepare(options.scale)
     begun = time.monotonic()
     with closing(_finished(jobs, options)) as finished:
         for number, (job, row) in enumerate(finished, 1):
-            shelf.add(job.result, options.scale, row)
+            try:
+                shelf.add(job.result, options.scale, row)
+            except OSError as error:
+                raise ReproductionError(
+                    f"the row of {job.result.name} could not be written: {error.strerror}. Those before it are kept; "
+                    "when there is room again, the same command goes on from them."
+                ) from None
             print(f"{number}/{len(jobs)}  {job.result.name}  {job.point}  {row['time']['seconds']:.1f} s", flush=True)
     print(f"{len(jobs)} points in {time.monotonic() - begun:.0f} s; rows in {options.rows / options.scale}")
     return len(jobs)
@@ -100,13 +111,21 @@ def _left(chosen: list[Result], shelf: Shelf, scale: Scale, part: Part) -> Itera
 
 def _part(wanted: tuple[str, ...], chosen: list[Result], scale: Scale) -> Part:
     """What `--only` asks for, which some point must have."""
+    points = [point for result in chosen for point in result.recipe.points(scale)]
     part: dict[str, list[Any]] = {}
     for text in wanted:
         name, equals, values = text.partition("=")
         if not equals:
             raise ReproductionError(f"--only {text}: must be SETTING=VALUE, for instance model=Hawk.")
-        part[name] = [_value(value) for value in values.split(",")]
-    points = [point for result in chosen for point in result.recipe.points(scale)]
+        there = [point.settings[name] for point in points if name in point.settings]
+        for value in values.split(","):
+            meant = [_value(value), value]  # 10 is a number in one recipe and a name in another
+            if there and not any(each in there for each in meant):
+                values_there = dict.fromkeys(each if isinstance(each, str) else json.dumps(each) for each in there)
+                raise ReproductionError(
+                    f"--only {name}={value}: no point at the scale {scale} has it. {name} is {', '.join(values_there)}."
+                )
+            part.setdefault(name, []).extend(meant)
     if not any(belongs(point.settings, part) for point in points):
         known = sorted({name for point in points for name in point.settings})
         raise ReproductionError(
@@ -148,6 +167,11 @@ def _finished(jobs: list[_Job], options: Reproduce) -> Generator[tuple[_Job, dic
         try:
             for future in as_completed(waiting):
                 yield waiting[future], future.result()
+        except BrokenProcessPool:
+            raise ReproductionError(
+                "a worker was ended from outside, perhaps for want of memory. Finished points are kept: the same "
+                "command, with fewer --processes, goes on from them."
+            ) from None
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in multiprocessing.active_children():
@@ -216,7 +240,7 @@ def _check_device(name: str) -> None:
 
 def _share(text: str) -> tuple[int, int]:
     number, _, count = text.partition("/")
-    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
         raise ReproductionError(f"--shard {text}: must be I/N with 1 <= I <= N, for instance 2/4.")
     return int(number), int(count)
 

@@ -3,26 +3,28 @@
     ROWS/SCALE/fig-time_ablation.jsonl              of one machine
     ROWS/SCALE/fig-time_ablation.2-of-4.jsonl       of one share of several
 
-All files of a result are read together, so shares are joined by copying them into one folder. A line that a killed
-process left unfinished is skipped, and its point runs again.
+All files of a result are read together, so shares are joined by copying them into one folder; of two rows of one point
+the first counts. A line that a killed process left unfinished is skipped, and its point runs again.
 """
 
 import json
 import math
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from .recipe import Part, Point, Row, Rows, Scale, belongs
-from .registry import Result
+from .recipe import SCALES, Part, Point, Row, Rows, Scale, belongs
+from .registry import ReproductionError, Result
 
 __all__ = ["Shelf", "key", "plain"]
 
 _DIGITS = 9  # more would be rounding
 _SPECIAL = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+_FIELDS = {"label": str, "scale": str, "settings": dict, "seed": int, "recipe": int, "numbers": dict, "time": dict}
 
 
 def key(point: Point) -> str:
@@ -65,6 +67,21 @@ class Shelf:
         part = f".{number}-of-{count}" if count > 1 else ""
         return self.folder / scale / f"{_stem(result)}{part}.jsonl"
 
+    @property
+    def empty(self) -> bool:
+        """Whether there is no file of rows, of any result and scale."""
+        return not any(path for scale in SCALES for path in self.folder.glob(f"{scale}/*.jsonl"))
+
+    def prepare(self, scale: Scale) -> None:
+        """Makes the folder of a scale and writes a file there: an error comes before hours of work, not after."""
+        try:
+            (self.folder / scale).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.folder / scale).close()
+        except OSError as error:
+            raise ReproductionError(
+                f"rows cannot be written to {self.folder / scale}: {error.strerror}. Choose another folder by --rows."
+            ) from None
+
     def add(self, result: Result, scale: Scale, row: Mapping[str, Any]) -> None:
         """Appends one line and waits until it is on disk."""
         path = self.path(result, scale)
@@ -84,11 +101,8 @@ class Shelf:
         folder = self.folder / scale
         stem = source.replace(":", "-")
         for path in sorted([*folder.glob(f"{stem}.jsonl"), *folder.glob(f"{stem}.*-of-*.jsonl")]):
-            for text in path.read_bytes().splitlines():
-                try:
-                    row = json.loads(text)
-                except ValueError:
-                    continue  # cut off in the middle
+            for place, row in _whole_lines(path):
+                _check(row, source, scale, f"{path}, line {place}")
                 if row["recipe"] == result.recipe.version:
                     found.setdefault(json.dumps([row["settings"], row["seed"]], sort_keys=True), row)
         return found
@@ -100,6 +114,34 @@ class Shelf:
         done = [lines[key(point)] for point in points if key(point) in lines]
         rows = [Row(row["settings"], row["seed"], _read(row["numbers"]), _read(row["time"]), scale) for row in done]
         return Rows(rows), len(points) - len(done)
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """What the lines of a file say, by number, without those that were cut off."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ReproductionError(f"{path} cannot be read: {error.strerror}.") from None
+    for number, text in enumerate(lines, 1):
+        try:
+            row = json.loads(text)
+        except ValueError:
+            continue
+        yield number, row
+
+
+def _check(row: Any, label: str, scale: Scale, place: str) -> None:
+    """Raises ReproductionError if this is not a row of the result and scale that its file is for."""
+    if not isinstance(row, dict):
+        raise ReproductionError(f"{place}: not a row, which is a JSON object. Take the line out.")
+    wrong = [name for name, kind in _FIELDS.items() if not isinstance(row.get(name), kind)]
+    if wrong:
+        raise ReproductionError(f"{place}: not a row of `adptnet reproduce`: no {', '.join(wrong)}. Take the line out.")
+    if (row["label"], row["scale"]) != (label, scale):
+        raise ReproductionError(
+            f"{place}: a row of {row['label']} at the scale {row['scale']}, but the file is for {label} at the scale "
+            f"{scale}. Keep rows in the file and folder they were written to."
+        )
 
 
 def _stem(result: Result) -> str:

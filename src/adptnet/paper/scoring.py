@@ -17,7 +17,9 @@ from .recipe import Row, Rows, Table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Scored", "bars", "by_setting", "device", "difference", "mean_accuracy", "scored", "shown"]
+__all__ = ["CEILING", "Scored", "bars", "by_setting", "device", "difference", "mean_accuracy", "scored", "shown"]
+
+CEILING = 99.0  # percent: between accuracies above it there is no difference to judge
 
 device: ContextVar[str] = ContextVar("device", default="cpu")  # where networks are trained
 

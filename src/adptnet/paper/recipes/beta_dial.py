@@ -105,7 +105,7 @@ def _every_beta(rows: Rows) -> Verdict:
     found = {name: rank_correlation(rows.values("beta"), rows.numbers(name)) for name in RETRACTIONS}
     holds = all(rows.numbers(name) == sorted(rows.numbers(name)) for name in RETRACTIONS)
     shown = ", ".join(f"{name} {value:.2f}" for name, value in found.items())
-    return Verdict.of(holds, f"rank correlations {shown}: beyond a half turn the exponential turns back")
+    return Verdict.of(holds, f"rank correlations {shown}", "beyond a half turn the exponential turns back")
 
 
 def _draw_curves(rows: Rows) -> "Figure":

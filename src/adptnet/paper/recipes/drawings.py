@@ -80,10 +80,15 @@ def _run_planes(point: Point) -> Finding:
 
 
 def _linear(rows: Rows) -> Verdict:
-    """Eigenvalues are all positive in the unstable system and all negative in the stable one."""
-    numbers = rows[0].numbers
+    """From eight directions exp(20A) x is longer than x where all eigenvalues are positive, shorter where negative."""
+    numbers, matrix = rows[0].numbers, torch.tensor(rows[0].settings["growing"], dtype=torch.float64)
+    angles = torch.arange(8, dtype=torch.float64) * (math.pi / 4)
+    starts = torch.stack([angles.cos(), angles.sin()])  # of length one
+    longer, shorter = (torch.linalg.matrix_exp(20 * sign * matrix) @ starts for sign in (1, -1))
+    least, most = float(longer.norm(dim=0).min()), float(shorter.norm(dim=0).max())
     return Verdict.of(
-        min(numbers["unstable"]) > 0 > max(numbers["stable"]), f"{numbers['unstable']} and {numbers['stable']}"
+        min(numbers["unstable"]) > 0 > max(numbers["stable"]) and least > 1 > most,
+        f"at least {least:.2g} times as long with {numbers['unstable']}, at most {most:.2g} with {numbers['stable']}",
     )
 
 
@@ -177,7 +182,7 @@ def _stays(rows: Rows) -> Verdict:
 def _printed(rows: Rows) -> Verdict:
     """‖QQ' - I‖ stays below 10⁻⁹ with (I - ηψ/2)(I + ηψ/2) Q, without an inverse."""
     numbers = rows[0].numbers["Cayley as printed"]
-    return Verdict.of(max(numbers["away"]) < 1e-9, f"up to {max(numbers['away']):.2g}: the inverse is missing")
+    return Verdict.of(max(numbers["away"]) < 1e-9, f"up to {max(numbers['away']):.2g}", "the inverse is missing")
 
 
 def _draw_descent(rows: Rows) -> "Figure":
@@ -307,9 +312,13 @@ def _run_copy(point: Point) -> Finding:
 
 
 def _length(rows: Rows) -> Verdict:
-    """10 tokens, 44 or 108 distractors and 10 steps of recall are 64 and 128 steps; ours has 64."""
-    length = len(rows[0].numbers["inputs"])
-    return Verdict.of(length == 64 and 10 + 108 + 10 == 128, f"44 + 20 = {length}, 108 + 20 = 128")
+    """Of the 64 steps drawn, 44 are between the tokens, which come first, and the window of the loss; of 128, 108."""
+    inputs, targets = rows[0].numbers["inputs"], rows[0].numbers["targets"]
+    tokens = len(targets)
+    between = inputs[tokens:-tokens]
+    holds = inputs[:tokens] == targets and len(inputs) == 64 and len(between) == 44 and 128 - 2 * tokens == 108
+    said = f"{len(inputs)} − 2·{tokens} = {len(between)}, of them {between.count(0)} distractors and the first prompt"
+    return Verdict.of(holds, f"{said}; 128 − 2·{tokens} = {128 - 2 * tokens}")
 
 
 def _draw_copy(rows: Rows) -> "Figure":

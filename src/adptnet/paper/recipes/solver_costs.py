@@ -85,8 +85,8 @@ def _quasi(rows: Rows) -> Verdict:
     """The count of our diag J, divided by D, changes by less than 10 % over the sizes and is above Forward's."""
     each = [row.numbers["Quasi"] / row.settings["size"] for row in rows]
     above = all(row.numbers["Quasi"] > row.numbers["Forward"] for row in rows)
-    why = f"{each[0]:.0f}·D to {each[-1]:.0f}·D: dense K and V make it grow with D²"
-    return Verdict.of(above and max(each) < 1.1 * min(each), why)
+    shown = f"{each[0]:.0f}·D to {each[-1]:.0f}·D"
+    return Verdict.of(above and max(each) < 1.1 * min(each), shown, "dense K and V make it grow with D²")
 
 
 def _fft(rows: Rows) -> Verdict:
@@ -156,7 +156,7 @@ def _derivative(rows: Rows) -> Verdict:
 def _derivative_acts(rows: Rows) -> Verdict:
     """The mean of ‖(J - M) s‖ / ‖s‖ exceeds 10⁻⁹."""
     worst = max(rows.numbers("derivative_to_state"))
-    return Verdict.of(worst > 1e-9, f"at most {worst:.1g}: the step is homogeneous, so (J − M) s = 0")
+    return Verdict.of(worst > 1e-9, f"at most {worst:.1g}", "the step is homogeneous, so (J − M) s = 0")
 
 
 def _forward_beta(rows: Rows) -> Verdict:

@@ -211,7 +211,9 @@ def _bounds(rows: Rows) -> Verdict:
     """Every exponent lies in the certified interval, wherever there is one."""
     held = [row for row in rows if any(np.isfinite(row.numbers["certified"]))]
     inside = all(within(row.numbers["exponents"], *row.numbers["certified"]) <= 1e-12 for row in held)
-    return Verdict.of(inside, f"{len(held)} of {len(rows)} spectra have a certificate (LowParam is singular: none)")
+    return Verdict.of(
+        bool(held) and inside, f"{len(held)} of {len(rows)} spectra have a certificate (LowParam is singular: none)"
+    )
 
 
 # fig:cayley_ablation
@@ -268,9 +270,11 @@ def _ratio(rows: Rows) -> Verdict:
 
 
 def _beta(rows: Rows) -> Verdict:
-    """The mean mismatch at β = 1000 is at least twice that at β = 1."""
-    means = _by(rows, "beta")
-    return Verdict.of(means[1000.0] >= 2 * means[1.0], f"mean mismatch by β {_shown(means)}")
+    """The mean mismatch is larger at β = 1000 than at 1, and varies more over β than over the condition numbers."""
+    by_beta, by_ratio = _by(rows, "beta"), _by(rows, "ratio")
+    more = max(by_beta.values()) - min(by_beta.values()) > max(by_ratio.values()) - min(by_ratio.values())
+    shown = f"mean mismatch by β {_shown(by_beta)}; by ratio {_shown(by_ratio)}"
+    return Verdict.of(by_beta[1000.0] > by_beta[1.0] and more, shown)
 
 
 def _discordant(rows: Rows) -> Verdict:
@@ -312,8 +316,8 @@ def _floor(rows: Rows) -> Verdict:
     """In every network the smallest exponent is finite and between -50 and -30."""
     lows = [min(row.numbers["exponents"]) for row in rows]
     lost = float(np.mean([np.mean(np.isinf(row.numbers["exponents"])) for row in rows]))
-    why = f"{lost:.0%} of the exponents are -∞: J is singular there; e^-40 is where float64 ends"
-    return Verdict.of(all(-50 < low < -30 for low in lows), why)
+    known = "J is singular there; e^-40 is where float64 ends"
+    return Verdict.of(all(-50 < low < -30 for low in lows), f"{lost:.0%} of the exponents are -∞", known)
 
 
 # Figures and tables
