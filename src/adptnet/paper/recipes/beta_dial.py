@@ -175,6 +175,6 @@ RECIPES = {
         checks={"grows": Check(_grows), "every-beta": Check(_every_beta)},
         figures={"Interactions and iterations by β": _draw_curves, "|Q| and |M| at one state": _draw_matrices},
         table=_table,
-        cost={"smoke": "4 s", "laptop": "1 min", "paper": "3 min"},
+        cost={"smoke": "4 s", "laptop": "20 s", "paper": "20 s"},
     ),
 }

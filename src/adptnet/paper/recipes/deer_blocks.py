@@ -326,7 +326,7 @@ RECIPES = {
         },
         figures={"Memory, time and iterations by the number of blocks": _draw},
         table=_table,
-        cost={"smoke": "1 s", "laptop": "1 min", "paper": "3 min"},
+        cost={"smoke": "1 s", "laptop": "30 s", "paper": "1 min"},
         dtype=torch.float32,
     ),
     "fig:block_wise_deer_comparison": Recipe(

@@ -164,7 +164,7 @@ RECIPES = {
         },
         figures={"Iterations by damping factor": _draw},
         table=_table,
-        cost={"smoke": "2 s", "laptop": "2 min", "paper": "20 min"},
+        cost={"smoke": "2 s", "laptop": "2 min", "paper": "12 min"},
         dtype=torch.float32,
     ),
 }

@@ -404,7 +404,7 @@ RECIPES = {
             "Distribution of iterations, Δt_min = 0.001": _draw_distribution,
         },
         table=_eigenvalue_table,
-        cost={"smoke": "3 s", "laptop": "3 min", "paper": "20 min"},
+        cost={"smoke": "3 s", "laptop": "2 min", "paper": "3 min"},
         dtype=torch.float32,
     ),
     "fig:deer_seq_len": Recipe(
@@ -419,7 +419,7 @@ RECIPES = {
         },
         figures={"Iterations by length": _draw_lengths},
         table=_length_table,
-        cost={"smoke": "1 s", "laptop": "1 min", "paper": "5 min"},
+        cost={"smoke": "1 s", "laptop": "10 s", "paper": "2 min"},
         dtype=torch.float32,
     ),
 }

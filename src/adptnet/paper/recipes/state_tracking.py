@@ -321,7 +321,7 @@ RECIPES = {
         },
         figures={"Accuracy by β": _draw},
         table=_table,
-        cost={"smoke": "2 s", "laptop": "20 min", "paper": "a GPU for days"},
+        cost={"smoke": "2 s", "laptop": "30 min", "paper": "a GPU for days"},
         dtype=torch.float32,
     ),
     "table:baselines_state_tracking": Recipe(
@@ -336,7 +336,7 @@ RECIPES = {
             "negative": Check(_helps, "laptop"),
         },
         table=_baseline_table,
-        cost={"smoke": "1 s", "laptop": "13 min", "paper": "a GPU for a day"},
+        cost={"smoke": "1 s", "laptop": "45 min", "paper": "a GPU for a day"},
         dtype=torch.float32,
     ),
 }

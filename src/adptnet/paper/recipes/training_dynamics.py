@@ -294,7 +294,7 @@ def _draw_iterations(rows: Rows) -> "Figure":
 
 
 _SHARED: dict[str, Any] = {"version": 1, "points": _points, "run": _run, "dtype": torch.float32}
-_COST: dict[Scale, str] = {"smoke": "3 s", "laptop": "5 min", "paper": "10 h"}
+_COST: dict[Scale, str] = {"smoke": "3 s", "laptop": "8 min", "paper": "12 h"}
 _NONE: dict[Scale, str] = dict.fromkeys(_COST, "nothing more")
 
 RECIPES = {

@@ -374,7 +374,7 @@ def _count_table(rows: Rows) -> Table:
 
 
 _SHARED: dict[str, Any] = {"version": 1, "points": _points, "run": _run, "dtype": torch.float32}
-_COST: dict[Scale, str] = {"smoke": "1 s", "laptop": "12 min", "paper": "15 h"}
+_COST: dict[Scale, str] = {"smoke": "1 s", "laptop": "9 min", "paper": "15 h"}
 _NONE: dict[Scale, str] = dict.fromkeys(_COST, "nothing more")
 
 RECIPES = {

@@ -437,6 +437,6 @@ RECIPES = {
             "floor": Check(_floor),
         },
         figures={"Exponents of an orthogonal ReLU RNN": _panels(lambda r: f"T = {r.settings['steps']}")},
-        cost={"smoke": "1 s", "laptop": "20 s", "paper": "3 min"},
+        cost={"smoke": "1 s", "laptop": "10 s", "paper": "12 min"},
     ),
 }
