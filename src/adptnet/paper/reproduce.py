@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Generator, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -162,11 +162,17 @@ def _finished(jobs: list[_Job], options: Reproduce) -> Generator[tuple[_Job, dic
             yield job, _row(job.result.name, job.point, options)
         return
     spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
-    with stoppable(at_once=True), ProcessPoolExecutor(options.processes, spawn, _worker) as pool:
+    with stoppable() as asked, ProcessPoolExecutor(options.processes, spawn, _end_with_parent) as pool:
+        # Workers inherit what is blocked: Ctrl-C is for this process, which ends them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         waiting = {pool.submit(_row, job.result.name, job.point, options): job for job in jobs}
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         try:
-            for future in as_completed(waiting):
-                yield waiting[future], future.result()
+            while waiting:
+                for future in wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED).done:
+                    yield waiting.pop(future), future.result()
+                if asked.signum is not None:
+                    raise KeyboardInterrupt
         except BrokenProcessPool:
             raise ReproductionError(
                 "a worker was ended from outside, perhaps for want of memory. Finished points are kept: the same "
@@ -179,17 +185,16 @@ def _finished(jobs: list[_Job], options: Reproduce) -> Generator[tuple[_Job, dic
             raise
 
 
-def _worker() -> None:
-    """Leaves Ctrl-C to the process that began this one, and ends with it, whatever ended that."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
 def _end_with_parent() -> None:
+    """Lets a worker end with the process that began it, whatever ended that."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()
-    os._exit(1)
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 def _row(name: str, point: Point, options: Reproduce) -> dict[str, Any]:
