@@ -434,7 +434,8 @@ def test_the_verdicts_on_state_tracking_follow_the_accuracies():
 
     def apart(point):
         given = point.settings
-        level = 50 + 40 * (bool(given["sparsity"]) != given["negative"]) + given["beta"] + 5 * bool(given["sparsity"])
+        alone = bool(given["sparsity"]) != given["negative"] and given["beta"] == 4
+        level = 50 + 30 * alone + given["beta"] + 5 * bool(given["sparsity"])
         return {"accuracy": [level, level, 20 + 60 * (given["spectrum"] == "Linspace")]}
 
     found = verdicts(name, made(name, apart))
@@ -524,6 +525,28 @@ def test_what_costs_accuracy_is_judged_where_there_is_accuracy_to_lose():
     assert at(dot=80.0)["dot"] == at(dot=80.0)["mitigates"] == Outcome.HOLDS
     assert at(plain=70.0, dot=80.0)["dot"] == Outcome.FAILS
     assert at(**{"LN": 20.0, "LN + ReLU": 50.0})["mitigates"] == Outcome.FAILS
+
+
+def test_the_verdicts_on_twin_runs_are_no_coins():
+    def of_copy(more, gain):
+        """So many iterations more than Selective Copy takes, and so much accuracy that a trainable β gains."""
+
+        def numbers(point):
+            copy, free = point.settings["task"] == "Copy Memory", point.settings["beta"] == "trainable"
+            jitter = 0.1 * (point.seed - 1) * (1 if copy else -1)
+            layer = {"iterations": [3 + more * copy + jitter], "log_eigenvalues": [0.0, -0.1 if copy else -0.2]}
+            return {"after": [layer, layer], "accuracy": 90 + gain * free + point.seed * (1 - 2 * free)}
+
+        steps = results()["fig:sel_copy_deer"].recipe.checks["selective"].test(made("fig:sel_copy_deer", numbers))
+        trained = (
+            results()["table:trainable_beta_sc"]
+            .recipe.checks["not-copy"]
+            .test(made("table:trainable_beta_sc", numbers))
+        )
+        return steps.outcome, trained.outcome
+
+    assert of_copy(0.01, 0.1) == (Outcome.FAILS, Outcome.HOLDS)
+    assert of_copy(1.0, 20.0) == (Outcome.HOLDS, Outcome.FAILS)
 
 
 def test_a_reason_is_given_for_claims_that_fail_alone():

@@ -160,11 +160,11 @@ def _exclusive(rows: Rows) -> Verdict:
 
 
 def _sparsity(rows: Rows) -> Verdict:
-    """At β = 1, 75 % minus 0 % sparsity is above 0 in the mean over pairs, and above negative minus positive."""
+    """At β = 1, 75 % minus 0 % sparsity, paired, has a 95 % interval above 0, and a larger mean than the sign has."""
     some = rows.where(beta=1.0)
     sparse = difference(some, {"sparsity": 0.75}, {"sparsity": 0.0})
     sign = difference(some, {"negative": True}, {"negative": False})
-    return Verdict.of(sparse.mean > max(0.0, sign.mean), f"sparsity {sparse}, sign {sign} (%)")
+    return Verdict.of(sparse.low > 0 and sparse.mean > sign.mean, f"sparsity {sparse}, sign {sign} (%)")
 
 
 def _furthest(rows: Rows) -> Verdict:
