@@ -266,6 +266,26 @@ def test_a_full_disk_is_an_error_that_says_what_is_kept(tmp_path, monkeypatch):
         ran(tmp_path, "fig:ortho_gd")
 
 
+def test_a_point_that_fails_does_not_end_the_others(tmp_path, monkeypatch, capsys):
+    result = results()["table:error_summary"]
+    first, row = result.recipe.points("smoke")[0], reproduce._row
+
+    def fails_at_first(name, point, options):
+        if point == first:
+            raise ArithmeticError("of this point")
+        return row(name, point, options)
+
+    monkeypatch.setattr(reproduce, "_row", fails_at_first)
+    with pytest.raises(ReproductionError, match="1 of 10 points failed, the first of them table:error_summary"):
+        ran(tmp_path, result.name)
+    said = capsys.readouterr()
+    assert said.out.count("FAILED") == 1
+    assert "ArithmeticError: of this point" in said.err
+    assert Shelf(tmp_path).rows(result, "smoke")[1] == 1
+    monkeypatch.undo()
+    assert ran(tmp_path, result.name) == 1
+
+
 def test_a_folder_without_rows_is_said_to_be_one(tmp_path, capsys):
     compare.run(compare.Compare(("fig:ortho_gd",), rows=tmp_path))
     assert f"No rows in {tmp_path}/{{smoke,laptop,paper}}" in capsys.readouterr().out

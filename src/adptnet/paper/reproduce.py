@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Generator, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -75,9 +76,14 @@ def run(options: Reproduce) -> int:
     jobs = _possible(jobs, options)
     if jobs:
         shelf.prepare(options.scale)
-    begun = time.monotonic()
+    begun, failed = time.monotonic(), []
     with closing(_finished(jobs, options)) as finished:
         for number, (job, row) in enumerate(finished, 1):
+            if isinstance(row, str):
+                failed.append(job)
+                print(f"{number}/{len(jobs)}  {job.result.name}  {job.point}  FAILED", flush=True)
+                print(row, file=sys.stderr, flush=True)
+                continue
             try:
                 shelf.add(job.result, options.scale, row)
             except OSError as error:
@@ -86,8 +92,14 @@ def run(options: Reproduce) -> int:
                     "when there is room again, the same command goes on from them."
                 ) from None
             print(f"{number}/{len(jobs)}  {job.result.name}  {job.point}  {row['time']['seconds']:.1f} s", flush=True)
-    print(f"{len(jobs)} points in {time.monotonic() - begun:.0f} s; rows in {options.rows / options.scale}")
-    return len(jobs)
+    done = len(jobs) - len(failed)
+    print(f"{done} points in {time.monotonic() - begun:.0f} s; rows in {options.rows / options.scale}")
+    if failed:
+        raise ReproductionError(
+            f"{len(failed)} of {len(jobs)} points failed, the first of them {failed[0].result.name}, "
+            f"{failed[0].point}: see above. The others have their rows; the same command tries these again."
+        )
+    return done
 
 
 def _sources(chosen: list[Result]) -> list[Result]:
@@ -155,17 +167,17 @@ def _possible(jobs: list[_Job], options: Reproduce) -> list[_Job]:
     return [job for job in jobs if job.result.name not in lacking]
 
 
-def _finished(jobs: list[_Job], options: Reproduce) -> Generator[tuple[_Job, dict[str, Any]], None, None]:
-    """Each job with its row, as they end."""
+def _finished(jobs: list[_Job], options: Reproduce) -> Generator[tuple[_Job, dict[str, Any] | str], None, None]:
+    """Each job with its row, or with what went wrong, as they end."""
     if options.processes == 1:
         for job in jobs:
-            yield job, _row(job.result.name, job.point, options)
+            yield job, _tried(job.result.name, job.point, options)
         return
     spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
     with stoppable() as asked, ProcessPoolExecutor(options.processes, spawn, _end_with_parent) as pool:
         # Workers inherit what is blocked: Ctrl-C is for this process, which ends them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        waiting = {pool.submit(_row, job.result.name, job.point, options): job for job in jobs}
+        waiting = {pool.submit(_tried, job.result.name, job.point, options): job for job in jobs}
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         try:
             while waiting:
@@ -195,6 +207,14 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
+
+
+def _tried(name: str, point: Point, options: Reproduce) -> dict[str, Any] | str:
+    """The row of a point, or why there is none: one point must not end a night's run."""
+    try:
+        return _row(name, point, options)
+    except Exception:
+        return traceback.format_exc()
 
 
 def _row(name: str, point: Point, options: Reproduce) -> dict[str, Any]:
