@@ -7,6 +7,8 @@ All files of a result are read together, so shares are joined by copying them in
 the first counts. A line that a killed process left unfinished is skipped, and its point runs again.
 """
 
+import contextlib
+import fcntl
 import json
 import math
 import os
@@ -88,6 +90,9 @@ class Shelf:
         path.parent.mkdir(parents=True, exist_ok=True)
         line = (json.dumps(plain(row), allow_nan=False) + "\n").encode()
         with path.open("ab+") as file:
+            with contextlib.suppress(OSError):  # a file system without locks: shares have files of their own
+                fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+            file.seek(0, os.SEEK_END)
             if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
                 line = b"\n" + line  # after a line that was cut off
             file.write(line)
