@@ -327,6 +327,27 @@ def test_a_finished_point_is_skipped_and_shares_make_a_whole(tmp_path, capsys):
     assert len(list((tmp_path / "smoke").glob("table-error_summary.*-of-3.jsonl"))) == 3
 
 
+def test_where_one_length_is_enough_the_longest_that_is_complete_counts(tmp_path):
+    result, shelf = results()["fig:trained_pos_vs_neg_eig"], Shelf(tmp_path)
+
+    def lengths():
+        rows, left = shelf.rows(result, "paper")
+        return [row.settings["length"] for row in rows], left
+
+    points = {(p.settings["length"], p.settings["negative"]): p for p in result.recipe.points("paper")}
+    assert sorted({length for length, _ in points}) == [256, 512, 1024]
+    assert lengths() == ([], 2)
+    for added, found in (
+        ((1024, 0.0), ([1024], 1)),
+        ((256, 0.0), ([1024], 1)),
+        ((256, 0.25), ([256, 256], 0)),
+        ((512, 0.25), ([256, 256], 0)),
+        ((512, 0.0), ([512, 512], 0)),
+    ):
+        shelf.add(result, "paper", {**a_row(result, points[added]), "scale": "paper"})
+        assert lengths() == found
+
+
 def stripped(folder):
     rows = [json.loads(line) for path in sorted(folder.rglob("*.jsonl")) for line in path.read_text().splitlines()]
     assert all({"spec", "seed", "versions", "machine", "scale", "label", "time"} <= set(row) for row in rows)

@@ -309,6 +309,24 @@ def test_rope_is_a_complex_state_space_model_with_the_minus_sign():
     assert_close(back, torch.stack(states, 1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_pairs_turn_alike_however_they_lie_in_memory_and_wherever_sequences_begin(dtype):
+    rope = drive.RoPE().build(6, dtype=dtype)
+    loose = torch.randn(2 * 5 * 6 + 1, dtype=dtype)
+    u = loose[1:].view(2, 5, 6)  # at an odd place: no complex numbers there
+    row = torch.arange(5) + 7
+    both = row.repeat(2, 1)
+    found = []
+    for given, position in ((u, both), (u.clone(), both), (u.clone(), row.expand(2, 5)), (u.mT.clone().mT, row)):
+        given = given.detach().requires_grad_()
+        turned = rope(given, position)
+        gradients = torch.autograd.grad(turned.square().cumsum(1).sum(), [given, *rope.parameters()])
+        found.append([turned, *gradients])
+    for other in found[1:]:
+        assert_close(other, found[0])
+    assert not torch.equal(found[0][0], u)
+
+
 def test_positions_far_out_keep_their_digits():
     layer = ADPTNet(6, beta=0.0, rope=drive.RoPE(), dtype=torch.float32)
     far = ADPTState(torch.zeros(1, 6, dtype=torch.float32), torch.tensor([10_000_000]))

@@ -157,7 +157,10 @@ class Cell(nn.Module, abc.ABC):
 
 
 def positions(start: Position, steps: int, reset: Tensor | None) -> Tensor:
-    """How many steps each step is from the beginning of its sequence, (batch, time); a reset begins one."""
+    """How many steps each step is from the beginning of its sequence, (batch, time); a reset begins one.
+
+    `start` is (batch,), or (1,) where it is the same for all; then the result is (1, time) if nothing is reset.
+    """
     position = start.unsqueeze(-1) + torch.arange(steps, device=start.device)
     if reset is None:
         return position

@@ -59,7 +59,22 @@ class RotaryPositions(NoDecay):
     def forward(self, u: Tensor, position: Tensor) -> Tensor:
         """`u` (*b, t, n) with the pairs of step t turned by position[t] times their frequency."""
         frequency = (self.log_dt.double() + self.log_frequency.double()).exp()
-        phase = self.spec.sign * position.unsqueeze(-1) * frequency  # in float64: positions are large
+        phase = self.spec.sign * _distinct(position).unsqueeze(-1) * frequency  # in float64: positions are large
         cos, sin = phase.cos().to(u.dtype), phase.sin().to(u.dtype)
+        if _as_complex(u):  # torch is several times as fast at this than at every second number
+            turn = torch.complex(cos, -sin)
+            return torch.view_as_real(torch.view_as_complex(u.unflatten(-1, (-1, 2))) * turn).flatten(-2)
         first, second = u[..., ::2], u[..., 1::2]
         return torch.stack((cos * first + sin * second, cos * second - sin * first), -1).flatten(-2)
+
+
+def _distinct(position: Tensor) -> Tensor:
+    """One row for all sequences where it was expanded from one: sines are not cheap."""
+    return position[tuple(slice(None if stride else 1) for stride in position.stride())]
+
+
+def _as_complex(u: Tensor) -> bool:
+    """Whether pairs can be seen as complex numbers; the compiler fuses real ones only."""
+    if torch.compiler.is_compiling() or u.dtype not in (torch.float32, torch.float64):
+        return False
+    return u.is_contiguous() and u.storage_offset() % 2 == 0

@@ -167,6 +167,8 @@ class Recipe:
         checks: The test of each claim, by the id of the claim.
         cost: How long all points of a scale take, on one core.
         source: The name of another result whose rows these are, where two figures show one experiment.
+        largest: A setting of which one value is enough, where few have time for the largest: the points of the
+            largest value that is complete are the result.
         lacks: What has to be here for a scale and is not, such as files of data, and what to do; None if nothing is.
     """
 
@@ -179,4 +181,5 @@ class Recipe:
     cost: Mapping[Scale, str] = dataclasses.field(default_factory=dict)
     source: str | None = None
     dtype: torch.dtype = torch.float64
+    largest: str | None = None
     lacks: Callable[[Scale], str | None] = lambda scale: None

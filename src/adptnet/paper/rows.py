@@ -13,7 +13,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +116,18 @@ class Shelf:
         """The rows of the points there are at this scale, all or those of `part`, and how many points have none."""
         lines = self.lines(result, scale)
         points = [point for point in result.recipe.points(scale) if belongs(point.settings, part or {})]
+        if result.recipe.largest is not None:
+            points = _largest(points, result.recipe.largest, lines)
         done = [lines[key(point)] for point in points if key(point) in lines]
         rows = [Row(row["settings"], row["seed"], _read(row["numbers"]), _read(row["time"]), scale) for row in done]
         return Rows(rows), len(points) - len(done)
+
+
+def _largest(points: Sequence[Point], setting: str, lines: Collection[str]) -> list[Point]:
+    """Those with the largest value of a setting that all have a line; with the fewest missing if there is none."""
+    values = sorted({point.settings[setting] for point in points}, reverse=True)
+    groups = [[point for point in points if point.settings[setting] == value] for value in values]
+    return min(groups, key=lambda group: sum(key(point) not in lines for point in group), default=[])
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[int, Any]]:

@@ -115,7 +115,7 @@ def pose(
     batch, steps = inputs.shape[:2]
     lengths = check_lengths(lengths, batch, steps, inputs.device)
     reset = _check_reset(reset, batch, steps)
-    start = torch.zeros(batch, dtype=torch.int64, device=inputs.device)
+    start = torch.zeros(1, dtype=torch.int64, device=inputs.device)  # of all
     given = state.state if isinstance(state, ADPTState) else state
     entering = _entering(cell, given, batch, dtype, inputs.device)
     if isinstance(state, ADPTState):
@@ -127,16 +127,16 @@ def pose(
         inputs = inputs.gather(1, last.unsqueeze(-1).expand_as(inputs))
         reset = None if reset is None else reset.gather(1, last)
         cell = cell.gathered(last)
-    every = positions(start, steps, reset)
+    every = positions(start, steps, reset).expand(batch, steps)
     drive = cell.prepare(inputs.to(dtype), every)
     fresh = cell.initial_state(batch, device=inputs.device, dtype=dtype)
-    after = _position_after(start, every, lengths)
+    after = _position_after(start.expand(batch), every, lengths)
     return Problem(drive, entering, fresh, reset, lengths, before_end, after, batched)
 
 
 def _position_after(start: Tensor, every: Tensor, lengths: Tensor | None) -> Tensor:
     if not every.shape[1]:
-        return start
+        return start.clone()
     return 1 + (every[:, -1] if lengths is None else every.gather(1, lengths.unsqueeze(-1) - 1).squeeze(-1))
 
 
