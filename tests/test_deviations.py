@@ -17,6 +17,7 @@ from torch.testing import assert_close
 from adptnet import ADPTNet, cells, directions, drive, projections, retractions, spectra
 from adptnet.conjugates import RotatedConjugate
 from adptnet.directions import unit
+from adptnet.paper.registry import results
 from adptnet.spectra import BlockDiagonal
 from adptnet.tasks import WordProblem
 
@@ -840,5 +841,29 @@ def test_every_entry_of_the_page_names_a_test_of_its_number():
     page = (Path(__file__).parents[1] / "docs" / "deviations.md").read_text(encoding="utf-8")
     entries = re.findall(r"^\*\*(\d+)\. .*?(?=^\*\*\d+\. |\Z)", page, re.MULTILINE | re.DOTALL)
     named = re.findall(r"`(test_(\d\d)_\w+)`", page)
-    assert [int(number) for number in entries] == [int(number) for _, number in named] == list(range(1, 21))
+    assert [int(number) for number in entries] == [int(number) for _, number in named] == list(range(1, 22))
     assert all(name in globals() for name, _ in named)
+
+
+def _state_tracking():
+    """The paper's own numbers: by spectrum, sparsity, β and sign, the accuracies at 1, 2 and 4 times the length."""
+    rows = results()["table:s5_8_results"].numbers["rows"]
+    return {tuple(row[:4]): row[4:] for row in rows}
+
+
+def test_21_the_paper_has_no_pair_at_beta_one_where_sparsity_helps():
+    found = _state_tracking()
+    pairs = [
+        (accuracies[0], found[spectrum, "75%", 1, sign][0])
+        for (spectrum, sparsity, beta, sign), accuracies in found.items()
+        if sparsity == "0%" and beta == 1 and (spectrum, "75%", 1, sign) in found
+    ]
+    assert pairs == [(64.3, 55.9), (56.2, 53.7)]
+
+
+def test_21_in_the_paper_linspace_extrapolates_better_to_twice_the_length_and_worse_to_four_times():
+    best = {
+        name: [max(a[place] for key, a in _state_tracking().items() if key[0] == name) for place in (1, 2)]
+        for name in ("Linspace", "S4D-Real")
+    }
+    assert best == {"Linspace": [62.4, 8.7], "S4D-Real": [60.3, 23.0]}

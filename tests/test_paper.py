@@ -477,12 +477,14 @@ def test_the_verdicts_on_state_tracking_follow_the_accuracies():
         given = point.settings
         alone = bool(given["sparsity"]) != given["negative"] and given["beta"] == 4
         level = 50 + 30 * alone + given["beta"] + 5 * bool(given["sparsity"])
-        return {"accuracy": [level, level, 20 + 60 * (given["spectrum"] == "Linspace")]}
+        return {"accuracy": [level, 20 + 60 * (given["spectrum"] == "Linspace"), 30]}
 
     found = verdicts(name, made(name, apart))
     assert found["exclusive"] == found["sparsity"] == found["furthest"] == Outcome.HOLDS
     flat = verdicts(name, made(name, lambda point: {"accuracy": [60 + 0.1 * hash(key(point)) % 1, 20, 17.0]}))
-    assert flat["linear"] == flat["extrapolates"] == flat["beta"] == Outcome.FAILS
+    assert flat["linear"] == flat["extrapolates"] == flat["beta"] == flat["furthest"] == Outcome.FAILS
+    full = verdicts(name, made(name, lambda point: {"accuracy": [100, 100, 99.5]}))
+    assert full["furthest"] == Outcome.NOT_TESTABLE
 
 
 def test_the_verdicts_on_lengths_follow_the_counts():

@@ -14,6 +14,7 @@ from adptnet.ops.linear_scan import reference as linear_reference
 from adptnet.ops.lti_convolution import lti_convolution
 from adptnet.ops.matrix_scan import matrix_scan
 from adptnet.ops.matrix_scan import reference as matrix_reference
+from adptnet.ops.solving import SAFE, solve
 
 LENGTHS = [0, 1, 2, 15, 16, 17, 50, 101]
 BATCH, SIZE = (2, 3), 5
@@ -331,3 +332,25 @@ def test_any_filter_is_its_reference(seed, batch, steps, size, resets, kind, pow
         expected = reference(transition, offset, observed, strength, initial, reset=reset)
         largest = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
         assert_close(found, expected, atol=1e-11 * largest, rtol=0)
+
+
+@pytest.mark.parametrize(("batch", "right"), [((2,), (2,)), ((), (3,)), ((3,), ()), ((2, 3), (1, 3)), ((0,), (0,))])
+def test_large_equations_are_solved_one_by_one_on_several_threads(batch, right):
+    """Torch solves many at once on several threads by routines that do not allow it."""
+    n = SAFE + 32
+    matrices = torch.eye(n, dtype=torch.float64) + torch.randn(*batch, n, n, dtype=torch.float64) / n
+    columns = torch.randn(*right, n, 2, dtype=torch.float64)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = solve(matrices, columns)
+    finally:
+        torch.set_num_threads(before)
+    assert found.shape == (*torch.broadcast_shapes(batch, right), n, 2)
+    assert_close(matrices @ found, columns.expand_as(found))
+
+
+def test_small_equations_have_derivatives_and_are_solved_together():
+    matrices = torch.eye(4, dtype=torch.float64) + torch.randn(3, 4, 4, dtype=torch.float64) / 4
+    columns = torch.randn(3, 4, 2, dtype=torch.float64)
+    assert torch.autograd.gradcheck(solve, (matrices.requires_grad_(), columns.requires_grad_()))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .ops.plane_rotation import PlaneRotation, cayley, exponential, plane_rotation
+from .ops.solving import solve
 from .spec import Spec, spec
 from .typing import Column, Matrix, Vector
 
@@ -64,5 +65,5 @@ class Cayley(Retraction):
 
     def define(self, step: Matrix) -> Matrix:
         eye = torch.eye(step.shape[-1], dtype=step.dtype, device=step.device)
-        rotation: Tensor = torch.linalg.solve(eye - step / 2, eye + step / 2)
+        rotation: Tensor = solve(eye - step / 2, eye + step / 2)
         return rotation

@@ -22,6 +22,7 @@ from ..ops.linear_scan import linear_scan
 from ..ops.linear_scan.reference import linear_scan as linear_loop
 from ..ops.matrix_chain import matrix_chain
 from ..ops.matrix_chain.reference import matrix_chain as products_in_turn
+from ..ops.solving import solve
 from .timing import on_threads
 
 __all__ = ["CHECKS", "missing", "red"]
@@ -139,7 +140,7 @@ def _turned(coefficients: Coefficients, key: Tensor, value: Tensor, x: Tensor) -
 def _densely(coefficients: Coefficients, key: Tensor, value: Tensor, x: Tensor) -> Tensor:
     skew, eye = 0.1 * plane_rotation.skew(key, value), torch.eye(x.shape[-1], dtype=x.dtype)
     exact = coefficients is plane_rotation.exponential
-    dense = torch.matrix_exp(skew) if exact else torch.linalg.solve(eye - skew / 2, eye + skew / 2)
+    dense = torch.matrix_exp(skew) if exact else solve(eye - skew / 2, eye + skew / 2)
     return (dense @ x.unsqueeze(-1)).squeeze(-1)
 
 

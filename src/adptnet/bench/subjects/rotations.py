@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...ops.plane_rotation import cayley, exponential, plane_rotation, skew
+from ...ops.solving import solve
 from ..goals import Goal
 from ..subject import Case, Size, Subject
 from ..timing import Side
@@ -63,7 +64,7 @@ def _woodbury(key: Tensor, value: Tensor, x: Tensor, eigenvalues: Tensor, beta: 
 def _dense_cayley(key: Tensor, value: Tensor, x: Tensor, eigenvalues: Tensor, beta: float) -> Tensor:
     half = beta / 2 * skew(key, value)
     eye = torch.eye(x.shape[-1], dtype=x.dtype)
-    return _conjugated(torch.linalg.solve(eye - half, eye + half), x, eigenvalues)
+    return _conjugated(solve(eye - half, eye + half), x, eigenvalues)
 
 
 def _matrix_exp(key: Tensor, value: Tensor, x: Tensor, eigenvalues: Tensor, beta: float) -> Tensor:

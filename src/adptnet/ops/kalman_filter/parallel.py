@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..linear_scan import linear_scan
 from ..matrix_scan import matrix_scan
+from ..solving import solve
 
 __all__ = ["diagonal_filter", "matrix_filter"]
 
@@ -84,12 +85,14 @@ def matrix_filter(
 
 def _join_matrices(first: _Stretch, then: _Stretch) -> _Stretch:
     eye = torch.eye(first.reach.shape[-1], dtype=first.reach.dtype, device=first.reach.device)
-    shared = then.reach @ torch.linalg.inv(eye + first.variance @ then.information)
+    known = then.information  # symmetric, as variances are
+    right = torch.cat((then.reach.mT, known @ first.reach), -1)
+    across, pulled = solve(eye + known @ first.variance, right).chunk(2, -1)
+    shared = across.mT
     return _Stretch(
         shared @ first.reach,
         shared @ first.variance @ then.reach.mT + then.variance,
-        first.reach.mT @ torch.linalg.solve(eye + then.information @ first.variance, then.information @ first.reach)
-        + first.information,
+        first.reach.mT @ pulled + first.information,
     )
 
 

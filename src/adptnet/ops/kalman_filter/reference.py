@@ -7,6 +7,8 @@ means are what is returned. With strength 0 they are the plain scan; with a larg
 import torch
 from torch import Tensor
 
+from ..solving import solve
+
 __all__ = ["diagonal_filter", "matrix_filter"]
 
 
@@ -66,7 +68,7 @@ def matrix_filter(
         matrix = matrices[..., t, :, :]
         predicted = matrix @ mean + offset[..., t, :].unsqueeze(-1)
         spread = matrix @ variance @ matrix.mT + eye
-        variance = torch.linalg.solve(eye + pull * spread, spread)
+        variance = solve(eye + pull * spread, spread)
         mean = predicted + pull * variance @ (observed[..., t, :].unsqueeze(-1) - predicted)
         means.append(mean.squeeze(-1))
     return torch.stack(means, -2) if means else offset.clone()

@@ -168,14 +168,21 @@ def _sparsity(rows: Rows) -> Verdict:
 
 
 def _furthest(rows: Rows) -> Verdict:
-    """At 4 times the length the best mean accuracy of any β, sparsity and sign is higher with Linspace."""
+    """The best mean accuracy of any β, sparsity and sign, at 2 or 4 times the length, is higher with Linspace.
+
+    Not testable where both are above 99 %.
+    """
     best = {
         name: max(
-            mean_accuracy(each, 2) for each in rows.where(spectrum=name).groups("sparsity", "negative", "beta").values()
+            mean_accuracy(each, place)
+            for each in rows.where(spectrum=name).groups("sparsity", "negative", "beta").values()
+            for place in (1, 2)
         )
         for name in SPECTRA
     }
     shown = ", ".join(f"{name} {value:.1f} %" for name, value in best.items())
+    if min(best.values()) > CEILING:
+        return Verdict(Outcome.NOT_TESTABLE, f"there is no room above: {shown}")
     return Verdict.of(best["Linspace"] > best["S4D-Real"], shown)
 
 
