@@ -6,7 +6,9 @@ import threading
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from adptnet import ADPTNet, adjoints, conjugates, directions, projections, solvers
 from adptnet.cells import fused
@@ -579,3 +581,41 @@ def test_the_operation_obeys_the_rules_of_torch():
         (*leaves, None, None, *Factors(), numbers_of(form), True),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
+
+
+class Seen(TorchDispatchMode):
+    """Which operations were run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.names.add(str(operation))
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("lean", [False, True])
+def test_who_watches_operations_sees_this_one_and_the_numbers_are_the_same(lean):
+    drive, state, constants, form = problem(2, 5, 4)
+    leaves = [t.requires_grad_() for t in (drive, state, *constants) if t is not None]
+
+    def training():
+        states = adpt_scan(drive, state, constants, form, lean=lean)
+        return [states, *torch.autograd.grad(states.square().sum(), leaves)]
+
+    alone = training()
+    with Seen() as seen:
+        watched = training()
+    assert {"adptnet.adpt_scan.default", "adptnet.adpt_scan_backward.default"} <= seen.names
+    assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
+
+
+def test_tensors_without_numbers_take_the_operation():
+    with FakeTensorMode() as mode:
+        drive, state, constants, form = problem(2, 5, 4)
+    with mode:
+        inside = adpt_scan(drive, state, constants, form)
+    outside = adpt_scan(drive, state, constants, form)  # a subclass, though no mode is on
+    assert inside.shape == outside.shape == (2, 5, 4)
+    assert type(outside) is type(drive)

@@ -164,15 +164,18 @@ def test_a_run_that_was_asked_to_stop_goes_on_to_the_same_bits(tmp_path, step):
     assert [s["step"] for s in json.loads((tmp_path / "cut" / "environment.json").read_text())] == [0, step + 1]
 
 
-def test_a_run_that_goes_on_with_another_version_says_so(tmp_path):
+def test_a_run_that_goes_on_with_other_versions_or_threads_says_so(tmp_path):
     wanted = experiment()
     cut(tmp_path / "cut", wanted, 5, steps=5)
     path = tmp_path / "cut" / "environment.json"
     (begun,) = json.loads(path.read_text())
-    then = {**begun, "adptnet": "0.0.1", "torch": "1.13.0"}
+    then = {**begun, "adptnet": "0.0.1", "torch": "1.13.0", "threads": 999}
     path.write_text(json.dumps([then, {**begun, "step": 6}]))  # the second start has made no step
-    now = re.escape(f"adptnet {adptnet.__version__} and torch {torch.__version__}")
-    with pytest.warns(CheckpointWarning, match=f"with adptnet 0.0.1 and torch 1.13.0 up to step 6 .* {now}:") as said:
+    now = re.escape(
+        f"adptnet {adptnet.__version__} and torch {torch.__version__} and threads {torch.get_num_threads()}"
+    )
+    old = "with adptnet 0.0.1 and torch 1.13.0 and threads 999 up to step 6"
+    with pytest.warns(CheckpointWarning, match=f"{old} .* {now}:") as said:
         run(wanted, tmp_path / "cut", resume=True)
     assert len(said) == 1
     assert [start["step"] for start in json.loads(path.read_text())] == [0, 6, 6]

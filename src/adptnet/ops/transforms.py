@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-__all__ = ["constant_when_compiled", "transformed", "watched"]
+__all__ = ["constant_when_compiled", "plain", "transformed", "watched"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -38,3 +38,10 @@ def transformed(*tensors: Tensor | None) -> bool:
 def watched() -> bool:
     """Whether a dispatch mode is to see every operation: one that counts them, or that has no numbers."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def plain(*tensors: Tensor | None) -> bool:
+    """Whether nobody but autograd need know what is done with these tensors: no compiler, mode, tracer or subclass."""
+    if watched() or torch._C._get_tracing_state() is not None or transformed(*tensors):
+        return False
+    return all(t is None or type(t) in (Tensor, nn.Parameter) for t in tensors)

@@ -71,8 +71,8 @@ class RunFolder(Keeper):
             return []
         past = self.path / "environment.json"
         starts = read_json(past) if past.exists() else []
-        now = {"step": step, "processes": self.place.count, **environment()}
-        _warn_of_versions([start for start in starts if start["step"] < step], now)
+        now = {"step": step, "processes": self.place.count, "threads": torch.get_num_threads(), **environment()}
+        _warn_of_changes([start for start in starts if start["step"] < step], now)
         try:
             write_json(past, [*starts, now])
             self._metrics = Metrics(self.path / "metrics.jsonl", step)
@@ -146,14 +146,15 @@ class RunFolder(Keeper):
         self._trackers.close()
 
 
-def _warn_of_versions(starts: list[dict[str, Any]], now: dict[str, Any]) -> None:
-    """Says so if the last of the `starts` that led here had another adptnet or torch."""
-    changed = [name for name in ("adptnet", "torch") if starts and starts[-1][name] != now[name]]
+def _warn_of_changes(starts: list[dict[str, Any]], now: dict[str, Any]) -> None:
+    """Says so if the last of the `starts` that led here had another adptnet or torch, or another number of threads."""
+    before = starts[-1] if starts else now
+    changed = [name for name in ("adptnet", "torch", "threads") if before.get(name, now[name]) != now[name]]
     if changed:
-        then, here = (" and ".join(f"{name} {of[name]}" for name in changed) for of in (starts[-1], now))
+        then, here = (" and ".join(f"{name} {of[name]}" for name in changed) for of in (before, now))
         warnings.warn(
             f"the run was made with {then} up to step {now['step']} and goes on with {here}: its numbers may differ in "
-            "the last digits from those of a run with one version.",
+            "the last digits from those of a run without that change.",
             CheckpointWarning,
             stacklevel=2,
         )

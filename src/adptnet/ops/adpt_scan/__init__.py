@@ -1,6 +1,7 @@
 """The whole ADPT recurrence as one operation, forward and backward. The derivation is in the README beside this file.
 
-`adpt_scan` is what to call. Torch sees one operation, `adptnet::adpt_scan`, to differentiate, compile and export.
+`adpt_scan` is what to call. Torch sees one operation, `adptnet::adpt_scan`, to differentiate, compile and export. On a
+CPU, where only autograd looks, the same functions run without its dispatcher, which takes longer than a short sequence.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import gpu, native
-from ..transforms import constant_when_compiled
+from ..transforms import constant_when_compiled, plain
 from . import cpu, reference
 from .form import DENSE, PLAIN, Constants, Factors, Form, Retracted, Source, check, form_of, numbers_of
 
@@ -61,13 +62,20 @@ def adpt_scan(
     """
     check(drive, state, constants, form, reset, lengths, factors)
     tensors = (drive, state, *constants)
-    save = not lean and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    states: Tensor = _scan(drive, state, *constants, reset, lengths, *factors, numbers_of(form), save)[0]
+    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    run: Any = _scan
+    if _directly(*tensors):
+        run = _Recorded.apply if recorded else _forward
+    states: Tensor = run(drive, state, *constants, reset, lengths, *factors, numbers_of(form), recorded and not lean)[0]
     return states
 
 
-@torch.library.custom_op("adptnet::adpt_scan", mutates_args=(), device_types=["cpu", "cuda"])
-def _scan(
+def _directly(first: Tensor, *others: Tensor | None) -> bool:
+    """Whether to go without the dispatcher."""
+    return first.device.type == "cpu" and plain(first, *others)
+
+
+def _forward(
     drive: Tensor,
     state: Tensor,
     real: Tensor,
@@ -101,8 +109,7 @@ def _scan(
     return states, drive.new_full(cpu.kept(drive, constants, form, save), torch.nan)  # nobody may take them for numbers
 
 
-@torch.library.custom_op("adptnet::adpt_scan_backward", mutates_args=(), device_types=["cpu", "cuda"])
-def _scan_backward(
+def _backward(
     gradient: Tensor,
     states: Tensor,
     projections: Tensor,
@@ -138,6 +145,12 @@ def _scan_backward(
     return [to_drive, to_state, *(t for t in to_constants if t is not None)]
 
 
+_scan = torch.library.custom_op("adptnet::adpt_scan", _forward, mutates_args=(), device_types=["cpu", "cuda"])
+_scan_backward = torch.library.custom_op(
+    "adptnet::adpt_scan_backward", _backward, mutates_args=(), device_types=["cpu", "cuda"]
+)
+
+
 @_scan.register_fake
 def _(drive: Tensor, state: Tensor, real: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     rest = len(Constants._fields) - 1
@@ -164,7 +177,8 @@ def _differentiate(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Any, ...
         return (None,) * _LEAVES + rest
     if torch.is_grad_enabled() or not _has_backward(inputs[0], Constants(*inputs[2:_LEAVES]), ctx.form):
         return *_by_reference(gradient, inputs, ctx.form, ctx.needs_input_grad), *rest
-    found = iter(_scan_backward(gradient, states, projections, *inputs, numbers_of(ctx.form)))
+    run: Any = _backward if _directly(gradient, *inputs) else _scan_backward
+    found = iter(run(gradient, states, projections, *inputs, numbers_of(ctx.form)))
     return *(None if t is None else next(found) for t in inputs[:_LEAVES]), *rest
 
 
@@ -189,3 +203,17 @@ def _by_reference(gradient: Tensor, inputs: list[Any], form: Form, needed: Seque
 
 
 _scan.register_autograd(_differentiate, setup_context=_remember)
+
+
+class _Recorded(torch.autograd.Function):
+    """The operation for autograd alone."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = _forward(*inputs)
+        _remember(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        return _differentiate(ctx, *gradients)
