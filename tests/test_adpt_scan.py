@@ -619,3 +619,21 @@ def test_tensors_without_numbers_take_the_operation():
     outside = adpt_scan(drive, state, constants, form)  # a subclass, though no mode is on
     assert inside.shape == outside.shape == (2, 5, 4)
     assert type(outside) is type(drive)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("batch", [24, 25, 65, 131])
+def test_many_sequences_are_run_some_at_a_time(batch, heads):
+    assert_agree(*problem(batch, 3, 6, heads=heads))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", [6, 512])
+def test_threads_have_about_as_many_sequences_each(threads, size):
+    for batch in range(200):
+        for heads in (1, 3):
+            tile = cpu._tile(batch, heads, size, threads)
+            rows = [min(tile, batch - begin) for begin in range(0, batch, tile)]
+            assert 1 <= tile <= max(1, min(64, batch))
+            busiest = max(sum(rows[thread::threads]) for thread in range(threads))
+            assert heads > 1 or busiest <= max(tile, 1.1 * batch / threads + 3)

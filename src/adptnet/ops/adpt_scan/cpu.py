@@ -13,6 +13,9 @@ from .form import DENSE, Constants, Factors, Form
 
 __all__ = ["backward", "forward", "kept", "products", "ready"]
 
+FEW, MANY = 12, 64  # sequences that are run together
+SMALL = 256  # rows of K and V that fit well into the second cache
+
 _NAMES = {torch.float32: "float", torch.float64: "double"}
 
 _NUMBERS = "batch steps heads size features width tile threads complex_pairs given turns source form aware"
@@ -108,6 +111,7 @@ def backward(
 def products(drive: Tensor, state: Tensor, constants: Constants, form: Form, which: str) -> None:
     """Only the matrix products of the "forward", of the "backward" or of the "weights": a limit to measure against."""
     call = _Call(drive, state, constants, form, None, None, DENSE)
+    call.scan.tile = min(MANY, drive.shape[0])  # their best
     call.run("adpt_scan_products", ("forward", "backward", "weights").index(which), backward=which != "forward")
 
 
@@ -147,6 +151,20 @@ def _signed(imag: Tensor) -> Tensor:
     return torch.stack((-imag[::2], imag[1::2]), -1).flatten()
 
 
+def _tile(batch: int, heads: int, size: int, threads: int) -> int:
+    """How many sequences to run together.
+
+    Products of fewer rows are slower for each row. But the rows of a few sequences stay in the nearest cache, and small
+    matrices come from the next one quickly enough to be read once for each of them.
+    """
+    each = -(-batch * heads // threads)
+    most = FEW if size <= SMALL and each > 2 * FEW else MANY
+    tiles = -(-batch // max(1, min(most, each)))
+    if heads == 1 and tiles > threads:
+        tiles = -(-tiles // threads) * threads  # as many for each thread
+    return max(1, -(-batch // max(1, tiles)))  # of nearly equal size
+
+
 class _Call:
     """A `struct Scan` and the tensors it points to."""
 
@@ -165,11 +183,10 @@ class _Call:
         size = constants.real.shape[0] // form.heads
         self.pad = _padded(size, drive.dtype)
         threads = torch.get_num_threads()
-        # Products of fewer rows than this are slower for each row; threads must have something to do.
+        # Threads must have something to do.
         work = batch * steps * form.heads * (2 * size * size + 16 * size)
         threads = max(1, min(threads, work // 1_000_000))
-        tile = max(1, min(64, -(-batch * form.heads // threads)))
-        tile = -(-batch // -(-batch // tile)) if batch else 1  # tiles of nearly equal size
+        tile = _tile(batch, form.heads, size, threads)
         self.tasks = -(-batch // tile) * form.heads
         self.scan = _Scan(
             batch=batch,
