@@ -295,7 +295,7 @@ def _draw_iterations(rows: Rows) -> "Figure":
 
 
 _SHARED: dict[str, Any] = {"version": 1, "points": _points, "run": _run, "dtype": torch.float32, "largest": "length"}
-_COST: dict[Scale, str] = {"smoke": "3 s", "laptop": "8 min", "paper": "12 h"}
+_COST: dict[Scale, str] = {"smoke": "3 s", "laptop": "8 min", "paper": "T = 1024: 10 h; 512: 3.5 h; 256: 1.8 h"}
 _NONE: dict[Scale, str] = dict.fromkeys(_COST, "nothing more")
 
 RECIPES = {
