@@ -1,5 +1,6 @@
 """The reproduction: labels have a place, rows survive a kill, verdicts follow their tests, the page stands alone."""
 
+import dataclasses
 import json
 import math
 import os
@@ -20,12 +21,13 @@ import pytest
 import torch
 
 from adptnet import cli
-from adptnet.paper import compare, report, reproduce
+from adptnet.paper import compare, report, reproduce, scoring
 from adptnet.paper.evidence import paired, rank_correlation, within
 from adptnet.paper.recipe import SCALES, Outcome, Point, Row, Rows, Verdict
-from adptnet.paper.recipes import low_param
+from adptnet.paper.recipes import low_param, training_dynamics
 from adptnet.paper.registry import ReproductionError, find, labels, results
 from adptnet.paper.rows import Shelf, key, plain
+from adptnet.training import Keeping
 
 PROJECT = Path(__file__).parent.parent
 CHEAP = (
@@ -366,6 +368,34 @@ def test_two_runs_with_the_same_seed_give_the_same_rows(tmp_path, capsys):
     torch.manual_seed(99)  # what ran before does not matter, nor does the order
     ran(tmp_path / "second", *reversed(names))
     assert stripped(tmp_path / "first") == stripped(tmp_path / "second")
+
+
+def test_a_long_point_goes_on_from_its_checkpoint_to_the_same_row(tmp_path, monkeypatch):
+    name = "fig:trained_pos_vs_neg_eig"
+    result = results()[name]
+    point = result.recipe.points("smoke")[0]
+    options = reproduce.Reproduce((name,), scale="paper", rows=tmp_path)
+    whole = reproduce._row(name, point, dataclasses.replace(options, scale="smoke"))
+    taken, snapshot = [], training_dynamics._snapshot
+
+    def interrupted(layer, x):
+        taken.append(len(taken))
+        if len(taken) == 3:
+            raise RuntimeError("the power is cut")
+        return snapshot(layer, x)
+
+    monkeypatch.setattr(scoring, "Keeping", lambda: Keeping(steps=1))
+    monkeypatch.setattr(training_dynamics, "_snapshot", interrupted)
+    with pytest.raises(RuntimeError, match="the power is cut"):
+        reproduce._row(name, point, options)
+    shelf = Shelf(tmp_path)
+    assert list((shelf.unfinished(result, "paper", point) / "checkpoints").iterdir())
+    assert shelf.rows(result, "paper")[1] == 2
+    row = reproduce._row(name, point, options)
+    assert len(taken) == 4  # the third again, and no other
+    assert plain(row["numbers"]) == plain(whole["numbers"])
+    shelf.forget(result, "paper", point)
+    assert not (tmp_path / "paper" / "unfinished").exists()
 
 
 def test_a_killed_reproduction_loses_at_most_the_point_in_progress(tmp_path):

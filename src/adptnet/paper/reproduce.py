@@ -91,6 +91,7 @@ def run(options: Reproduce) -> int:
                     f"the row of {job.result.name} could not be written: {error.strerror}. Those before it are kept; "
                     "when there is room again, the same command goes on from them."
                 ) from None
+            shelf.forget(job.result, options.scale, job.point)
             print(f"{number}/{len(jobs)}  {job.result.name}  {job.point}  {row['time']['seconds']:.1f} s", flush=True)
     done = len(jobs) - len(failed)
     print(f"{done} points in {time.monotonic() - begun:.0f} s; rows in {options.rows / options.scale}")
@@ -221,7 +222,8 @@ def _row(name: str, point: Point, options: Reproduce) -> dict[str, Any]:
     """Runs one point."""
     result = results()[name]
     began, clock = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic()
-    with _alone(point.seed, result.recipe.dtype, options.device):
+    folder = Shelf(options.rows).unfinished(result, options.scale, point) if options.scale == "paper" else None
+    with _alone(point.seed, result.recipe.dtype, options.device, folder):
         finding = result.recipe.run(point)
         machine = {**environment(), "device": options.device}
     versions = {part: machine.pop(part) for part in ("adptnet", "torch", "python")} | {"numpy": numpy.__version__}
@@ -240,9 +242,9 @@ def _row(name: str, point: Point, options: Reproduce) -> dict[str, Any]:
 
 
 @contextmanager
-def _alone(seed: int, dtype: torch.dtype, device: str = "cpu") -> Iterator[None]:
+def _alone(seed: int, dtype: torch.dtype, device: str = "cpu", unfinished: Path | None = None) -> Iterator[None]:
     """One thread, a default dtype and a seed of its own, so that numbers do not depend on what ran before."""
-    token = scoring.device.set(device)
+    device_token, folder_token = scoring.device.set(device), scoring.unfinished.set(unfinished)
     threads, before = torch.get_num_threads(), torch.get_default_dtype()
     torch.set_num_threads(1)
     torch.set_default_dtype(dtype)
@@ -253,7 +255,8 @@ def _alone(seed: int, dtype: torch.dtype, device: str = "cpu") -> Iterator[None]
     finally:
         torch.set_num_threads(threads)
         torch.set_default_dtype(before)
-        scoring.device.reset(token)
+        scoring.device.reset(device_token)
+        scoring.unfinished.reset(folder_token)
 
 
 def _check_device(name: str) -> None:

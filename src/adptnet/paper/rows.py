@@ -2,6 +2,7 @@
 
     ROWS/SCALE/fig-time_ablation.jsonl              of one machine
     ROWS/SCALE/fig-time_ablation.2-of-4.jsonl       of one share of several
+    ROWS/SCALE/unfinished/                          checkpoints of points in progress, which may take hours
 
 All files of a result are read together, so shares are joined by copying them into one folder; of two rows of one point
 the first counts. A line that a killed process left unfinished is skipped, and its point runs again.
@@ -9,9 +10,11 @@ the first counts. A line that a killed process left unfinished is skipped, and i
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import math
 import os
+import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -98,6 +101,17 @@ class Shelf:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
+
+    def unfinished(self, result: Result, scale: Scale, point: Point) -> Path:
+        """A folder for what a point has done so far."""
+        told = json.dumps([result.name, result.recipe.version, key(point)])
+        return self.folder / scale / "unfinished" / hashlib.sha256(told.encode()).hexdigest()[:16]
+
+    def forget(self, result: Result, scale: Scale, point: Point) -> None:
+        """Takes that folder away, if there is one."""
+        shutil.rmtree(self.unfinished(result, scale, point), ignore_errors=True)
+        with contextlib.suppress(OSError):  # not there, or not empty
+            self.unfinished(result, scale, point).parent.rmdir()
 
     def lines(self, result: Result, scale: Scale) -> dict[str, dict[str, Any]]:
         """The whole rows of the current recipe, by the key of their point."""

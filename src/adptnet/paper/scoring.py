@@ -1,27 +1,45 @@
 """What recipes that train a network and score it share: the run, means and differences of accuracies, their figure."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from contextvars import ContextVar
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch import nn
 
 from ..analysis import figures
+from ..files import write_whole
 from ..spec import ModuleSpec
 from ..tasks import Scores, Task
-from ..training import TrainConfig, evaluate, train
+from ..training import Alone, Keeping, RunFolder, TrainConfig, evaluate, train
+from ..training.lock import held
 from .evidence import Difference, paired
 from .recipe import Row, Rows, Table
+from .rows import plain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["CEILING", "Scored", "bars", "by_setting", "device", "difference", "mean_accuracy", "scored", "shown"]
+__all__ = [
+    "CEILING",
+    "Scored",
+    "bars",
+    "by_setting",
+    "device",
+    "difference",
+    "mean_accuracy",
+    "scored",
+    "shown",
+    "unfinished",
+]
 
 CEILING = 99.0  # percent: between accuracies above it there is no difference to judge
 
 device: ContextVar[str] = ContextVar("device", default="cpu")  # where networks are trained
+unfinished: ContextVar[Path | None] = ContextVar("unfinished", default=None)  # where a long training can go on from
 
 
 class Scored(NamedTuple):
@@ -30,6 +48,7 @@ class Scored(NamedTuple):
     model: nn.Module
     numbers: dict[str, Any]  # accuracies in percent
     scores: list[Scores]  # one for each length
+    seen: list[Any]  # by `watch`
 
 
 def scored(
@@ -40,7 +59,7 @@ def scored(
     sequences: int,
     lengths: Sequence[int] = (),
     batch: int = 512,
-    watch: Callable[[nn.Module], Callable[[int, float], None] | None] | None = None,
+    watch: Callable[[nn.Module], Callable[[int], Any] | None] | None = None,
 ) -> Scored:
     """Builds a network, trains it and scores it on test data.
 
@@ -51,10 +70,28 @@ def scored(
         sequences: How many to be scored on.
         lengths: At which lengths, for a list of accuracies; at the task's own, for one, if not given.
         batch: Sequences to score at a time.
-        watch: Sees the network before it is trained; what it returns is called after each step.
+        watch: Sees the network before it is trained; what it returns is called with the number of steps after each, and
+            what that returns, unless it is None, is in `seen`.
     """
     model = spec.build().to(device.get())  # drawn on the CPU: the same weights everywhere
-    record = train(model, task, config, on_step=None if watch is None else watch(model))
+    look = None if watch is None else watch(model)
+    folder = unfinished.get()
+    with ExitStack() as stack:
+        keeper = None
+        if folder is not None:
+            stack.enter_context(held(folder))
+            keeper = RunFolder(folder, Alone(device.get()), Keeping(), {})
+            keeper.how_to_go_on = ". The same command goes on from the last checkpoint."
+            stack.callback(keeper.close)
+        notes = _Notes(folder)
+        if look is not None:
+            notes.add(0, look(0))
+
+        def on_step(step: int, loss: float) -> None:
+            if look is not None:
+                notes.add(step, look(step))
+
+        record = train(model, task, config, on_step=on_step, keeper=keeper)
     scores = list(evaluate(model, task, lengths or (None,), size=sequences, batch_size=batch).values())
     found = [100 * float(each["accuracy"]) for each in scores]  # type: ignore[arg-type]
     numbers = {
@@ -64,7 +101,28 @@ def scored(
         "parameters": sum(p.numel() for p in model.parameters()),
         "training": config.to_json(),
     }
-    return Scored(model, numbers, scores)
+    return Scored(model, numbers, scores, notes.values)
+
+
+class _Notes:
+    """What was seen along a training, by its step; also in a file, for a training that goes on from a checkpoint."""
+
+    def __init__(self, folder: Path | None):
+        self._path = None if folder is None else folder / "seen.json"
+        self._found: dict[str, Any] = {}
+        if self._path is not None and self._path.exists():
+            self._found = json.loads(self._path.read_bytes())
+
+    def add(self, step: int, value: Any) -> None:
+        if value is None:
+            return
+        self._found[str(step)] = plain(value)
+        if self._path is not None:
+            write_whole(self._path, json.dumps(self._found).encode())
+
+    @property
+    def values(self) -> list[Any]:
+        return [self._found[step] for step in sorted(self._found, key=int)]
 
 
 def _accuracy(row: Row, place: int) -> float:

@@ -85,18 +85,18 @@ def trained(point: Point, snapshot: Callable[[ADPTNet, Tensor], dict[str, Any]])
         seed=point.seed,
     )
     sample = next(task.evaluation("test", 1, 1)).inputs
-    snapshots: list[dict[str, Any]] = []
 
-    def watch(model: nn.Module) -> Callable[[int, float], None]:
-        def look(step: int, loss: float) -> None:
-            if step % epoch == 0 and step // epoch in settings["epochs"]:
-                ((layer, x),) = still(model, sample)
-                snapshots.append(snapshot(layer, x))
+    def watch(model: nn.Module) -> Callable[[int], Any]:
+        def look(step: int) -> dict[str, Any] | None:
+            if step % epoch or step // epoch not in settings["epochs"]:
+                return None
+            ((layer, x),) = still(model, sample)
+            return snapshot(layer, x)
 
         return look
 
-    numbers = scored(spec, task, config, sequences=settings["test"], watch=watch).numbers
-    return Finding({"snapshots": snapshots, **numbers}, spec)
+    found = scored(spec, task, config, sequences=settings["test"], watch=watch)
+    return Finding({"snapshots": found.seen, **found.numbers}, spec)
 
 
 def still(model: nn.Module, sample: Tensor) -> list[tuple[ADPTNet, Tensor]]:

@@ -86,18 +86,18 @@ def _run(point: Point) -> Finding:
     )
     samples = next(task.evaluation("test", settings["samples"], settings["samples"])).inputs
     drawn = point.seed == 0 and settings["beta"] == "fixed"
-    snapshots: list[list[dict[str, Any]]] = []
 
-    def watch(model: nn.Module) -> Callable[[int, float], None]:
-        def look(step: int, loss: float) -> None:
-            if step in (0, settings["steps"]):
-                snapshots.append([_seen(layer, x, drawn) for layer, x in still(model, samples)])
+    def watch(model: nn.Module) -> Callable[[int], Any]:
+        def look(step: int) -> list[dict[str, Any]] | None:
+            if step not in (0, settings["steps"]):
+                return None
+            return [_seen(layer, x, drawn) for layer, x in still(model, samples)]
 
-        look(0, 0.0)  # as initialised
         return look
 
-    numbers = scored(spec, task, config, sequences=settings["test"], watch=watch).numbers
-    return Finding({"before": snapshots[0], "after": snapshots[1], **numbers}, spec)
+    found = scored(spec, task, config, sequences=settings["test"], watch=watch)
+    before, after = found.seen
+    return Finding({"before": before, "after": after, **found.numbers}, spec)
 
 
 @torch.no_grad()
