@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -637,3 +638,47 @@ def test_threads_have_about_as_many_sequences_each(threads, size):
             assert 1 <= tile <= max(1, min(64, batch))
             busiest = max(sum(rows[thread::threads]) for thread in range(threads))
             assert heads > 1 or busiest <= max(tile, 1.1 * batch / threads + 3)
+
+
+@pytest.mark.parametrize("steps", [5, 3000])  # in memory of torch, and of the pool
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_default_device_is_for_others(steps, grad):
+    layer, x = ADPTNet(8, beta=1.0), torch.randn(2, steps, 8)
+    expected = layer(x)[0]
+    with torch.set_grad_enabled(grad), torch.device("meta"):
+        found = layer(x)[0]
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_a_traced_graph_holds_the_operation(pre_dispatch):
+    layer = ADPTNet(8, beta=1.0).requires_grad_(False)
+    x, other = torch.randn(2, 2, 5, 8)
+    graph = make_fx(lambda x: layer(x)[0], pre_dispatch=pre_dispatch)(x)
+    assert any(node.target is torch.ops.adptnet.adpt_scan.default for node in graph.graph.nodes)
+    assert torch.equal(graph(other), layer(other)[0])
+
+
+def test_inside_a_transform_that_maps_other_tensors():
+    layer, x = ADPTNet(8, beta=1.0), torch.randn(2, 5, 8)
+    heads, resets = torch.randn(3, 8, 4), torch.rand(3, 2, 5) < 0.5
+    assert_close(torch.vmap(lambda head: layer(x)[0] @ head)(heads), torch.stack([layer(x)[0] @ h for h in heads]))
+    with torch.no_grad():
+        found = torch.vmap(lambda reset: layer(x, reset=reset)[0])(resets)
+    assert_close(found, torch.stack([layer(x, reset=reset)[0] for reset in resets]))
+
+
+def test_a_number_that_is_to_be_negated_is():
+    drive, state, constants, form = problem(3, 5, 8)
+    lazy = torch._neg_view(drive)
+    assert lazy.is_neg()
+    assert torch.equal(adpt_scan(lazy, state, constants, form), adpt_scan(lazy.resolve_neg(), state, constants, form))
+
+
+@pytest.mark.parametrize("steps", [16, 4096])
+def test_outputs_may_be_changed_in_place_at_any_length(steps):
+    layer, x = ADPTNet(8, beta=1.0), torch.randn(16, steps, 8)
+    expected = layer(x)[0] + 1
+    found = layer(x)[0]
+    found += 1
+    assert torch.equal(found, expected)

@@ -354,3 +354,18 @@ def test_small_equations_have_derivatives_and_are_solved_together():
     matrices = torch.eye(4, dtype=torch.float64) + torch.randn(3, 4, 4, dtype=torch.float64) / 4
     columns = torch.randn(3, 4, 2, dtype=torch.float64)
     assert torch.autograd.gradcheck(solve, (matrices.requires_grad_(), columns.requires_grad_()))
+
+
+@pytest.mark.parametrize(("growth", "strength"), [(4.0, 0.1), (8.0, 0.1), (4.0, 1e-3)])
+def test_the_parallel_filter_keeps_its_digits_where_transitions_grow(growth, strength):
+    steps, n = 400, 32
+    tensors = (
+        torch.randn(1, steps, n, n) * growth / n**0.5,
+        torch.randn(1, steps, n),
+        torch.randn(1, steps, n),
+        torch.full((1, 1), strength),
+        torch.randn(1, n),
+    )
+    expected = filter_reference.matrix_filter(*(t.double() for t in tensors))
+    found = matrix_filter(*(t.float() for t in tensors)).double()
+    assert (found - expected).abs().amax() < 1e-4 * expected.abs().amax()

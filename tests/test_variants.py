@@ -327,6 +327,12 @@ def test_pairs_turn_alike_however_they_lie_in_memory_and_wherever_sequences_begi
     assert not torch.equal(found[0][0], u)
 
 
+def test_pairs_turn_inside_vmap_whatever_the_strides():
+    layer = ADPTNet(8, beta=0.5, rope=drive.RoPE(), input_projection=projections.Identity())
+    x = torch.randn(4, 41)[:, :40].unflatten(1, (5, 8))
+    assert_close(torch.vmap(lambda one: layer(one)[0])(x), torch.stack([layer(one)[0] for one in x]))
+
+
 def test_positions_far_out_keep_their_digits():
     layer = ADPTNet(6, beta=0.0, rope=drive.RoPE(), dtype=torch.float32)
     far = ADPTState(torch.zeros(1, 6, dtype=torch.float32), torch.tensor([10_000_000]))

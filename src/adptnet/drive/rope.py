@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..errors import SpecError
 from ..marks import NoDecay
+from ..ops.transforms import plain
 from ..spec import Spec, check_scale, spec
 from ..spectra.continuous import s4d_inv_frequencies
 from ..typing import Device, DType
@@ -74,7 +75,7 @@ def _distinct(position: Tensor) -> Tensor:
 
 
 def _as_complex(u: Tensor) -> bool:
-    """Whether pairs can be seen as complex numbers; the compiler fuses real ones only."""
-    if torch.compiler.is_compiling() or u.dtype not in (torch.float32, torch.float64):
+    """Whether pairs can be seen as complex numbers. Compilers prefer real ones, and transforms see other strides."""
+    if not plain(u) or u.dtype not in (torch.float32, torch.float64):
         return False
     return u.is_contiguous() and u.storage_offset() % 2 == 0

@@ -14,6 +14,7 @@ __all__ = ["clear", "empty"]
 SMALLEST = 1 << 18  # below this the allocator of the process reuses memory itself
 KEPT = 8  # free blocks
 LINE = 64  # bytes of a cache line
+_NUMPY = {torch.float32: numpy.float32, torch.float64: numpy.float64, torch.uint8: numpy.uint8}
 
 Block = numpy.ndarray[Any, numpy.dtype[numpy.uint8]]
 
@@ -29,12 +30,12 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
         count *= size
     needed = count * dtype.itemsize
     if needed < SMALLEST:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     block = _take(needed + LINE)
     start = -block.ctypes.data % LINE
-    lease = block[start : start + needed]
+    lease = block[start : start + needed].view(_NUMPY[dtype]).reshape(shape)
     weakref.finalize(lease, _free.append, block).atexit = False
-    return torch.from_numpy(lease).view(dtype).reshape(shape)
+    return torch.from_numpy(lease)  # no view of another tensor, so that it may be changed in place
 
 
 def clear() -> None:

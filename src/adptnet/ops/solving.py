@@ -13,10 +13,10 @@ def solve(matrices: Tensor, right: Tensor) -> Tensor:
 
     As `torch.linalg.solve`, but with large matrices one after another: on several threads of a CPU torch factorises
     many at a time with routines of MKL that do not allow it, and from about 150 rows on the result is an error or wrong
-    numbers (https://github.com/pytorch/pytorch/issues/142815). Inside `vmap` there is no such choice.
+    numbers (https://github.com/pytorch/pytorch/issues/142815). Inside `vmap` and when compiled there is no such choice.
     """
     batch = torch.broadcast_shapes(matrices.shape[:-2], right.shape[:-2])
-    together = matrices.dim() == 2 or matrices.shape[-1] <= SAFE or not batch.numel()
+    together = matrices.dim() == 2 or matrices.shape[-1] <= SAFE or not batch.numel() or torch.compiler.is_compiling()
     if together or matrices.device.type != "cpu" or torch.get_num_threads() == 1:
         solved: Tensor = torch.linalg.solve(matrices, right)
         return solved

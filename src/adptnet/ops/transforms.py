@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, _ops, nn
 from torch.autograd import forward_ad
 
 __all__ = ["constant_when_compiled", "plain", "transformed", "watched"]
@@ -37,11 +37,15 @@ def transformed(*tensors: Tensor | None) -> bool:
 
 def watched() -> bool:
     """Whether a dispatch mode is to see every operation: one that counts them, or that has no numbers."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    return _ops._len_torch_dispatch_stack_pre_dispatch() > 0  # type: ignore[no-any-return]
 
 
 def plain(*tensors: Tensor | None) -> bool:
     """Whether nobody but autograd need know what is done with these tensors: no compiler, mode, tracer or subclass."""
-    if watched() or torch._C._get_tracing_state() is not None or transformed(*tensors):
+    if watched() or torch._C._get_tracing_state() is not None or torch._C._len_torch_function_stack() > 0:
+        return False
+    if torch._C._are_functorch_transforms_active() or transformed(*tensors):
         return False
     return all(t is None or type(t) in (Tensor, nn.Parameter) for t in tensors)

@@ -100,7 +100,7 @@ def backward(
     drive_gradient = memory.empty(*drive.shape, dtype=dtype)
     initial_gradient = memory.empty(*state.shape, dtype=dtype)
     weight_gradient = None if constants.weight is None else memory.empty(*constants.weight.shape, dtype=dtype)
-    sums = torch.zeros(call.tasks, 13, pad, dtype=torch.float64)
+    sums = torch.zeros(call.tasks, 13, pad, dtype=torch.float64, device="cpu")
     call.set(states=states, projections=projections, state_gradients=gradient, drive_gradients=drive_gradient)
     call.set(initial_gradients=initial_gradient, weight_gradients=weight_gradient, sums=sums)
     call.run("adpt_scan_backward", backward=True)
@@ -225,7 +225,7 @@ class _Call:
     def set(self, **tensors: Tensor | None) -> None:
         for name, tensor in tensors.items():
             if tensor is not None and tensor.numel():
-                self.held[name] = tensor.contiguous()
+                self.held[name] = tensor.resolve_neg().contiguous()
                 setattr(self.scan, name, self.held[name].data_ptr())
 
     def run(self, function: str, *numbers: int, backward: bool) -> None:

@@ -91,9 +91,14 @@ def _join_matrices(first: _Stretch, then: _Stretch) -> _Stretch:
     shared = across.mT
     return _Stretch(
         shared @ first.reach,
-        shared @ first.variance @ then.reach.mT + then.variance,
-        first.reach.mT @ pulled + first.information,
+        _symmetric(shared @ first.variance @ then.reach.mT + then.variance),
+        _symmetric(first.reach.mT @ pulled + first.information),
     )
+
+
+def _symmetric(matrices: Tensor) -> Tensor:
+    """What rounding adds to the other part would grow along the scan where transitions do."""
+    return (matrices + matrices.mT) / 2
 
 
 def _prefixes(steps: _Stretch, join: Callable[[_Stretch, _Stretch], _Stretch], time: int) -> _Stretch:
