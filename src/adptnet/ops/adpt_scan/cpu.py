@@ -159,6 +159,8 @@ def _tile(batch: int, heads: int, size: int, threads: int) -> int:
     """
     each = -(-batch * heads // threads)
     most = FEW if size <= SMALL and each > 2 * FEW else MANY
+    if threads == 1:
+        return max(1, min(most, batch))  # the products like six rows, and a smaller last tile keeps nobody waiting
     tiles = -(-batch // max(1, min(most, each)))
     if heads == 1 and tiles > threads:
         tiles = -(-tiles // threads) * threads  # as many for each thread

@@ -215,7 +215,6 @@ template <class T> struct Task {
   T *x, *source, *slow, *u, *projections, *scratch, *normed, *mixed, *mixing;
   T *g, *slow_g, *partial, *gradients, *sums;
   T* weight_sums;  // (2 pad, pad), of this thread
-  Row<T>* row;
   Normed<T>* norms;  // of key and value of each row
   Between<T> between;
 
@@ -234,7 +233,6 @@ template <class T> struct Task {
     if (s.factored) between.lay_out(shape_of(s), tile, memory);
     mixed = memory.take(s.mixes ? tile * 2 * pad : 0);
     mixing = memory.take(s.mixes ? 4 * pad : 0);
-    row = reinterpret_cast<Row<T>*>(memory.take(tile * sizeof(Row<T>) / sizeof(T) + 16));
     if (!backward) return;
     for (T** vectors : {&g, &slow_g, &partial}) *vectors = memory.take(tile * pad);
     gradients = memory.take(held * spaced<T>(2 * pad));
@@ -309,24 +307,97 @@ template <class T> const T* mixed_rows(const Scan& s, const Task<T>& task, const
   return task.mixed;
 }
 
-template <class T> void make_sources(const Scan& s, Task<T>& task, int64_t r) {
+template <class T> void make_sources(const Scan& s, const Task<T>& task, int64_t r) {
   const int64_t pad = padded<T>(s.size), at = r * spaced<T>(pad);
   if (s.source == identity) return;  // x itself
   for (int64_t i = at; i < at + pad; i += lanes<T>) store<T>(task.source + i, sourced<T>(s, load<T>(task.x + i)));
 }
 
-template <class T> INLINE T beta_of(const Scan& s, const Task<T>& task, const T* drive_row) {
-  if (s.beta_given) return drive_row[s.features - 1];
-  return s.beta ? static_cast<const T*>(s.beta)[task.head] : T(0);
+// Of `count` rows from `first` on at step t; lanes without a row hold that of the first.
+template <class T, class N> INLINE N betas_of(const Scan& s, const Task<T>& task, int64_t first, int count, int64_t t) {
+  if (!s.beta_given) return N{} + (s.beta ? static_cast<const T*>(s.beta)[task.head] : T(0));
+  T each[rows_in<N>];
+  for (int l = 0; l < rows_in<N>; ++l) {
+    const int64_t sequence = task.begin + first + (l < count ? l : 0);
+    each[l] = static_cast<const T*>(s.drive)[(sequence * s.steps + t + 1) * s.features - 1];
+  }
+  N out;
+  std::memcpy(&out, each, sizeof out);
+  return out;
 }
 
 template <class T> INLINE bool ended(const Scan& s, int64_t sequence, int64_t t) {
   return s.lengths && t >= s.lengths[sequence];
 }
 
+// x becomes L (x + y1 p + y2 q) + m1 p + m2 q + u, also in `state`, which is the caller's and not padded.
+template <class T, bool Pairs>
+INLINE void advance(const Eigen<T> eigen, int64_t size, const T* u, const T* p, const T* q, Turn<T> by, T* x, T* state) {
+  auto next = [&](int64_t i, Vec<T> driven) {
+    const Vec<T> a = load<T>(p + i), b = load<T>(q + i), old = load<T>(x + i);
+    if constexpr (Pairs) {
+      return times<T, true>(eigen, i, old + by.y1 * a + by.y2 * b) + (by.m1 * a + by.m2 * b) + driven;
+    } else {
+      const Vec<T> real = load<T>(eigen.real + i);
+      return (real * old + driven) + (real * by.y1 + by.m1) * a + (real * by.y2 + by.m2) * b;
+    }
+  };
+  const int64_t whole = size / lanes<T> * lanes<T>;
+  int64_t i = 0;
+  for (; i < whole; i += lanes<T>) {
+    Vec<T> value = next(i, load<T>(u + i));
+    store<T>(x + i, value);
+    store<T>(state + i, value);
+  }
+  if (i == size) return;
+  Vec<T> driven = {};
+  for (int64_t l = 0; i + l < size; ++l) driven[l] = u[i + l];
+  Vec<T> value = next(i, driven);
+  store<T>(x + i, value);
+  for (int64_t l = 0; i + l < size; ++l) state[i + l] = value[l];
+}
+
+// The next state of `count` rows from `first` on, whose numbers are computed together: one row or the lanes of a vector.
+template <class T, class N, bool Pairs>
+void forward_rows(const Scan& s, const Task<T>& task, const Eigen<T>& eigen, const Rows<T>& rows, int64_t first, int count,
+                  int64_t t) {
+  const int64_t m = s.size, pad = rows.pad, n = s.heads * m, offset = task.head * m;
+  Group<T, N> group;
+  Turn<N> on_pairs;
+  if (s.turns) {
+    directions<T, N, Pairs>(eigen, rows, first, count, task.scratch, group);
+    const Turn<N> by = turn<N>(s.form, group.plane, betas_of<T, N>(s, task, first, count, t));
+    on_pairs = {group.on_p * (by.y1 + group.on_k * by.y2), group.on_q * by.y2,
+                group.on_p * (by.m1 + group.on_k * by.m2), group.on_q * by.m2};
+  }
+  for (int l = 0; l < count; ++l) {
+    const int64_t r = first + l, sequence = task.begin + r;
+    T* state = static_cast<T*>(s.states) + (sequence * s.steps + t) * s.width + offset;
+    if (ended<T>(s, sequence, t)) {
+      std::memset(state, 0, m * sizeof(T));
+      if (s.coupled) std::memset(state + n, 0, m * sizeof(T));
+      continue;
+    }
+    const T* drive = static_cast<const T*>(s.drive) + (sequence * s.steps + t) * s.features + offset;
+    const T* u = s.coupled || s.aware ? task.u + r * pad : drive;
+    T* x = task.x + r * rows.x_apart;
+    if (s.turns && !group.still[l])
+      advance<T, Pairs>(eigen, m, u, group.p[l], group.q[l],
+                        {lane(on_pairs.y1, l), lane(on_pairs.y2, l), lane(on_pairs.m1, l), lane(on_pairs.m2, l)}, x, state);
+    else
+      advance<T, Pairs>(eigen, m, u, task.real, task.real, {0, 0, 0, 0}, x, state);  // anything, times zero
+    if (s.coupled) {
+      T* slow = task.slow + r * pad;
+      for (int64_t j = 0; j < pad; j += lanes<T>)
+        store<T>(slow + j, load<T>(task.decay + j) * load<T>(slow + j) + load<T>(task.charge + j) * load<T>(x + j));
+      put<T>(slow, m, state + n);
+    }
+    make_sources(s, task, r);
+  }
+}
+
 template <class T, bool Pairs> void run_forward(const Scan& s, Task<T>& task, const Weights<T>& weights) {
   const int64_t m = s.size, pad = padded<T>(m), apart = spaced<T>(pad), n = s.heads * m, offset = task.head * m;
-  const int64_t whole = m / lanes<T> * lanes<T>;
   const bool kept_drive = s.coupled || s.aware;  // padded in memory of the task
   load_constants(s, task);
   if (s.source == identity) task.source = task.x;
@@ -361,69 +432,18 @@ template <class T, bool Pairs> void run_forward(const Scan& s, Task<T>& task, co
     ahead.rest();
     const T* normed = normed_rows<T>(s, task, projections);
     const T* pairs = mixed_rows<T>(s, task, normed);
-    for (int64_t r = 0; r < task.rows; ++r) {
-      const T* drive = static_cast<const T*>(s.drive) + ((task.begin + r) * s.steps + t) * s.features + offset;
+    for (int64_t r = 0; kept_drive && r < task.rows; ++r) {
       T* fed = task.u + r * pad;
-      if (kept_drive) fetch<T>(drive, m, fed, pad);
-      if (s.coupled)
-        for (int64_t i = 0; i < pad; i += lanes<T>)
-          store<T>(fed + i, load<T>(fed + i) + times<T, Pairs>({task.feed_real, task.feed_imag}, i,
-                                                              load<T>(task.slow + r * pad + i)));
-      task.row[r].still = !s.turns;
-      const T* p = pairs + r * 2 * pad;
-      if (s.turns)
-        directions<T, Pairs>(eigen, p, p + pad, task.x + r * apart, s.aware ? fed : nullptr, pad,
-                             task.scratch + r * 2 * pad, task.row[r]);
+      fetch<T>(static_cast<const T*>(s.drive) + ((task.begin + r) * s.steps + t) * s.features + offset, m, fed, pad);
+      for (int64_t i = 0; s.coupled && i < pad; i += lanes<T>)
+        store<T>(fed + i, load<T>(fed + i) + times<T, Pairs>({task.feed_real, task.feed_imag}, i,
+                                                            load<T>(task.slow + r * pad + i)));
     }
-    const T* drives = static_cast<const T*>(s.drive) + (task.begin * s.steps + t) * s.features;
-    for (int64_t r = 0; r < task.rows; ++r) {
-      int64_t sequence = task.begin + r;
-      const T* drive = drives + r * s.steps * s.features;
-      T* state = static_cast<T*>(s.states) + (sequence * s.steps + t) * s.width + offset;
-      if (ended<T>(s, sequence, t)) {
-        std::memset(state, 0, m * sizeof(T));
-        if (s.coupled) std::memset(state + n, 0, m * sizeof(T));
-        continue;
-      }
-      const Row<T>& row = task.row[r];
-      T y_p = 0, y_q = 0, m_p = 0, m_q = 0;
-      const T *p = task.real, *q = task.real;  // anything, times zero
-      if (!row.still) {
-        Turn<T> by = turn<T>(s.form, row.plane, beta_of<T>(s, task, drive));
-        p = row.p;
-        q = row.q;
-        y_p = row.on_p * (by.y1 + row.on_k * by.y2);
-        y_q = row.on_q * by.y2;
-        m_p = row.on_p * (by.m1 + row.on_k * by.m2);
-        m_q = row.on_q * by.m2;
-      }
-      const T* u = kept_drive ? task.u + r * pad : drive + offset;
-      T* x = task.x + r * apart;
-      auto next = [&](int64_t i, Vec<T> driven) {
-        Vec<T> a = load<T>(p + i), b = load<T>(q + i);
-        Vec<T> y = load<T>(x + i) + y_p * a + y_q * b;
-        return times<T, Pairs>(eigen, i, y) + (m_p * a + m_q * b) + driven;
-      };
-      int64_t i = 0;
-      for (; i < whole; i += lanes<T>) {
-        Vec<T> value = next(i, load<T>(u + i));
-        store<T>(x + i, value);
-        store<T>(state + i, value);
-      }
-      if (i < m) {
-        Vec<T> driven = {};
-        for (int64_t l = 0; i + l < m; ++l) driven[l] = u[i + l];
-        Vec<T> value = next(i, driven);
-        store<T>(x + i, value);
-        for (int64_t l = 0; i + l < m; ++l) state[i + l] = value[l];
-      }
-      if (s.coupled) {
-        T* slow = task.slow + r * pad;
-        for (int64_t j = 0; j < pad; j += lanes<T>)
-          store<T>(slow + j, load<T>(task.decay + j) * load<T>(slow + j) + load<T>(task.charge + j) * load<T>(x + j));
-        put<T>(slow, m, state + n);
-      }
-      make_sources(s, task, r);
+    const Rows<T> rows = {pairs, task.x, s.aware ? task.u : nullptr, apart, pad};
+    for (int64_t first = 0; first < task.rows; first += lanes<T>) {
+      const int count = std::min<int64_t>(lanes<T>, task.rows - first);
+      count == 1 ? forward_rows<T, T, Pairs>(s, task, eigen, rows, first, count, t)
+                 : forward_rows<T, Vec<T>, Pairs>(s, task, eigen, rows, first, count, t);
     }
   }
 }
@@ -434,25 +454,11 @@ INLINE void add_outer(T* sums, int64_t pad, int64_t i, Vec<T> left, Vec<T> right
   if constexpr (Pairs) store<T>(sums + pad + i, load<T>(sums + pad + i) + left * swapped<T>(right));
 }
 
-// One row of the backward at one step. On entry g is the derivative with respect to the state after the step; on return
-// `partial` is that with respect to the state before it, but for what goes through p and q, whose derivatives are in
-// `gradients`. Returns the derivative with respect to beta.
+template <class T> INLINE void add_at(T* to, Vec<T> change) { store<T>(to, load<T>(to) + change); }
+
+// p.g, q.g, p.L'g and q.L'g, in the first four of eight.
 template <class T, bool Pairs>
-INLINE T row_backward(const Scan& s, const Task<T>& task, const Eigen<T>& eigen, const Row<T>& row, T beta, const T* x,
-                      const T* u, const T* g, T* u_gradient, T* partial, T* gradients) {
-  const int64_t pad = padded<T>(s.size);
-  if (row.still) {
-    for (int64_t i = 0; i < pad; i += lanes<T>) {
-      Vec<T> from = load<T>(g + i);
-      store<T>(partial + i, times_transposed<T, Pairs>(eigen, i, from));
-      add_outer<T, Pairs>(task.sum(of_real, pad), pad, i, from, load<T>(x + i));
-      if (s.aware) store<T>(u_gradient + i, from);
-    }
-    std::memset(gradients, 0, 2 * pad * sizeof(T));
-    return 0;
-  }
-  const T *p = row.p, *q = row.q;
-  T *to_real = task.sum(of_real, pad), *to_imag = task.sum(of_imag, pad);
+INLINE void dots_with_g(const Eigen<T> eigen, const T* p, const T* q, const T* g, int64_t pad, T* out) {
   Vec<T> sum[8] = {};
   for (int64_t i = 0; i < pad; i += lanes<T>) {
     Vec<T> a = load<T>(p + i), b = load<T>(q + i), from = load<T>(g + i), back = times_transposed<T, Pairs>(eigen, i, from);
@@ -461,56 +467,180 @@ INLINE T row_backward(const Scan& s, const Task<T>& task, const Eigen<T>& eigen,
     sum[2] += a * back;
     sum[3] += b * back;
   }
-  T total[8];
-  sum_lanes<T, 8>(sum, total);
-  const T c = row.dot;
-  T kg = row.on_p * total[0], wg = row.on_q * total[1] + row.on_k * kg;
-  T gLk = row.on_p * total[2], gLw = row.on_q * total[3] + row.on_k * gLk;
-  const Plane<T>& d = row.plane;
-  Turn<T> by = turn<T>(s.form, d, beta);
-  T beta_gradient;
-  Plane<T> e = turn_backward<T>(s.form, d, beta, {gLk, gLw, kg, wg}, beta_gradient);
-  if (!s.aware) e.ku = e.wu = 0;
+  sum_lanes<T, 8>(sum, out);
+}
+
+// What the derivatives of a row are sums of: g, that with respect to the state after the step, x, p and q.
+template <class N> struct Mixture {
+  N g, x, p, q;
+};
+
+// Derivatives of p and q, each with a part under L (`right`) and one under its transpose (`left`), of the state before the step
+// without what goes through p and q, and what those of L are products of. A real L is its own transpose: all is `right` then.
+template <class N> struct Pull {
+  Mixture<N> key, key_right, key_left, value, value_right, value_left;
+  Mixture<N> state, turned, p_right, q_right;
+  N key_on_u, value_on_u, u_on_k, u_on_w;  // of a drive that is turned
+  N beta;
+};
+
+// Of the rows of a group, from the dot products of p and q with g and with L' g.
+template <class T, class N, bool Pairs>
+INLINE void pull_of(const Scan& s, const Group<T, N>& group, N beta, const N* with_g, Pull<N>& out) {
+  const Plane<N>& d = group.plane;
+  const N c = group.dot, key = group.key_scale, value = group.value_scale;
+  const N kg = group.on_p * with_g[0], wg = group.on_q * with_g[1] + group.on_k * kg;
+  const N gLk = group.on_p * with_g[2], gLw = group.on_q * with_g[3] + group.on_k * gLk;
+  const Turn<N> by = turn<N>(s.form, d, beta);
+  Plane<N> e = turn_backward<N>(s.form, d, beta, {gLk, gLw, kg, wg}, out.beta);
+  if (!s.aware) e.ku = e.wu = N{};
   // The components of the derivatives of k and w that the normalisations take away, closed in scalars.
-  T k_gw = by.y2 * gLk + by.m2 * kg + e.wx * d.kx + e.wLx * d.kLx + (e.wLk + e.kLw) * d.kLk + e.wLw * (d.kLw + d.wLk) +
-           e.wu * d.ku;
-  T w_gw = by.y2 * gLw + by.m2 * wg + e.wx * d.wx + e.wLx * d.wLx + e.wLk * d.wLk + e.kLw * d.kLw + 2 * e.wLw * d.wLw +
-           2 * e.ww * d.ww + e.wu * d.wu;
-  T k_gk = by.y1 * gLk + by.m1 * kg + e.kx * d.kx + e.kLx * d.kLx + 2 * e.kLk * d.kLk + e.kLw * d.kLw + e.wLk * d.wLk +
-           e.ku * d.ku;
-  T key_on_k = c * k_gw - k_gk, value_on_k = -(k_gw + c * w_gw);
+  const N k_gw = by.y2 * gLk + by.m2 * kg + e.wx * d.kx + e.wLx * d.kLx + (e.wLk + e.kLw) * d.kLk +
+                 e.wLw * (d.kLw + d.wLk) + e.wu * d.ku;
+  const N w_gw = by.y2 * gLw + by.m2 * wg + e.wx * d.wx + e.wLx * d.wLx + e.wLk * d.wLk + e.kLw * d.kLw +
+                 2 * e.wLw * d.wLw + 2 * e.ww * d.ww + e.wu * d.wu;
+  const N k_gk = by.y1 * gLk + by.m1 * kg + e.kx * d.kx + e.kLx * d.kLx + 2 * e.kLk * d.kLk + e.kLw * d.kLw +
+                 e.wLk * d.wLk + e.ku * d.ku;
+  // g g + x x + k k + w w, times a number, in p and q.
+  auto mixture = [&](N times, N g, N x, N k, N w) {
+    return Mixture<N>{times * g, times * x, times * group.on_p * (k + group.on_k * w), times * group.on_q * w};
+  };
+  const N none = {}, one = none + 1;
+  out.key = mixture(key, by.m1 - c * by.m2, e.kx - c * e.wx, c * k_gw - k_gk, -2 * c * e.ww - k_gw);
+  out.value = mixture(value, by.m2, e.wx, -(k_gw + c * w_gw), 2 * e.ww - w_gw);
+  const N on_g = by.y1 - c * by.y2, on_x = e.kLx - c * e.wLx;
+  const N right_k = e.kLk - c * e.wLk, left_k = e.kLk - c * e.kLw, right_w = e.kLw - c * e.wLw, left_w = e.wLk - c * e.wLw;
+  if constexpr (Pairs) {
+    out.key_right = mixture(key, none, on_x, right_k, right_w);
+    out.key_left = mixture(key, on_g, none, left_k, left_w);
+    out.value_right = mixture(value, none, e.wLx, e.wLk, e.wLw);
+    out.value_left = mixture(value, by.y2, none, e.kLw, e.wLw);
+  } else {
+    out.key_right = mixture(key, on_g, on_x, right_k + left_k, right_w + left_w);
+    out.value_right = mixture(value, by.y2, e.wLx, e.wLk + e.kLw, 2 * e.wLw);
+  }
+  out.state = mixture(one, none, none, e.kx, e.wx);
+  out.turned = mixture(one, none, one, by.y1, by.y2);
+  out.p_right = mixture(group.on_p, none, e.kLx + group.on_k * e.wLx, e.kLk + group.on_k * e.wLk, e.kLw + group.on_k * e.wLw);
+  out.q_right = mixture(group.on_q, none, e.wLx, e.wLk, e.wLw);
+  if constexpr (!Pairs) out.p_right.q += out.q_right.p;  // p q is q p
+  out.key_on_u = key * (e.ku - c * e.wu);
+  out.value_on_u = value * e.wu;
+  out.u_on_k = group.on_p * (e.ku + group.on_k * e.wu);
+  out.u_on_w = group.on_q * e.wu;
+}
+
+// A row without a rotation: on return `partial` is the derivative with respect to the state before the step.
+template <class T, bool Pairs>
+void pull_still(const Scan& s, const Task<T>& task, const Eigen<T>& eigen, const T* x, const T* g, T* u_gradient, T* partial,
+                T* gradients) {
+  const int64_t pad = padded<T>(s.size);
   for (int64_t i = 0; i < pad; i += lanes<T>) {
-    Vec<T> from = load<T>(g + i), old = load<T>(x + i);
-    Vec<T> k = row.on_p * load<T>(p + i);
-    Vec<T> w = row.on_q * load<T>(q + i) + row.on_k * k;
-    Vec<T> gk = by.m1 * from + e.kx * old, gw = by.m2 * from + e.wx * old + 2 * e.ww * w;
-    Vec<T> k_right = e.kLx * old + e.kLk * k + e.kLw * w, w_right = e.wLx * old + e.wLk * k + e.wLw * w;
+    Vec<T> from = load<T>(g + i);
+    store<T>(partial + i, times_transposed<T, Pairs>(eigen, i, from));
+    add_outer<T, Pairs>(task.sum(of_real, pad), pad, i, from, load<T>(x + i));
+    if (s.aware) store<T>(u_gradient + i, from);
+  }
+  std::memset(gradients, 0, 2 * pad * sizeof(T));
+}
+
+// A row with one, which is lane `l` of its group: the same but for what goes through p and q, whose derivatives are in
+// `gradients`.
+template <class T, class N, bool Pairs>
+INLINE void pull_row(const Scan& s, const Task<T>& task, const Eigen<T> eigen, const Group<T, N>& group, const Pull<N>& by, int l,
+                     const T* x, const T* u, const T* g, T* u_gradient, T* partial, T* gradients) {
+  const int64_t pad = padded<T>(s.size);
+  const T *p = group.p[l], *q = group.q[l];
+  T *to_real = task.sum(of_real, pad), *to_imag = task.sum(of_imag, pad);
+  for (int64_t i = 0; i < pad; i += lanes<T>) {
+    const Vec<T> from = load<T>(g + i), old = load<T>(x + i), a = load<T>(p + i), b = load<T>(q + i);
+    const Vec<T> back = from + lane(by.p_right.x, l) * a + lane(by.q_right.x, l) * b;  // of L x
+    store<T>(partial + i, times_transposed<T, Pairs>(eigen, i, back) + (lane(by.state.p, l) * a + lane(by.state.q, l) * b));
     if constexpr (Pairs) {
-      gk += times<T, true>(eigen, i, k_right) + times_transposed<T, true>(eigen, i, by.y1 * from + e.kLk * k + e.wLk * w);
-      gw += times<T, true>(eigen, i, w_right) + times_transposed<T, true>(eigen, i, by.y2 * from + e.kLw * k + e.wLw * w);
+      auto all_of = [&](const Mixture<N>& m) {
+        return lane(m.g, l) * from + lane(m.x, l) * old + lane(m.p, l) * a + lane(m.q, l) * b;
+      };
+      auto without_g = [&](const Mixture<N>& m) { return lane(m.x, l) * old + lane(m.p, l) * a + lane(m.q, l) * b; };
+      auto without_x = [&](const Mixture<N>& m) { return lane(m.g, l) * from + lane(m.p, l) * a + lane(m.q, l) * b; };
+      store<T>(gradients + i, all_of(by.key) + times<T, true>(eigen, i, without_g(by.key_right)) +
+                                  times_transposed<T, true>(eigen, i, without_x(by.key_left)));
+      store<T>(gradients + pad + i, all_of(by.value) + times<T, true>(eigen, i, without_g(by.value_right)) +
+                                        times_transposed<T, true>(eigen, i, without_x(by.value_left)));
+      const Vec<T> y = old + lane(by.turned.p, l) * a + lane(by.turned.q, l) * b;
+      const Vec<T> with_p = without_g(by.p_right), with_q = without_g(by.q_right);
+      add_at<T>(to_real + i, from * y + a * with_p + b * with_q);
+      add_at<T>(to_imag + i, from * swapped<T>(y) + a * swapped<T>(with_p) + b * swapped<T>(with_q));
     } else {
-      Vec<T> real = load<T>(eigen.real + i);
-      gk += real * (k_right + by.y1 * from + e.kLk * k + e.wLk * w);
-      gw += real * (w_right + by.y2 * from + e.kLw * k + e.wLw * w);
-    }
-    if (s.aware) {
-      Vec<T> driven = load<T>(u + i);
-      gk += e.ku * driven;
-      gw += e.wu * driven;
-      store<T>(u_gradient + i, from + e.ku * k + e.wu * w);
-    }
-    store<T>(gradients + i, row.key_scale * (gk - c * gw + key_on_k * k - k_gw * w));
-    store<T>(gradients + pad + i, row.value_scale * (gw + value_on_k * k - w_gw * w));
-    store<T>(partial + i, times_transposed<T, Pairs>(eigen, i, from + e.kLx * k + e.wLx * w) + e.kx * k + e.wx * w);
-    Vec<T> y = old + by.y1 * k + by.y2 * w;
-    Vec<T> change = from * y + k * k_right + w * w_right;
-    store<T>(to_real + i, load<T>(to_real + i) + change);
-    if constexpr (Pairs) {
-      Vec<T> turned = from * swapped<T>(y) + k * swapped<T>(k_right) + w * swapped<T>(w_right);
-      store<T>(to_imag + i, load<T>(to_imag + i) + turned);
+      const Vec<T> real = load<T>(eigen.real + i);
+      auto with_real = [&](const Mixture<N>& m, const Mixture<N>& right) {
+        return (lane(m.g, l) + lane(right.g, l) * real) * from + (lane(m.x, l) + lane(right.x, l) * real) * old +
+               (lane(m.p, l) + lane(right.p, l) * real) * a + (lane(m.q, l) + lane(right.q, l) * real) * b;
+      };
+      store<T>(gradients + i, with_real(by.key, by.key_right));
+      store<T>(gradients + pad + i, with_real(by.value, by.value_right));
+      const Vec<T> with_p = lane(by.turned.p, l) * from + lane(by.p_right.p, l) * a + lane(by.p_right.q, l) * b;
+      const Vec<T> with_q = lane(by.turned.q, l) * from + lane(by.q_right.q, l) * b;
+      store<T>(to_real + i, load<T>(to_real + i) + old * back + a * with_p + b * with_q);
     }
   }
-  return beta_gradient;
+  for (int64_t i = 0; s.aware && i < pad; i += lanes<T>) {
+    const Vec<T> driven = load<T>(u + i);
+    add_at<T>(gradients + i, lane(by.key_on_u, l) * driven);
+    add_at<T>(gradients + pad + i, lane(by.value_on_u, l) * driven);
+    store<T>(u_gradient + i, load<T>(g + i) + lane(by.u_on_k, l) * load<T>(p + i) + lane(by.u_on_w, l) * load<T>(q + i));
+  }
+}
+
+// The derivatives of `count` rows from `first` on, as `forward_rows`; those of the projections in `gradients`.
+template <class T, class N, bool Pairs>
+void backward_rows(const Scan& s, const Task<T>& task, const Eigen<T>& eigen, const Rows<T>& rows, const T* normed,
+                   const T* projections, int64_t first, int count, int64_t t, T* gradients) {
+  const int64_t m = s.size, pad = rows.pad, n = s.heads * m, offset = task.head * m, apart = rows.x_apart;
+  const Eigen<T> feed = {task.feed_real, task.feed_imag};
+  Group<T, N> group;
+  Pull<N> by;
+  if (s.turns) {
+    directions<T, N, Pairs>(eigen, rows, first, count, task.scratch, group);
+    T each[rows_in<N>][8] = {};
+    for (int l = 0; l < count; ++l)
+      dots_with_g<T, Pairs>(eigen, group.p[l], group.q[l], task.g + (first + l) * pad, pad, each[l]);
+    N with_g[8];
+    across<T, 8>(each[0], count, with_g);
+    pull_of<T, N, Pairs>(s, group, betas_of<T, N>(s, task, first, count, t), with_g, by);
+  }
+  for (int l = 0; l < count; ++l) {
+    const int64_t r = first + l, sequence = task.begin + r;
+    T *g = task.g + r * pad, *u = task.u + r * pad, *to_projections = gradients + r * spaced<T>(2 * pad);
+    T* to_drive = static_cast<T*>(s.drive_gradients) + (sequence * s.steps + t) * s.features;
+    T beta = 0;
+    if (!s.turns || group.still[l] || ended<T>(s, sequence, t)) {
+      pull_still<T, Pairs>(s, task, eigen, task.x + r * apart, g, u, task.partial + r * pad, to_projections);
+    } else {
+      pull_row<T, N, Pairs>(s, task, eigen, group, by, l, task.x + r * apart, u, g, u, task.partial + r * pad, to_projections);
+      beta = lane(by.beta, l);
+    }
+    if (s.mixes) {
+      const T* p = normed + r * 2 * pad;
+      mix_backward<T>(s, p, p + pad, pad, task.mixing, to_projections);
+    }
+    for (int64_t half = 0; s.norms && half < 2; ++half)
+      norm_backward<T>(s, projections + (2 * r + half) * pad, task.norms[2 * r + half], task.norm_weight + half * pad,
+                       task.ones, pad, to_projections + half * pad, task.sum(of_norm_weight, pad) + half * pad,
+                       task.sum(of_norm_bias, pad) + half * pad);
+    const T* to_u = s.aware ? u : g;
+    s.sums[task.index * every_sum * pad] += beta;
+    if (s.beta_given) to_drive[s.features - 1] = beta;
+    put<T>(to_u, m, to_drive + offset);
+    if (s.given) {
+      put<T>(to_projections, m, to_drive + n + offset);
+      put<T>(to_projections + pad, m, to_drive + 2 * n + offset);
+    }
+    for (int64_t i = 0; s.coupled && i < pad; i += lanes<T>) {
+      T* slow_g = task.slow_g + r * pad;
+      add_outer<T, Pairs>(task.sum(of_feed_real, pad), pad, i, load<T>(to_u + i), load<T>(task.slow + r * pad + i));
+      store<T>(slow_g + i, load<T>(slow_g + i) + times_transposed<T, Pairs>(feed, i, load<T>(to_u + i)));
+    }
+  }
 }
 
 // The derivatives of the weights, and of the bias, by those of the projections of some rows.
@@ -600,40 +730,12 @@ void run_backward(const Scan& s, Task<T>& task, const Weights<T>& weights, const
         for (int64_t i = 0; s.coupled && i < pad; i += lanes<T>)
           store<T>(u + i, load<T>(u + i) + times<T, Pairs>(feed, i, load<T>(slow + i)));
       }
-      task.row[r].still = !s.turns || over;
-      const T* p = pairs + r * 2 * pad;
-      if (!task.row[r].still)
-        directions<T, Pairs>(eigen, p, p + pad, task.x + r * apart, s.aware ? u : nullptr, pad,
-                             task.scratch + r * 2 * pad, task.row[r]);
     }
-    for (int64_t r = 0; r < task.rows; ++r) {
-      const int64_t sequence = task.begin + r;
-      T *g = task.g + r * pad, *u = task.u + r * pad, *to_projections = gradients + r * gradients_apart;
-      const T* drive = static_cast<const T*>(s.drive) + (sequence * s.steps + t) * s.features;
-      T* to_drive = static_cast<T*>(s.drive_gradients) + (sequence * s.steps + t) * s.features;
-      T beta = row_backward<T, Pairs>(s, task, eigen, task.row[r], beta_of<T>(s, task, drive), task.x + r * apart, u, g, u,
-                                      task.partial + r * pad, to_projections);
-      if (s.mixes) {
-        const T* p = normed + r * 2 * pad;
-        mix_backward<T>(s, p, p + pad, pad, task.mixing, to_projections);
-      }
-      for (int64_t half = 0; s.norms && half < 2; ++half)
-        norm_backward<T>(s, projections + (2 * r + half) * pad, task.norms[2 * r + half], task.norm_weight + half * pad,
-                         task.ones, pad, to_projections + half * pad, task.sum(of_norm_weight, pad) + half * pad,
-                         task.sum(of_norm_bias, pad) + half * pad);
-      const T* to_u = s.aware ? u : g;
-      totals[0] += beta;
-      if (s.beta_given) to_drive[s.features - 1] = beta;
-      put<T>(to_u, m, to_drive + offset);
-      if (s.given) {
-        put<T>(to_projections, m, to_drive + n + offset);
-        put<T>(to_projections + pad, m, to_drive + 2 * n + offset);
-      }
-      for (int64_t i = 0; s.coupled && i < pad; i += lanes<T>) {
-        T* slow_g = task.slow_g + r * pad;
-        add_outer<T, Pairs>(task.sum(of_feed_real, pad), pad, i, load<T>(to_u + i), load<T>(task.slow + r * pad + i));
-        store<T>(slow_g + i, load<T>(slow_g + i) + times_transposed<T, Pairs>(feed, i, load<T>(to_u + i)));
-      }
+    const Rows<T> rows = {pairs, task.x, s.aware ? task.u : nullptr, apart, pad};
+    for (int64_t first = 0; first < task.rows; first += lanes<T>) {
+      const int count = std::min<int64_t>(lanes<T>, task.rows - first);
+      count == 1 ? backward_rows<T, T, Pairs>(s, task, eigen, rows, normed, projections, first, count, t, gradients)
+                 : backward_rows<T, Vec<T>, Pairs>(s, task, eigen, rows, normed, projections, first, count, t, gradients);
     }
     if (weighted) {
       const Ranges halves = {m, pad - m, m};

@@ -71,7 +71,13 @@ template <class T> void look(const Step& s, Task<T>& task, const T* weights, int
     T* p = task.projections + r * 2 * pad;
     if (s.bias)
       for (int64_t i = 0; i < 2 * pad; i += lanes<T>) store<T>(p + i, load<T>(p + i) + load<T>(task.bias + i));
-    directions<T, false>(eigen, p, p + pad, task.x + r * pad, nullptr, pad, task.scratch + r * 2 * pad, task.row[r]);
+  }
+  const Rows<T> rows = {task.projections, task.x, nullptr, pad, pad};
+  for (int64_t first = 0; first < count; first += lanes<T>) {
+    const int some = std::min<int64_t>(lanes<T>, count - first);
+    Group<T, Vec<T>> group;
+    directions<T, Vec<T>, false>(eigen, rows, first, some, task.scratch, group);
+    for (int l = 0; l < some; ++l) task.row[first + l] = row_of(group, l);
   }
 }
 
