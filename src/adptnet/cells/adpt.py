@@ -52,13 +52,16 @@ class ADPTCell(BoundCell):
 
     def prepare_given(self, inputs: Tensor, position: Tensor, dt: Tensor | None, beta: Tensor | None) -> Tensor:
         """The drive, then what else a step needs: directions that come from the input, and `dt` and `beta` if given."""
-        u = self.drive.project(inputs)
-        parts: list[Tensor] = [self.drive(u, position, self.spectrum, dt)]
-        if isinstance(self.spec.direction, FromInput):
-            for directions in self._directions():
+        parts: list[Tensor] = []
+        from_input = isinstance(self.spec.direction, FromInput)
+        drive = None if from_input or dt is not None else self.drive.by_one_product(inputs, self.spectrum)
+        if drive is None:
+            u = self.drive.project(inputs)
+            drive = self.drive(u, position, self.spectrum, dt)
+            for directions in self._directions() if from_input else []:
                 parts += [part.reshape(u.shape) for part in directions.bound(u.dtype)(u)]
-        parts += [part.expand(*u.shape[:-1], 1) for part in (dt, beta) if part is not None]
-        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+        parts += [part.expand(*inputs.shape[:-1], 1) for part in (dt, beta) if part is not None]
+        return torch.cat([drive, *parts], -1) if parts else drive
 
     def scan(
         self,

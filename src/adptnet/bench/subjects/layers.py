@@ -27,6 +27,7 @@ TRAINING = {"nn.GRU": 0.5, "nn.LSTM": 0.5, "nn.RNN(relu)": 1.5}
 def _case(size: Size, fast: bool) -> Case:
     torch.manual_seed(0)
     x, upstream = (torch.randn(size) for _ in range(2))
+    x.requires_grad_()  # as what enters any layer but the first
     sides = []
     for name, make in MODELS.items():
         model = make(size.state)
@@ -37,7 +38,7 @@ def _case(size: Size, fast: bool) -> Case:
                 model(x)
 
         def training(model: nn.Module = model, parameters: list[nn.Parameter] = parameters) -> None:
-            torch.autograd.grad(model(x)[0], parameters, upstream)
+            torch.autograd.grad(model(x)[0], [x, *parameters], upstream)
 
         sides += [Side(f"{name}, forward", forward), Side(f"{name}, training", training)]
     goals = [_over(name, "training", at_most) for name, at_most in TRAINING.items()]

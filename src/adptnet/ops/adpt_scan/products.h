@@ -94,22 +94,23 @@ struct Ranges {
   int64_t first, gap, second;  // entries, then a gap, then entries
 };
 
-template <class T, int Rows, int Panels, bool Add>
+// Some vectors of the result, from the first of a panel on, or from its second if `Odd`.
+template <class T, int Rows, int Vectors, bool Odd, bool Add>
 INLINE void multiply(const T* x, int64_t x_stride, Ranges over, const T* weights, int64_t depth, T* out,
                      int64_t out_stride) {
-  Vec<T> sum[Rows][2 * Panels] = {};
+  Vec<T> sum[Rows][Vectors] = {};
   const T* w = weights;
   auto range = [&](const T* row, int64_t count) {
     for (int64_t i = 0; i < count; ++i, w += panel<T>) {
-      Vec<T> column[2 * Panels];
+      Vec<T> column[Vectors];
 #pragma GCC unroll 8
-      for (int j = 0; j < 2 * Panels; ++j)
-        column[j] = load<T>(w + (j / 2) * depth * panel<T> + (j % 2) * lanes<T>);
+      for (int j = 0; j < Vectors; ++j)
+        column[j] = load<T>(w + ((Odd + j) / 2) * depth * panel<T> + ((Odd + j) % 2) * lanes<T>);
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; ++r) {
         T value = row[r * x_stride + i];
 #pragma GCC unroll 8
-        for (int j = 0; j < 2 * Panels; ++j) sum[r][j] += value * column[j];
+        for (int j = 0; j < Vectors; ++j) sum[r][j] += value * column[j];
       }
     }
   };
@@ -118,8 +119,8 @@ INLINE void multiply(const T* x, int64_t x_stride, Ranges over, const T* weights
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 8
-    for (int j = 0; j < 2 * Panels; ++j) {
-      T* to = out + r * out_stride + j * lanes<T>;
+    for (int j = 0; j < Vectors; ++j) {
+      T* to = out + r * out_stride + (Odd + j) * lanes<T>;
       // Added last: to sum onto what is there would round at its size, which is larger, once for each term.
       store<T>(to, Add ? load<T>(to) + sum[r][j] : sum[r][j]);
     }
@@ -133,12 +134,37 @@ void multiply_rows(const T* x, int64_t x_stride, Ranges over, const T* weights, 
   constexpr int together = panels_together(Rows);
   int64_t depth = over.first + over.second, j = 0;
   for (; j + together <= panels; j += together) {
-    multiply<T, Rows, together, Add>(x, x_stride, over, weights + j * depth * panel<T>, depth, out + j * panel<T>,
-                                     out_stride);
+    multiply<T, Rows, 2 * together, false, Add>(x, x_stride, over, weights + j * depth * panel<T>, depth,
+                                                out + j * panel<T>, out_stride);
     if (ahead) ahead->next();
   }
   for (; j < panels; ++j)
-    multiply<T, Rows, 1, Add>(x, x_stride, over, weights + j * depth * panel<T>, depth, out + j * panel<T>, out_stride);
+    multiply<T, Rows, 2, false, Add>(x, x_stride, over, weights + j * depth * panel<T>, depth, out + j * panel<T>, out_stride);
+}
+
+// Four rows fill the registers with three vectors, one and a half panels; at the end there may be two, or twice two.
+template <class T, bool Add>
+void multiply_fours(int64_t fours, const T* x, int64_t x_stride, Ranges over, const T* weights, int64_t panels, T* out,
+                    int64_t out_stride, Ahead* ahead) {
+  const int64_t depth = over.first + over.second;
+  if (ahead) ahead->divide(fours * ((2 * panels + 2) / 3));
+  for (int64_t left = 2 * panels, v = 0; left > 0;) {
+    const int64_t some = left == 2 || left == 4 ? 2 : 3;
+    const T* from = weights + v / 2 * depth * panel<T>;
+    for (int64_t g = 0; g < fours; ++g) {
+      const T* in = x + 4 * g * x_stride;
+      T* to = out + 4 * g * out_stride + v / 2 * panel<T>;
+      if (some == 2)
+        multiply<T, 4, 2, false, Add>(in, x_stride, over, from, depth, to, out_stride);
+      else if (v % 2)
+        multiply<T, 4, 3, true, Add>(in, x_stride, over, from, depth, to, out_stride);
+      else
+        multiply<T, 4, 3, false, Add>(in, x_stride, over, from, depth, to, out_stride);
+      if (ahead) ahead->next();
+    }
+    v += some;
+    left -= some;
+  }
 }
 
 // Panel by panel, so that a panel stays in the nearest cache for all groups of rows.
@@ -147,6 +173,8 @@ __attribute__((noinline)) void product(int64_t rows, const T* x, int64_t x_strid
                                        int64_t panels, T* out, int64_t out_stride, Ahead* ahead = nullptr) {
   int64_t depth = over.first + over.second;
   int64_t groups = (rows + 5) / 6, block = rows > 6 ? 1 : panels;
+  if (rows == 4 || rows == 8)
+    return multiply_fours<T, Add>(rows / 4, x, x_stride, over, weights, panels, out, out_stride, ahead);
   if (ahead) ahead->divide(std::max(int64_t(1), groups * panels / panels_together(rows)));
   for (int64_t j = 0; j < panels; j += block) {
     const T* from = weights + j * depth * panel<T>;
