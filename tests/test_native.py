@@ -2,6 +2,7 @@
 
 import gc
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -209,3 +210,35 @@ def test_address_and_undefined_behaviour_sanitisers_find_nothing(operation, tmp_
     code = prepared + SANITISED[operation] + "print('clean')"
     options = {"ASAN_OPTIONS": "detect_leaks=0", "LD_PRELOAD": runtime, "OMP_NUM_THREADS": "1"}
     assert python(code, **options)[0] == "clean"
+
+
+FAULTS = """
+import resource, sys
+import torch
+from adptnet.ops import memory
+
+if "keep" in sys.argv:
+    memory.keep_freed()
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+for _ in range(2):
+    torch.ones(2**24), torch.ones(2**21)
+before = faults()
+for _ in range(5):
+    torch.ones(2**24), torch.ones(2**21)
+print(faults() - before)
+"""
+
+
+@pytest.mark.skipif(not platform.libc_ver()[0].startswith("glibc"), reason="settings of glibc's allocator")
+def test_freed_memory_is_kept_where_a_program_asks_for_it():
+    """Five times 64 MiB are tens of thousands of pages if each is mapped again, and next to none if they are kept."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+
+    def faults(*arguments):
+        command = [sys.executable, "-c", FAULTS, *arguments]
+        return int(subprocess.run(command, env=clean, check=True, capture_output=True, text=True).stdout)
+
+    assert 10 * faults("keep") < faults()

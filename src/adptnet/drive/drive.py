@@ -44,7 +44,7 @@ class Drive(nn.Module):
             return None
         if torch.compiler.is_compiling() or inputs.numel() <= inputs.shape[-1] ** 2:  # fewer rows than B has
             return None
-        matrix, gain = self.input_projection.dense(), self.gain(spectrum)
-        if not inputs.dtype == matrix.dtype == gain.real.dtype:
+        gain = self.gain(spectrum)
+        if inputs.dtype != gain.real.dtype:
             return None
-        return inputs @ gain.mv(matrix.mT)
+        return inputs @ gain.mv(self.input_projection.dense().to(inputs.dtype).mT)

@@ -2,6 +2,9 @@
 
 import collections
 import contextlib
+import ctypes
+import os
+import sys
 import weakref
 from typing import Any
 
@@ -9,7 +12,7 @@ import numpy
 import torch
 from torch import Tensor
 
-__all__ = ["clear", "empty"]
+__all__ = ["clear", "empty", "keep_freed"]
 
 SMALLEST = 1 << 18  # below this the allocator of the process reuses memory itself
 KEPT = 8  # free blocks
@@ -36,6 +39,22 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     lease = block[start : start + needed].view(_NUMPY[dtype]).reshape(shape)
     weakref.finalize(lease, _free.append, block).atexit = False
     return torch.from_numpy(lease)  # no view of another tensor, so that it may be changed in place
+
+
+def keep_freed() -> None:
+    """This process, and those that it starts, keep the memory that they free instead of giving it back to the system.
+
+    Torch frees what a step of training made and asks for the same again in the next; glibc maps and unmaps large pieces
+    each time. It is for a program to decide, not for a library: the commands that train do. Elsewhere than with glibc
+    nothing happens.
+    """
+    # Names of mallopt's settings, their numbers in malloc.h, and values: nothing is mapped on its own, nothing trimmed.
+    for name, number, value in (("MMAP_MAX", -4, 0), ("TRIM_THRESHOLD", -1, -1), ("TOP_PAD", -2, 1 << 26)):
+        if f"MALLOC_{name}_" in os.environ or sys.platform != "linux":
+            continue
+        with contextlib.suppress(AttributeError):  # another C library
+            ctypes.CDLL(None).mallopt(number, value)
+        os.environ[f"MALLOC_{name}_"] = str(value if value >= 0 else 1 << 62)
 
 
 def clear() -> None:
