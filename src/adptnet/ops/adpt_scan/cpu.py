@@ -13,7 +13,7 @@ from .form import DENSE, Constants, Factors, Form
 
 __all__ = ["backward", "forward", "kept", "products", "ready"]
 
-FEW, MANY = 12, 64  # sequences that are run together
+FEW, FEWER, MANY = 12, 8, 64  # sequences that are run together: two groups of six, two of four, and the most
 SMALL = 256  # rows of K and V that fit well into the second cache
 
 _NAMES = {torch.float32: "float", torch.float64: "double"}
@@ -158,10 +158,13 @@ def _tile(batch: int, heads: int, size: int, threads: int) -> int:
     matrices come from the next one quickly enough to be read once for each of them.
     """
     each = -(-batch * heads // threads)
-    most = FEW if size <= SMALL and each > 2 * FEW else MANY
-    if threads == 1:
-        return max(1, min(most, batch))  # the products like six rows, and a smaller last tile keeps nobody waiting
-    tiles = -(-batch // max(1, min(most, each)))
+    if size <= SMALL and each > FEW:
+        if threads == 1:
+            return min(FEW, batch)  # a smaller last tile keeps nobody waiting
+        tasks = {tile: -(-batch // tile) * heads for tile in (FEWER, FEW)}
+        most_rows = {tile: -(-count // threads) * tile for tile, count in tasks.items()}  # of one thread
+        return min(most_rows, key=lambda tile: most_rows[tile])
+    tiles = -(-batch // max(1, min(MANY, each)))
     if heads == 1 and tiles > threads:
         tiles = -(-tiles // threads) * threads  # as many for each thread
     return max(1, -(-batch // max(1, tiles)))  # of nearly equal size
