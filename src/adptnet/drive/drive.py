@@ -37,8 +37,8 @@ class Drive(nn.Module):
     def by_one_product(self, inputs: Tensor, spectrum: Spectrum) -> Tensor | None:
         """The drive of `inputs` as (gain B) o, where nothing comes between; None where that would not save time.
 
-        A gain on the rows of B takes as many multiplications as B has entries, forward and backward, and no tensor as long
-        as the sequence.
+        A gain on the rows of B takes as many multiplications as B has entries, forward and backward, and no tensor as
+        long as the sequence.
         """
         if self.gate is not None or self.rope is not None or not isinstance(self.input_projection, DenseProjection):
             return None
