@@ -81,7 +81,7 @@ def assert_agree(*arguments, tolerance=1e-10, **options):
 
 @pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 13, 50, 97])
-@pytest.mark.parametrize("batch", [1, 3, 17])
+@pytest.mark.parametrize("batch", [1, 3, 4, 8, 17])
 @pytest.mark.parametrize("norm", [None, 1e-5], ids=["plain", "normed"])
 def test_any_width_and_batch(batch, size, norm, lean):
     assert_agree(*problem(batch, 6, size, norm=norm), lean=lean)
@@ -288,6 +288,42 @@ def test_nan_is_not_hidden():
         states = adpt_scan(drive, state, constants, form)
         assert states[0, 1:].isnan().any(-1).all()
         assert states[1].isfinite().all()
+
+
+def test_zero_does_not_hide_nan():
+    drive, state, constants, form = problem(3, 1, 5, given=True)
+    drive[1, 0, 5:10], drive[1, 0, 10:] = 0.0, torch.nan  # no key, and a value that is no number
+    for run in (adpt_scan, reference.adpt_scan):
+        assert run(drive, state, constants, form).isfinite().all(-1).flatten().tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("state_size", "weight_size", "gradient_size"),
+    [(1, 1e6, 1e-30), (1e-4, 1e10, 1e-30), (1e4, 1e-13, 1e18), (1e-9, 1, 1), (1e9, 1, 1), (1e6, 1e-6, 1e-20)],
+)
+def test_rows_of_any_size_in_single_precision(state_size, weight_size, gradient_size):
+    drive, state, constants, form = problem(5, 1, 6, dtype=torch.float32)
+    constants = constants._replace(weight=constants.weight * weight_size)
+    leaves = [t.requires_grad_() for t in (state * state_size, constants.real, constants.weight, constants.beta)]
+    upstream = gradient_size * torch.randn(5, 1, 6, dtype=torch.float32)
+    found, wanted = (
+        torch.autograd.grad(run(drive * state_size, leaves[0], constants, form), leaves, upstream)
+        for run in (adpt_scan, reference.adpt_scan)
+    )
+    for one, other in zip(found, wanted, strict=True):
+        assert (one - other).abs().max() <= 1e-4 * other.abs().max()
+
+
+@pytest.mark.parametrize("beta", [(0.1, 5.0, 0.2, 60.0, 0.0, 2.1, 1.9, 30.0, 0.3), (3.0,) * 9])
+def test_rows_with_small_and_large_angles_side_by_side(beta):
+    drive, state, constants, form = problem(9, 7, 6, beta_given=True)
+    drive[..., -1] = torch.tensor(beta).unsqueeze(-1)
+    assert_agree(drive, state, constants, form, tolerance=1e-9)  # an angle of 60 loses a digit
+
+
+def test_a_beta_with_the_drive_is_for_one_head():
+    with pytest.raises(InputError, match="one head"):
+        adpt_scan(*problem(2, 3, 8, heads=2, beta_given=True))
 
 
 @pytest.mark.parametrize(("batch", "steps"), [(0, 3), (3, 0), (0, 0)])

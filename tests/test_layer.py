@@ -4,10 +4,11 @@ import copy
 
 import pytest
 import torch
+from torch.nn.utils import prune
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.testing import assert_close
 
-from adptnet import ADPTNet, ADPTState, Recurrent, TrainableBeta, adjoints, cells, solvers
+from adptnet import ADPTNet, ADPTState, Recurrent, TrainableBeta, adjoints, analysis, cells, drive, solvers, spectra
 from adptnet.training import param_groups
 from members import build, legal, name_of
 
@@ -302,3 +303,38 @@ def test_optimiser_marks_are_on_the_spectrum_and_beta():
     assert len(decay_of) == len(list(layer.parameters()))
     for name, parameter in layer.named_parameters():
         assert decay_of[id(parameter)] == (0.0 if name in marked else 0.1)
+
+
+@pytest.mark.parametrize("gain", [drive.EMA(), drive.LRU(tied=False), drive.ZOH()], ids=str)
+def test_long_inputs_are_projected_and_scaled_by_one_product(gain, monkeypatch):
+    layer = ADPTNet(6, state_size=8, beta=1.0, spectrum=spectra.S4DInv(), gain=gain)
+    x = torch.randn(3, 40, 6, requires_grad=True)
+
+    def found():
+        y = layer(x)[0]
+        return [y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
+
+    assert layer.cell.drive.by_one_product(x, layer.cell.spectrum) is not None
+    at_once = found()
+    monkeypatch.setattr(drive.Drive, "by_one_product", lambda *arguments: None)
+    for one, other in zip(at_once, found(), strict=True):
+        close(one, other)
+
+
+def test_who_watches_or_changes_the_projection_is_called_for_long_inputs_too():
+    layer, x, seen = ADPTNet(6, beta=1.0), torch.randn(3, 40, 6), []
+    layer.cell.drive.input_projection.register_forward_hook(lambda *call: seen.append(1))
+    layer(x)
+    assert seen == [1]
+    pruned = ADPTNet(6, beta=1.0)
+    prune.l1_unstructured(pruned.cell.drive.input_projection, "weight", 0.5)
+    for _ in range(2):  # its hook makes the weights anew in every call
+        pruned(x)[0].sum().backward()
+
+
+def test_autocast_does_not_reach_the_drive():
+    layer, x = ADPTNet(6, beta=1.0, dtype=torch.float32), torch.randn(1, 80, 6, dtype=torch.float32)
+    plain = analysis.lyapunov_exponents(layer, x).exponents
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = analysis.lyapunov_exponents(layer, x).exponents
+    assert_close(found, plain, atol=0.02, rtol=0)

@@ -12,6 +12,8 @@ from .rope import RotaryPositions
 
 __all__ = ["Drive"]
 
+FEW = 64  # rows that are projected as quickly one way as the other
+
 
 class Drive(nn.Module):
     """gain ⊙ gate(u) ⊙ R(u), u = B o (eq:recurrence_fn_redo, eq:input_gate_ADPTNet). Does not depend on the state."""
@@ -38,14 +40,23 @@ class Drive(nn.Module):
         """The drive of `inputs` as (gain B) o, where nothing comes between; None where that would not save time.
 
         A gain on the rows of B takes as many multiplications as B has entries, forward and backward, and no tensor as
-        long as the sequence.
+        long as the sequence. Parts that were replaced, or that somebody watches, are called one by one.
         """
-        if self.gate is not None or self.rope is not None or not isinstance(self.input_projection, DenseProjection):
+        rows = inputs.numel() // max(1, inputs.shape[-1])
+        if self.gate is not None or self.rope is not None or torch.compiler.is_compiling():
             return None
-        if torch.compiler.is_compiling() or inputs.numel() <= inputs.shape[-1] ** 2:  # fewer rows than B has
+        if rows < FEW or rows <= inputs.shape[-1] or torch.is_autocast_enabled(inputs.device.type):
+            return None
+        if not (_stock(self, Drive) and _stock(self.input_projection, DenseProjection) and _stock(self.gain, Gain)):
             return None
         gain = self.gain(spectrum)
         if inputs.dtype != gain.real.dtype:
             return None
         both: Tensor = gain.mv(self.input_projection.dense().to(inputs.dtype).mT)
         return inputs @ both
+
+
+def _stock(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a call of a module is that of its class: nothing overridden, nothing hooked."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return type(module) is kind and not any(hooks)

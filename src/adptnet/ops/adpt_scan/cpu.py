@@ -13,7 +13,7 @@ from .form import DENSE, Constants, Factors, Form
 
 __all__ = ["backward", "forward", "kept", "products", "ready"]
 
-FEW, FEWER, MANY = 12, 8, 64  # sequences that are run together: two groups of six, two of four, and the most
+FEW, FEWER, MANY = 12, 8, 64  # sequences that are run together: two groups of six, two of four, the most
 SMALL = 256  # rows of K and V that fit well into the second cache
 
 _NAMES = {torch.float32: "float", torch.float64: "double"}
@@ -158,16 +158,15 @@ def _tile(batch: int, heads: int, size: int, threads: int) -> int:
     matrices come from the next one quickly enough to be read once for each of them.
     """
     each = -(-batch * heads // threads)
-    if size <= SMALL and each > FEW:
-        if threads == 1:
-            return min(FEW, batch)  # a smaller last tile keeps nobody waiting
-        tasks = {tile: -(-batch // tile) * heads for tile in (FEWER, FEW)}
-        most_rows = {tile: -(-count // threads) * tile for tile, count in tasks.items()}  # of one thread
-        return min(most_rows, key=lambda tile: most_rows[tile])
-    tiles = -(-batch // max(1, min(MANY, each)))
+    small = size <= SMALL and each > FEW
+    if small and threads == 1:
+        return min(FEW, batch)  # a smaller last tile keeps nobody waiting
+    tiles = -(-batch // max(1, min(FEW if small else MANY, each)))
     if heads == 1 and tiles > threads:
         tiles = -(-tiles // threads) * threads  # as many for each thread
-    return max(1, -(-batch // max(1, tiles)))  # of nearly equal size
+    equal = max(1, -(-batch // max(1, tiles)))
+    most = {tile: -(-(-(-batch // tile) * heads) // threads) * tile for tile in (FEWER, equal)}  # sequences of a thread
+    return FEWER if small and most[FEWER] <= most[equal] else equal
 
 
 class _Call:

@@ -168,5 +168,7 @@ def check(
         raise InputError(f"adpt_scan: norm={form.norm} is for one head with K and V of the state; got {form}.")
     if form.linear and (constants.beta is None or constants.beta.requires_grad):
         raise InputError(f"adpt_scan: linear=True is for a β that is fixed at zero; got {form}, beta={constants.beta}.")
+    if form.beta_given and heads > 1:
+        raise InputError(f"adpt_scan: a β that comes with the drive is for one head; got {form}.")
     if size % heads or (constants.imag is not None and m % 2):
         raise InputError(f"adpt_scan: {heads} heads, complex pairs within each, do not divide a state of {size}.")

@@ -363,7 +363,7 @@ void forward_rows(const Scan& s, const Task<T>& task, const Eigen<T>& eigen, con
                   int64_t t) {
   const int64_t m = s.size, pad = rows.pad, n = s.heads * m, offset = task.head * m;
   Group<T, N> group;
-  Turn<N> on_pairs;
+  Turn<N> on_pairs = {};
   if (s.turns) {
     directions<T, N, Pairs>(eigen, rows, first, count, task.scratch, group);
     const Turn<N> by = turn<N>(s.form, group.plane, betas_of<T, N>(s, task, first, count, t));
@@ -470,17 +470,19 @@ INLINE void dots_with_g(const Eigen<T> eigen, const T* p, const T* q, const T* g
   sum_lanes<T, 8>(sum, out);
 }
 
-// What the derivatives of a row are sums of: g, that with respect to the state after the step, x, p and q.
+// What the derivatives of a row are sums of: g, that with respect to the state after the step, x, k and w.
 template <class N> struct Mixture {
-  N g, x, p, q;
+  N g, x, k, w;
 };
 
-// Derivatives of p and q, each with a part under L (`right`) and one under its transpose (`left`), of the state before the step
-// without what goes through p and q, and what those of L are products of. A real L is its own transpose: all is `right` then.
+// Derivatives of p and q but for the factors 1/|p| and 1/|q|, each with a part under L (`right`) and one under its transpose
+// (`left`); of the state before the step, without what goes through p and q (`state`, and L' (g + back)); and what those of
+// L are products of. A real L is its own transpose: all is `right` then.
 template <class N> struct Pull {
   Mixture<N> key, key_right, key_left, value, value_right, value_left;
-  Mixture<N> state, turned, p_right, q_right;
-  N key_on_u, value_on_u, u_on_k, u_on_w;  // of a drive that is turned
+  Mixture<N> state, turned, k_right, w_right;
+  N key_on_u, value_on_u;  // of a drive that is turned, whose own derivative is g + u_on_k k + u_on_w w
+  N u_on_k, u_on_w;
   N beta;
 };
 
@@ -488,7 +490,7 @@ template <class N> struct Pull {
 template <class T, class N, bool Pairs>
 INLINE void pull_of(const Scan& s, const Group<T, N>& group, N beta, const N* with_g, Pull<N>& out) {
   const Plane<N>& d = group.plane;
-  const N c = group.dot, key = group.key_scale, value = group.value_scale;
+  const N c = group.dot;
   const N kg = group.on_p * with_g[0], wg = group.on_q * with_g[1] + group.on_k * kg;
   const N gLk = group.on_p * with_g[2], gLw = group.on_q * with_g[3] + group.on_k * gLk;
   const Turn<N> by = turn<N>(s.form, d, beta);
@@ -501,33 +503,26 @@ INLINE void pull_of(const Scan& s, const Group<T, N>& group, N beta, const N* wi
                  2 * e.wLw * d.wLw + 2 * e.ww * d.ww + e.wu * d.wu;
   const N k_gk = by.y1 * gLk + by.m1 * kg + e.kx * d.kx + e.kLx * d.kLx + 2 * e.kLk * d.kLk + e.kLw * d.kLw +
                  e.wLk * d.wLk + e.ku * d.ku;
-  // g g + x x + k k + w w, times a number, in p and q.
-  auto mixture = [&](N times, N g, N x, N k, N w) {
-    return Mixture<N>{times * g, times * x, times * group.on_p * (k + group.on_k * w), times * group.on_q * w};
-  };
-  const N none = {}, one = none + 1;
-  out.key = mixture(key, by.m1 - c * by.m2, e.kx - c * e.wx, c * k_gw - k_gk, -2 * c * e.ww - k_gw);
-  out.value = mixture(value, by.m2, e.wx, -(k_gw + c * w_gw), 2 * e.ww - w_gw);
-  const N on_g = by.y1 - c * by.y2, on_x = e.kLx - c * e.wLx;
-  const N right_k = e.kLk - c * e.wLk, left_k = e.kLk - c * e.kLw, right_w = e.kLw - c * e.wLw, left_w = e.wLk - c * e.wLw;
-  if constexpr (Pairs) {
-    out.key_right = mixture(key, none, on_x, right_k, right_w);
-    out.key_left = mixture(key, on_g, none, left_k, left_w);
-    out.value_right = mixture(value, none, e.wLx, e.wLk, e.wLw);
-    out.value_left = mixture(value, by.y2, none, e.kLw, e.wLw);
-  } else {
-    out.key_right = mixture(key, on_g, on_x, right_k + left_k, right_w + left_w);
-    out.value_right = mixture(value, by.y2, e.wLx, e.wLk + e.kLw, 2 * e.wLw);
+  const N none = {};
+  out.key = {by.m1 - c * by.m2, e.kx - c * e.wx, c * k_gw - k_gk, -2 * c * e.ww - k_gw};
+  out.value = {by.m2, e.wx, -(k_gw + c * w_gw), 2 * e.ww - w_gw};
+  out.k_right = {none, e.kLx, e.kLk, e.kLw};
+  out.w_right = {none, e.wLx, e.wLk, e.wLw};
+  out.key_right = {none, e.kLx - c * e.wLx, e.kLk - c * e.wLk, e.kLw - c * e.wLw};
+  out.key_left = {by.y1 - c * by.y2, none, e.kLk - c * e.kLw, e.wLk - c * e.wLw};
+  out.value_right = out.w_right;
+  out.value_left = {by.y2, none, e.kLw, e.wLw};
+  if constexpr (!Pairs) {
+    out.key_right = {out.key_left.g, out.key_right.x, out.key_right.k + out.key_left.k, out.key_right.w + out.key_left.w};
+    out.value_right = {by.y2, e.wLx, e.wLk + e.kLw, 2 * e.wLw};
+    out.k_right.w += out.w_right.k;  // k w is w k
   }
-  out.state = mixture(one, none, none, e.kx, e.wx);
-  out.turned = mixture(one, none, one, by.y1, by.y2);
-  out.p_right = mixture(group.on_p, none, e.kLx + group.on_k * e.wLx, e.kLk + group.on_k * e.wLk, e.kLw + group.on_k * e.wLw);
-  out.q_right = mixture(group.on_q, none, e.wLx, e.wLk, e.wLw);
-  if constexpr (!Pairs) out.p_right.q += out.q_right.p;  // p q is q p
-  out.key_on_u = key * (e.ku - c * e.wu);
-  out.value_on_u = value * e.wu;
-  out.u_on_k = group.on_p * (e.ku + group.on_k * e.wu);
-  out.u_on_w = group.on_q * e.wu;
+  out.state = {none, none, e.kx, e.wx};
+  out.turned = {none, none, by.y1, by.y2};
+  out.key_on_u = e.ku - c * e.wu;
+  out.value_on_u = e.wu;
+  out.u_on_k = e.ku;
+  out.u_on_w = e.wu;
 }
 
 // A row without a rotation: on return `partial` is the derivative with respect to the state before the step.
@@ -551,43 +546,46 @@ INLINE void pull_row(const Scan& s, const Task<T>& task, const Eigen<T> eigen, c
                      const T* x, const T* u, const T* g, T* u_gradient, T* partial, T* gradients) {
   const int64_t pad = padded<T>(s.size);
   const T *p = group.p[l], *q = group.q[l];
+  const T on_p = lane(group.on_p, l), on_q = lane(group.on_q, l), on_k = lane(group.on_k, l);
+  const T key = lane(group.key_scale, l), value = lane(group.value_scale, l);
   T *to_real = task.sum(of_real, pad), *to_imag = task.sum(of_imag, pad);
   for (int64_t i = 0; i < pad; i += lanes<T>) {
-    const Vec<T> from = load<T>(g + i), old = load<T>(x + i), a = load<T>(p + i), b = load<T>(q + i);
-    const Vec<T> back = from + lane(by.p_right.x, l) * a + lane(by.q_right.x, l) * b;  // of L x
-    store<T>(partial + i, times_transposed<T, Pairs>(eigen, i, back) + (lane(by.state.p, l) * a + lane(by.state.q, l) * b));
+    const Vec<T> from = load<T>(g + i), old = load<T>(x + i);
+    const Vec<T> k = on_p * load<T>(p + i), w = on_q * load<T>(q + i) + on_k * k;
+    const Vec<T> back = from + lane(by.k_right.x, l) * k + lane(by.w_right.x, l) * w;  // the derivative of L x
+    store<T>(partial + i, times_transposed<T, Pairs>(eigen, i, back) + (lane(by.state.k, l) * k + lane(by.state.w, l) * w));
     if constexpr (Pairs) {
       auto all_of = [&](const Mixture<N>& m) {
-        return lane(m.g, l) * from + lane(m.x, l) * old + lane(m.p, l) * a + lane(m.q, l) * b;
+        return lane(m.g, l) * from + lane(m.x, l) * old + lane(m.k, l) * k + lane(m.w, l) * w;
       };
-      auto without_g = [&](const Mixture<N>& m) { return lane(m.x, l) * old + lane(m.p, l) * a + lane(m.q, l) * b; };
-      auto without_x = [&](const Mixture<N>& m) { return lane(m.g, l) * from + lane(m.p, l) * a + lane(m.q, l) * b; };
-      store<T>(gradients + i, all_of(by.key) + times<T, true>(eigen, i, without_g(by.key_right)) +
-                                  times_transposed<T, true>(eigen, i, without_x(by.key_left)));
-      store<T>(gradients + pad + i, all_of(by.value) + times<T, true>(eigen, i, without_g(by.value_right)) +
-                                        times_transposed<T, true>(eigen, i, without_x(by.value_left)));
-      const Vec<T> y = old + lane(by.turned.p, l) * a + lane(by.turned.q, l) * b;
-      const Vec<T> with_p = without_g(by.p_right), with_q = without_g(by.q_right);
-      add_at<T>(to_real + i, from * y + a * with_p + b * with_q);
-      add_at<T>(to_imag + i, from * swapped<T>(y) + a * swapped<T>(with_p) + b * swapped<T>(with_q));
+      auto without_g = [&](const Mixture<N>& m) { return lane(m.x, l) * old + lane(m.k, l) * k + lane(m.w, l) * w; };
+      auto without_x = [&](const Mixture<N>& m) { return lane(m.g, l) * from + lane(m.k, l) * k + lane(m.w, l) * w; };
+      store<T>(gradients + i, key * (all_of(by.key) + times<T, true>(eigen, i, without_g(by.key_right)) +
+                                     times_transposed<T, true>(eigen, i, without_x(by.key_left))));
+      store<T>(gradients + pad + i, value * (all_of(by.value) + times<T, true>(eigen, i, without_g(by.value_right)) +
+                                             times_transposed<T, true>(eigen, i, without_x(by.value_left))));
+      const Vec<T> y = old + lane(by.turned.k, l) * k + lane(by.turned.w, l) * w;
+      const Vec<T> with_k = without_g(by.k_right), with_w = without_g(by.w_right);
+      add_at<T>(to_real + i, from * y + k * with_k + w * with_w);
+      add_at<T>(to_imag + i, from * swapped<T>(y) + k * swapped<T>(with_k) + w * swapped<T>(with_w));
     } else {
       const Vec<T> real = load<T>(eigen.real + i);
       auto with_real = [&](const Mixture<N>& m, const Mixture<N>& right) {
         return (lane(m.g, l) + lane(right.g, l) * real) * from + (lane(m.x, l) + lane(right.x, l) * real) * old +
-               (lane(m.p, l) + lane(right.p, l) * real) * a + (lane(m.q, l) + lane(right.q, l) * real) * b;
+               (lane(m.k, l) + lane(right.k, l) * real) * k + (lane(m.w, l) + lane(right.w, l) * real) * w;
       };
-      store<T>(gradients + i, with_real(by.key, by.key_right));
-      store<T>(gradients + pad + i, with_real(by.value, by.value_right));
-      const Vec<T> with_p = lane(by.turned.p, l) * from + lane(by.p_right.p, l) * a + lane(by.p_right.q, l) * b;
-      const Vec<T> with_q = lane(by.turned.q, l) * from + lane(by.q_right.q, l) * b;
-      store<T>(to_real + i, load<T>(to_real + i) + old * back + a * with_p + b * with_q);
+      store<T>(gradients + i, key * with_real(by.key, by.key_right));
+      store<T>(gradients + pad + i, value * with_real(by.value, by.value_right));
+      const Vec<T> with_k = lane(by.turned.k, l) * from + lane(by.k_right.k, l) * k + lane(by.k_right.w, l) * w;
+      const Vec<T> with_w = lane(by.turned.w, l) * from + lane(by.w_right.w, l) * w;
+      add_at<T>(to_real + i, old * back + k * with_k + w * with_w);
     }
-  }
-  for (int64_t i = 0; s.aware && i < pad; i += lanes<T>) {
-    const Vec<T> driven = load<T>(u + i);
-    add_at<T>(gradients + i, lane(by.key_on_u, l) * driven);
-    add_at<T>(gradients + pad + i, lane(by.value_on_u, l) * driven);
-    store<T>(u_gradient + i, load<T>(g + i) + lane(by.u_on_k, l) * load<T>(p + i) + lane(by.u_on_w, l) * load<T>(q + i));
+    if (s.aware) {
+      const Vec<T> driven = load<T>(u + i);
+      add_at<T>(gradients + i, key * (lane(by.key_on_u, l) * driven));
+      add_at<T>(gradients + pad + i, value * (lane(by.value_on_u, l) * driven));
+      store<T>(u_gradient + i, from + lane(by.u_on_k, l) * k + lane(by.u_on_w, l) * w);
+    }
   }
 }
 

@@ -253,8 +253,8 @@ template <class T> struct Row : Frame<T> {
 
 // As many rows as N has lanes, so that their numbers are computed together; lanes without a row hold those of the first.
 template <class T, class N> struct Group : Frame<N> {
-  const T *p[rows_in<N>], *q[rows_in<N>];
-  bool still[rows_in<N>];
+  const T *p[rows_in<N>] = {}, *q[rows_in<N>] = {};
+  bool still[rows_in<N>] = {};
 };
 
 template <class A, class B, class Move> INLINE void each_number(Frame<A>& a, Frame<B>& b, Move move) {
@@ -345,10 +345,10 @@ INLINE void dot_products(const Eigen<T> eigen, const T* p, const T* q, const T* 
   if constexpr (!Pairs) out[qLp] = out[pLq];
 }
 
-// Whether a sum of squares kept its digits, and the numbers of a row can be divided by it.
+// Whether a sum of squares kept its digits.
 template <class N> INLINE auto within_range(N squared) {
   typedef typename Lane<N>::type T;
-  constexpr T far = T(1ull << 63), least = std::numeric_limits<T>::min() * far, most = std::numeric_limits<T>::max() / far;
+  constexpr T far = T(1 << 30), least = std::numeric_limits<T>::min() * far, most = std::numeric_limits<T>::max() / far;
   return (squared > least) & (squared < most);
 }
 // Whether that holds for p and q, and their cosine leaves enough of w.
@@ -382,9 +382,12 @@ __attribute__((noinline)) Row<T> look_closely(const Eigen<T>& eigen, const T* p,
   Row<T> row = {};
   row.p = p;
   row.q = q;
-  row.still = !to_unit<T>(p, k, pad, row.key_scale);
-  row.still |= !to_unit<T>(q, w, pad, row.value_scale);
+  const bool no_key = !to_unit<T>(p, k, pad, row.key_scale), no_value = !to_unit<T>(q, w, pad, row.value_scale);
+  const bool nan = row.key_scale != row.key_scale || row.value_scale != row.value_scale;  // which zero does not hide
+  row.still = (no_key || no_value) && !nan;
   if (row.still) return row;
+  if (no_key) std::memset(k, 0, pad * sizeof(T));
+  if (no_value) std::memset(w, 0, pad * sizeof(T));
   row.p = k;
   row.q = w;
   T along = 0;
