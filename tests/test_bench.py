@@ -20,6 +20,7 @@ from adptnet.bench import (
     goals,
     interleaved,
     judged,
+    machine,
     record,
     slope,
     timing,
@@ -263,6 +264,14 @@ def test_a_folder_keeps_the_sizes_of_this_machine_and_these_versions():
     kept = [case(1), case(2), case(3, "elsewhere")]
     new = {**case(2), "new": True}
     assert record.merged(kept, new) == [case(1), new]
+
+
+def test_results_that_change_the_repository_are_of_one_version(tmp_path, monkeypatch):
+    real, states = machine.facts(), iter("abcdefgh")
+    monkeypatch.setattr(machine, "facts", lambda: {**real, "git": next(states)})
+    monkeypatch.setattr(command, "_summarised", lambda folder: [])
+    command.run(command.Bench(("widths",), sizes=("1,8,5", "2,8,5"), repeats=1, threads=(1,), output=tmp_path))
+    assert len(record.read(tmp_path, "widths")["cases"]) == 2
 
 
 def test_the_list_names_every_subject(capsys):

@@ -61,6 +61,7 @@ def run(options: Bench) -> None:
     if repeats < 1 or not options.threads or min(options.threads) < 1:
         raise InputError(f"--repeats {options.repeats} --threads {options.threads}: both are whole numbers from 1.")
     options.output.mkdir(parents=True, exist_ok=True)
+    facts = machine.facts()  # once: a result that is written may itself change the state of the repository
     refused: dict[str, str] = {}
     verdicts: dict[str, str | None] = {}  # on operations: each is looked at once
     for name, subject in chosen.items():
@@ -76,7 +77,7 @@ def run(options: Bench) -> None:
             _written(options.output, name)
             continue
         for size in sizes or (subject.quick if options.fast else subject.sizes):
-            _measured(name, subject, size, repeats, options)
+            _measured(name, subject, size, repeats, options, facts)
     for path in _summarised(options.output):
         print(f"wrote {path}")
     if refused:
@@ -89,7 +90,7 @@ def _subject(name: str) -> Subject:
     return SUBJECTS[name]
 
 
-def _measured(name: str, subject: Subject, size: Size, repeats: int, options: Bench) -> None:
+def _measured(name: str, subject: Subject, size: Size, repeats: int, options: Bench, facts: dict[str, Any]) -> None:
     """One case, written as soon as it is there."""
     threads = [count for count in options.threads if subject.threads is None or count in subject.threads]
     with machine.watched() as neighbours, _single_precision():
@@ -97,7 +98,7 @@ def _measured(name: str, subject: Subject, size: Size, repeats: int, options: Be
         found = Found(interleaved(case.sides, repeats=repeats, threads=threads or [1]), case.numbers)
     verdicts = judged(case.goals, found, neighbours.others)
     how = {"fast": options.fast, "repeats": repeats}
-    row = record.row(size, found, verdicts, dict(case.skipped), neighbours, machine.facts(), **how)
+    row = record.row(size, found, verdicts, dict(case.skipped), neighbours, facts, **how)
     before = record.read(options.output, name)
     record.write(options.output, name, subject.about, record.merged(before["cases"] if before else [], row))
     _written(options.output, name)
