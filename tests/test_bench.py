@@ -89,6 +89,13 @@ def test_a_short_run_is_repeated_within_a_sample():
     assert times["a", 1].wall.least == pytest.approx(1e-3)
 
 
+def test_a_side_that_is_warm_runs_once_more_before_each_sample():
+    order = []
+    sides = [Side(name, lambda name=name: order.append(name), warm=name == "b") for name in "ab"]
+    interleaved(sides, repeats=2, now=lambda: (100.0 * len(order), 100.0 * len(order)))
+    assert "".join(order) == "ab" + "abb" * 2
+
+
 def test_a_side_may_be_for_one_number_of_threads():
     times = interleaved([Side("a", lambda: None, threads=1), Side("b", lambda: None)], repeats=1, threads=(1, 2))
     assert list(times) == [("a", 1), ("b", 1), ("b", 2)]

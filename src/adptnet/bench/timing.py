@@ -28,6 +28,7 @@ class Side:
     run: Callable[[], object]
     scale: float = 1.0  # what is meant, over what is run: a slow loop is run for some of its steps
     threads: int | None = None  # the only number of threads it is run with; every one that is asked for if None
+    warm: bool = False  # run once more before each sample: sides of other sizes have taken its workspaces
 
 
 class Spent(NamedTuple):
@@ -80,6 +81,8 @@ def interleaved(
                 before = count
                 key = side.name, count
                 with on_threads(count):
+                    if side.warm:
+                        side.run()
                     spent = _spent(side, calls[key], now)
                 samples[key].append((spent[0] * side.scale / calls[key], spent[1] * side.scale / calls[key]))
     scales = {side.name: side.scale for side in sides}

@@ -18,7 +18,8 @@ def _growth(axis: str, largest: Size, doublings: int) -> Case:
     sides, goals = [], []
     for value in values:
         problem = Problem(largest._replace(**{axis: value}))
-        sides += [Side(f"forward, {value}", problem.forward), Side(f"training, {value}", problem.training)]
+        runs = {"forward": problem.forward, "training": problem.training}
+        sides += [Side(f"{kind}, {value}", run, warm=True) for kind, run in runs.items()]
     for kind in ("forward", "training"):
 
         def times(found: Found, kind: str = kind) -> list[float]:

@@ -189,7 +189,7 @@ def _draw_shifts(rows: Rows) -> "Figure":
         title = (
             f"epoch {row.settings['epochs'][place]}: mean {s['shift mean']:.2g}, deviation {s['shift deviation']:.2g}"
         )
-        axis.set(xlabel="Δ = σ(J) − |λ̄|", yscale="log", ylim=(0.7, None))
+        axis.set(xlabel="Δ = σ(J) − |λ̄|", yscale="log", ylim=(0.7, None), xticks=np.linspace(EDGES[0], EDGES[-1], 5))
         axis.set_title(title, fontsize=9)
         figures.bare(axis)
     return figure
