@@ -18,8 +18,10 @@ def _growth(axis: str, largest: Size, doublings: int) -> Case:
     sides, goals = [], []
     for value in values:
         problem = Problem(largest._replace(**{axis: value}))
-        runs = {"forward": problem.forward, "training": problem.training}
-        sides += [Side(f"{kind}, {value}", run, warm=True) for kind, run in runs.items()]
+        sides += [
+            Side(f"forward, {value}", problem.forward, warm=True),
+            Side(f"training, {value}", problem.training, warm=True),
+        ]
     for kind in ("forward", "training"):
 
         def times(found: Found, kind: str = kind) -> list[float]:
