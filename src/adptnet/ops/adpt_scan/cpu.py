@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import memory, native
-from .form import DENSE, Constants, Factors, Form
+from .form import DENSE, Constants, Factors, Form, Retracted
 
 __all__ = ["backward", "forward", "kept", "products", "ready"]
 
@@ -206,7 +206,7 @@ class _Call:
             turns=_turns(form),
             source=int(form.source),
             form=int(form.retracted),
-            aware=form.aware,
+            aware=form.aware and form.retracted in (Retracted.EXPONENTIAL, Retracted.CAYLEY),
             coupled=constants.decay is not None,
             beta_given=form.beta_given,
             mixes=_turns(form) and form.dot is not None,

@@ -470,59 +470,62 @@ INLINE void dots_with_g(const Eigen<T> eigen, const T* p, const T* q, const T* g
   sum_lanes<T, 8>(sum, out);
 }
 
-// What the derivatives of a row are sums of: g, that with respect to the state after the step, x, k and w.
+// A derivative as a sum of L' Q'g, L Q'x (with the drive, if that is turned), g, x, k and w.
 template <class N> struct Mixture {
-  N g, x, k, w;
+  N back, kept, g, x, k, w;
 };
 
-// Derivatives of p and q but for the factors 1/|p| and 1/|q|, each with a part under L (`right`) and one under its transpose
-// (`left`); of the state before the step, without what goes through p and q (`state`, and L' (g + back)); and what those of
-// L are products of. A real L is its own transpose: all is `right` then.
+// What the derivatives of a row are made of. A Taylor polynomial is no rotation: of what is in Q'x and Q'g only a part is
+// turned once more, and the rest of it is kept apart.
 template <class N> struct Pull {
-  Mixture<N> key, key_right, key_left, value, value_right, value_left;
-  Mixture<N> state, turned, k_right, w_right;
-  N key_on_u, value_on_u;  // of a drive that is turned, whose own derivative is g + u_on_k k + u_on_w w
-  N u_on_k, u_on_w;
+  N x_on_k, x_on_w, g_on_k, g_on_w;              // Q'x = x + x_on_k k + x_on_w w, and likewise Q'g
+  N rest_x_on_k, rest_x_on_w, rest_g_on_k, rest_g_on_w;
+  N state_on_k, state_on_w;                      // the derivative of x is L' Q'g + these + what goes through p and q
+  Mixture<N> key, value;                         // derivatives of p and q, but for the factors 1/|p| and 1/|q|
   N beta;
 };
 
 // Of the rows of a group, from the dot products of p and q with g and with L' g.
-template <class T, class N, bool Pairs>
-INLINE void pull_of(const Scan& s, const Group<T, N>& group, N beta, const N* with_g, Pull<N>& out) {
+template <class T, class N> INLINE void pull_of(const Scan& s, const Group<T, N>& group, N beta, const N* with_g, Pull<N>& out) {
   const Plane<N>& d = group.plane;
   const N c = group.dot;
   const N kg = group.on_p * with_g[0], wg = group.on_q * with_g[1] + group.on_k * kg;
   const N gLk = group.on_p * with_g[2], gLw = group.on_q * with_g[3] + group.on_k * gLk;
   const Turn<N> by = turn<N>(s.form, d, beta);
-  Plane<N> e = turn_backward<N>(s.form, d, beta, {gLk, gLw, kg, wg}, out.beta);
-  if (!s.aware) e.ku = e.wu = N{};
-  // The components of the derivatives of k and w that the normalisations take away, closed in scalars.
-  const N k_gw = by.y2 * gLk + by.m2 * kg + e.wx * d.kx + e.wLx * d.kLx + (e.wLk + e.kLw) * d.kLk +
-                 e.wLw * (d.kLw + d.wLk) + e.wu * d.ku;
-  const N w_gw = by.y2 * gLw + by.m2 * wg + e.wx * d.wx + e.wLx * d.wLx + e.wLk * d.wLk + e.kLw * d.kLw +
-                 2 * e.wLw * d.wLw + 2 * e.ww * d.ww + e.wu * d.wu;
-  const N k_gk = by.y1 * gLk + by.m1 * kg + e.kx * d.kx + e.kLx * d.kLx + 2 * e.kLk * d.kLk + e.kLw * d.kLw +
-                 e.wLk * d.wLk + e.ku * d.ku;
-  const N none = {};
-  out.key = {by.m1 - c * by.m2, e.kx - c * e.wx, c * k_gw - k_gk, -2 * c * e.ww - k_gw};
-  out.value = {by.m2, e.wx, -(k_gw + c * w_gw), 2 * e.ww - w_gw};
-  out.k_right = {none, e.kLx, e.kLk, e.kLw};
-  out.w_right = {none, e.wLx, e.wLk, e.wLw};
-  out.key_right = {none, e.kLx - c * e.wLx, e.kLk - c * e.wLk, e.kLw - c * e.wLw};
-  out.key_left = {by.y1 - c * by.y2, none, e.kLk - c * e.kLw, e.wLk - c * e.wLw};
-  out.value_right = out.w_right;
-  out.value_left = {by.y2, none, e.kLw, e.wLw};
-  if constexpr (!Pairs) {
-    out.key_right = {out.key_left.g, out.key_right.x, out.key_right.k + out.key_left.k, out.key_right.w + out.key_left.w};
-    out.value_right = {by.y2, e.wLx, e.wLk + e.kLw, 2 * e.wLw};
-    out.k_right.w += out.w_right.k;  // k w is w k
+  const Plane<N> e = turn_backward<N>(s.form, d, beta, {gLk, gLw, kg, wg}, out.beta);
+  out.x_on_k = by.y1;
+  out.x_on_w = by.y2;
+  out.g_on_k = e.kLx;
+  out.g_on_w = e.wLx;
+  if (s.form == taylor_one) out.x_on_k = out.x_on_w = out.g_on_k = out.g_on_w = N{};
+  if (s.form == taylor_two) {
+    out.x_on_k = -beta * d.wx;
+    out.x_on_w = beta * d.kx;
+    out.g_on_k = -beta * wg;
+    out.g_on_w = beta * kg;
   }
-  out.state = {none, none, e.kx, e.wx};
-  out.turned = {none, none, by.y1, by.y2};
-  out.key_on_u = e.ku - c * e.wu;
-  out.value_on_u = e.wu;
-  out.u_on_k = e.ku;
-  out.u_on_w = e.wu;
+  // Dot products of k and w with L' Q'g and with L Q'x.
+  const N k_back = gLk + out.g_on_k * d.kLk + out.g_on_w * d.wLk, w_back = gLw + out.g_on_k * d.kLw + out.g_on_w * d.wLw;
+  const N k_kept = d.kLx + out.x_on_k * d.kLk + out.x_on_w * d.kLw + d.ku;
+  const N w_kept = d.wLx + out.x_on_k * d.wLk + out.x_on_w * d.wLw + d.wu;
+  // The components of the derivatives of k and w that the normalisations take away, closed in scalars.
+  N k_gk = out.x_on_k * k_back + out.g_on_k * k_kept + by.m1 * kg + e.kx * d.kx;
+  N k_gw = out.x_on_w * k_back + out.g_on_w * k_kept + by.m2 * kg + e.wx * d.kx;
+  N w_gw = out.x_on_w * w_back + out.g_on_w * w_kept + by.m2 * wg + e.wx * d.wx + 2 * e.ww * d.ww;
+  if (s.form >= taylor_one) {
+    out.rest_x_on_k = by.y1 - out.x_on_k;
+    out.rest_x_on_w = by.y2 - out.x_on_w;
+    out.rest_g_on_k = e.kLx - out.g_on_k;
+    out.rest_g_on_w = e.wLx - out.g_on_w;
+    k_gk += out.rest_x_on_k * gLk + out.rest_g_on_k * d.kLx;
+    k_gw += out.rest_x_on_w * gLk + out.rest_g_on_w * d.kLx;
+    w_gw += out.rest_x_on_w * gLw + out.rest_g_on_w * d.wLx;
+  }
+  out.state_on_k = e.kx;
+  out.state_on_w = e.wx;
+  out.key = {out.x_on_k - c * out.x_on_w, out.g_on_k - c * out.g_on_w, by.m1 - c * by.m2, e.kx - c * e.wx,
+             c * k_gw - k_gk, -2 * c * e.ww - k_gw};
+  out.value = {out.x_on_w, out.g_on_w, by.m2, e.wx, -(k_gw + c * w_gw), 2 * e.ww - w_gw};
 }
 
 // A row without a rotation: on return `partial` is the derivative with respect to the state before the step.
@@ -548,44 +551,45 @@ INLINE void pull_row(const Scan& s, const Task<T>& task, const Eigen<T> eigen, c
   const T *p = group.p[l], *q = group.q[l];
   const T on_p = lane(group.on_p, l), on_q = lane(group.on_q, l), on_k = lane(group.on_k, l);
   const T key = lane(group.key_scale, l), value = lane(group.value_scale, l);
-  T *to_real = task.sum(of_real, pad), *to_imag = task.sum(of_imag, pad);
   for (int64_t i = 0; i < pad; i += lanes<T>) {
     const Vec<T> from = load<T>(g + i), old = load<T>(x + i);
     const Vec<T> k = on_p * load<T>(p + i), w = on_q * load<T>(q + i) + on_k * k;
-    const Vec<T> back = from + lane(by.k_right.x, l) * k + lane(by.w_right.x, l) * w;  // the derivative of L x
-    store<T>(partial + i, times_transposed<T, Pairs>(eigen, i, back) + (lane(by.state.k, l) * k + lane(by.state.w, l) * w));
-    if constexpr (Pairs) {
-      auto all_of = [&](const Mixture<N>& m) {
-        return lane(m.g, l) * from + lane(m.x, l) * old + lane(m.k, l) * k + lane(m.w, l) * w;
-      };
-      auto without_g = [&](const Mixture<N>& m) { return lane(m.x, l) * old + lane(m.k, l) * k + lane(m.w, l) * w; };
-      auto without_x = [&](const Mixture<N>& m) { return lane(m.g, l) * from + lane(m.k, l) * k + lane(m.w, l) * w; };
-      store<T>(gradients + i, key * (all_of(by.key) + times<T, true>(eigen, i, without_g(by.key_right)) +
-                                     times_transposed<T, true>(eigen, i, without_x(by.key_left))));
-      store<T>(gradients + pad + i, value * (all_of(by.value) + times<T, true>(eigen, i, without_g(by.value_right)) +
-                                             times_transposed<T, true>(eigen, i, without_x(by.value_left))));
-      const Vec<T> y = old + lane(by.turned.k, l) * k + lane(by.turned.w, l) * w;
-      const Vec<T> with_k = without_g(by.k_right), with_w = without_g(by.w_right);
-      add_at<T>(to_real + i, from * y + k * with_k + w * with_w);
-      add_at<T>(to_imag + i, from * swapped<T>(y) + k * swapped<T>(with_k) + w * swapped<T>(with_w));
-    } else {
-      const Vec<T> real = load<T>(eigen.real + i);
-      auto with_real = [&](const Mixture<N>& m, const Mixture<N>& right) {
-        return (lane(m.g, l) + lane(right.g, l) * real) * from + (lane(m.x, l) + lane(right.x, l) * real) * old +
-               (lane(m.k, l) + lane(right.k, l) * real) * k + (lane(m.w, l) + lane(right.w, l) * real) * w;
-      };
-      store<T>(gradients + i, key * with_real(by.key, by.key_right));
-      store<T>(gradients + pad + i, value * with_real(by.value, by.value_right));
-      const Vec<T> with_k = lane(by.turned.k, l) * from + lane(by.k_right.k, l) * k + lane(by.k_right.w, l) * w;
-      const Vec<T> with_w = lane(by.turned.w, l) * from + lane(by.w_right.w, l) * w;
-      add_at<T>(to_real + i, old * back + k * with_k + w * with_w);
-    }
+    const Vec<T> turned_x = old + lane(by.x_on_k, l) * k + lane(by.x_on_w, l) * w;
+    const Vec<T> turned_g = from + lane(by.g_on_k, l) * k + lane(by.g_on_w, l) * w;
+    const Vec<T> back = times_transposed<T, Pairs>(eigen, i, turned_g);
+    Vec<T> kept = times<T, Pairs>(eigen, i, turned_x);
     if (s.aware) {
-      const Vec<T> driven = load<T>(u + i);
-      add_at<T>(gradients + i, key * (lane(by.key_on_u, l) * driven));
-      add_at<T>(gradients + pad + i, value * (lane(by.value_on_u, l) * driven));
-      store<T>(u_gradient + i, from + lane(by.u_on_k, l) * k + lane(by.u_on_w, l) * w);
+      kept += load<T>(u + i);
+      store<T>(u_gradient + i, turned_g);
     }
+    auto mixed = [&](const Mixture<N>& m) {
+      return lane(m.back, l) * back + lane(m.kept, l) * kept + lane(m.g, l) * from + lane(m.x, l) * old + lane(m.k, l) * k +
+             lane(m.w, l) * w;
+    };
+    store<T>(partial + i, back + (lane(by.state_on_k, l) * k + lane(by.state_on_w, l) * w));
+    store<T>(gradients + i, key * mixed(by.key));
+    store<T>(gradients + pad + i, value * mixed(by.value));
+    add_outer<T, Pairs>(task.sum(of_real, pad), pad, i, turned_g, turned_x);
+  }
+}
+
+// What a Taylor polynomial adds to that.
+template <class T, class N, bool Pairs>
+void pull_rest(const Scan& s, const Task<T>& task, const Eigen<T> eigen, const Group<T, N>& group, const Pull<N>& by, int l,
+               const T* x, const T* g, T* partial, T* gradients) {
+  const int64_t pad = padded<T>(s.size);
+  const T c = lane(group.dot, l), on_k = lane(by.rest_x_on_k, l), on_w = lane(by.rest_x_on_w, l);
+  const T g_on_k = lane(by.rest_g_on_k, l), g_on_w = lane(by.rest_g_on_w, l);
+  for (int64_t i = 0; i < pad; i += lanes<T>) {
+    const Vec<T> from = load<T>(g + i), old = load<T>(x + i), k = lane(group.on_p, l) * load<T>(group.p[l] + i);
+    const Vec<T> w = lane(group.on_q, l) * load<T>(group.q[l] + i) + lane(group.on_k, l) * k;
+    const Vec<T> back = times_transposed<T, Pairs>(eigen, i, from), kept = times<T, Pairs>(eigen, i, old);
+    const Vec<T> moved_g = g_on_k * k + g_on_w * w;
+    add_at<T>(partial + i, times_transposed<T, Pairs>(eigen, i, moved_g));
+    add_at<T>(gradients + i, lane(group.key_scale, l) * ((on_k - c * on_w) * back + (g_on_k - c * g_on_w) * kept));
+    add_at<T>(gradients + pad + i, lane(group.value_scale, l) * (on_w * back + g_on_w * kept));
+    add_outer<T, Pairs>(task.sum(of_real, pad), pad, i, from, on_k * k + on_w * w);
+    add_outer<T, Pairs>(task.sum(of_real, pad), pad, i, moved_g, old);
   }
 }
 
@@ -604,7 +608,7 @@ void backward_rows(const Scan& s, const Task<T>& task, const Eigen<T>& eigen, co
       dots_with_g<T, Pairs>(eigen, group.p[l], group.q[l], task.g + (first + l) * pad, pad, each[l]);
     N with_g[8];
     across<T, 8>(each[0], count, with_g);
-    pull_of<T, N, Pairs>(s, group, betas_of<T, N>(s, task, first, count, t), with_g, by);
+    pull_of<T, N>(s, group, betas_of<T, N>(s, task, first, count, t), with_g, by);
   }
   for (int l = 0; l < count; ++l) {
     const int64_t r = first + l, sequence = task.begin + r;
@@ -615,6 +619,8 @@ void backward_rows(const Scan& s, const Task<T>& task, const Eigen<T>& eigen, co
       pull_still<T, Pairs>(s, task, eigen, task.x + r * apart, g, u, task.partial + r * pad, to_projections);
     } else {
       pull_row<T, N, Pairs>(s, task, eigen, group, by, l, task.x + r * apart, u, g, u, task.partial + r * pad, to_projections);
+      if (s.form >= taylor_one)
+        pull_rest<T, N, Pairs>(s, task, eigen, group, by, l, task.x + r * apart, g, task.partial + r * pad, to_projections);
       beta = lane(by.beta, l);
     }
     if (s.mixes) {
