@@ -224,13 +224,13 @@ template <class T> struct Task {
     for (T** vectors : {&bias, &norm_weight, &norm_bias}) *vectors = memory.take(2 * pad);
     ones = memory.take(pad);
     const int64_t held = backward && tile < rows_held ? rows_held : tile;
-    x = memory.take(tile * spaced<T>(pad));
-    source = memory.take(held * spaced<T>(pad));
+    for (T** vectors : {&x, &source}) *vectors = memory.take(held * spaced<T>(pad));
     for (T** vectors : {&slow, &u}) *vectors = memory.take(tile * pad);
-    for (T** vectors : {&projections, &scratch}) *vectors = memory.take(tile * 2 * pad);
+    projections = memory.take(held * 2 * pad);
+    scratch = memory.take(tile * 2 * pad);
     normed = memory.take(s.norms ? tile * 2 * pad : 0);
     norms = reinterpret_cast<Normed<T>*>(memory.take(s.norms ? tile * 2 * sizeof(Normed<T>) / sizeof(T) : 0));
-    if (s.factored) between.lay_out(shape_of(s), tile, memory);
+    if (s.factored) between.lay_out(shape_of(s), held, memory);
     mixed = memory.take(s.mixes ? tile * 2 * pad : 0);
     mixing = memory.take(s.mixes ? 4 * pad : 0);
     if (!backward) return;
@@ -263,9 +263,10 @@ template <class T> void load_constants(const Scan& s, Task<T>& task) {
   for (int64_t i = 0; i < pad; ++i) task.ones[i] = i < m;
 }
 
-// The p and q of every row at step t.
+// The p and q of `rows` sources; those that come with the drive are of every row at step t.
 template <class T>
-INLINE void project(const Scan& s, const Task<T>& task, const Weights<T>& by, int64_t t, T* out, Ahead* ahead = nullptr) {
+INLINE void project(const Scan& s, const Task<T>& task, const Weights<T>& by, int64_t t, int64_t rows, T* out,
+                    Ahead* ahead = nullptr) {
   const int64_t m = s.size, pad = padded<T>(m), n = s.heads * m;
   if (s.given) {
     for (int64_t r = 0; r < task.rows; ++r, out += 2 * pad) {
@@ -276,12 +277,12 @@ INLINE void project(const Scan& s, const Task<T>& task, const Weights<T>& by, in
     return;
   }
   if (s.factored)
-    factored<T>(shape_of(s), by.factors, task.rows, task.source, spaced<T>(pad), task.between, out);
+    factored<T>(shape_of(s), by.factors, rows, task.source, spaced<T>(pad), task.between, out);
   else
-    product<T, false>(task.rows, task.source, spaced<T>(pad), {m, 0, 0}, by.panels, 2 * pad / panel<T>, out, 2 * pad,
+    product<T, false>(rows, task.source, spaced<T>(pad), {m, 0, 0}, by.panels, 2 * pad / panel<T>, out, 2 * pad,
                       ahead);
   if (s.bias)
-    for (int64_t r = 0; r < task.rows; ++r, out += 2 * pad)
+    for (int64_t r = 0; r < rows; ++r, out += 2 * pad)
       for (int64_t i = 0; i < 2 * pad; i += lanes<T>) store<T>(out + i, load<T>(out + i) + load<T>(task.bias + i));
 }
 
@@ -428,7 +429,7 @@ template <class T, bool Pairs> void run_forward(const Scan& s, Task<T>& task, co
       }
       if (s.projections && t + 1 < s.steps) ahead.add(projections + s.batch * 2 * pad, task.rows * 2 * pad);
     }
-    if (s.turns) project<T>(s, task, weights, t, projections, &ahead);
+    if (s.turns) project<T>(s, task, weights, t, task.rows, projections, &ahead);
     ahead.rest();
     const T* normed = normed_rows<T>(s, task, projections);
     const T* pairs = mixed_rows<T>(s, task, normed);
@@ -661,117 +662,131 @@ void add_weights(const Scan& s, const Task<T>& task, int64_t rows, const T* sour
   }
 }
 
+// The states before `count` steps, from `last` backwards, and what K and V are applied to.
+template <class T> void load_states(const Scan& s, const Task<T>& task, int64_t last, int64_t count) {
+  const int64_t m = s.size, pad = padded<T>(m), apart = spaced<T>(pad), offset = task.head * m;
+  for (int64_t i = 0; i < count * task.rows; ++i) {
+    const int64_t t = last - i / task.rows, sequence = task.begin + i % task.rows;
+    const T* before = t ? static_cast<const T*>(s.states) + (sequence * s.steps + t - 1) * s.width
+                        : static_cast<const T*>(s.initial) + sequence * s.width;
+    if (s.reset && s.reset[sequence * s.steps + t])
+      std::memset(task.x + i * apart, 0, pad * sizeof(T));
+    else
+      fetch<T>(before + offset, m, task.x + i * apart, pad);
+    make_sources(s, task, i);
+  }
+}
+
+// The derivatives of every row at step t. On return task.g is that of the state before the step.
+template <class T, bool Pairs>
+void step_backward(const Scan& s, Task<T>& task, const Weights<T>& transposed, int64_t t, const T* projections, T* gradients,
+                   int64_t steps_held, Ahead& ahead) {
+  const int64_t m = s.size, pad = padded<T>(m), n = s.heads * m, offset = task.head * m, apart = spaced<T>(pad);
+  const int64_t gradients_apart = spaced<T>(2 * pad), steps_ahead = task.rows < 8 ? 16 / task.rows : 1;
+  const bool saved = s.turns && !s.given && s.projections;
+  const Eigen<T> eigen = {task.real, task.imag}, feed = {task.feed_real, task.feed_imag};
+  const T* normed = normed_rows<T>(s, task, projections);
+  const T* pairs = mixed_rows<T>(s, task, normed);
+  ahead.clear();
+  for (int64_t r = 0; r < task.rows; ++r) {  // the derivative at the step, and the drive where it is needed
+    const int64_t sequence = task.begin + r, at = (sequence * s.steps + t) * s.width + offset;
+    T *g = task.g + r * pad, *slow_g = task.slow_g + r * pad, *u = task.u + r * pad, *slow = task.slow + r * pad;
+    const T* given = static_cast<const T*>(s.state_gradients) + at;
+    if (t > steps_held)  // time runs backwards, which the processor does not expect
+      ahead.add(static_cast<const T*>(s.states) + at - (steps_held + 1) * s.width, m);
+    if (t > steps_ahead) {
+      ahead.add(given - steps_ahead * s.width, m);
+      ahead.add(static_cast<const T*>(s.drive_gradients) + (sequence * s.steps + t - steps_ahead) * s.features + offset, m);
+      if (saved) ahead.add(projections + r * 2 * pad - steps_ahead * s.batch * 2 * pad, 2 * pad);
+    }
+    if (ended<T>(s, sequence, t)) {
+      for (T* vectors : {g, slow_g}) std::memset(vectors, 0, pad * sizeof(T));
+    } else {
+      add<T>(given, m, g);
+      if (s.coupled) add<T>(given + n, m, slow_g);
+    }
+    if (s.coupled) {
+      T *to_decay = task.sum(of_decay, pad), *to_charge = task.sum(of_charge, pad), *next = task.scratch + r * 2 * pad;
+      const T* before = t ? static_cast<const T*>(s.states) + at - s.width
+                          : static_cast<const T*>(s.initial) + sequence * s.width + offset;
+      if (s.reset && s.reset[sequence * s.steps + t])
+        std::memset(slow, 0, pad * sizeof(T));
+      else
+        fetch<T>(before + n, m, slow, pad);
+      fetch<T>(static_cast<const T*>(s.states) + at, m, next, pad);
+      for (int64_t i = 0; i < pad; i += lanes<T>) {
+        Vec<T> from = load<T>(slow_g + i);
+        store<T>(g + i, load<T>(g + i) + load<T>(task.charge + i) * from);
+        store<T>(to_decay + i, load<T>(to_decay + i) + from * load<T>(slow + i));
+        store<T>(to_charge + i, load<T>(to_charge + i) + from * load<T>(next + i));
+        store<T>(slow_g + i, load<T>(task.decay + i) * from);
+      }
+    }
+    if (s.aware) {
+      fetch<T>(static_cast<const T*>(s.drive) + (sequence * s.steps + t) * s.features + offset, m, u, pad);
+      for (int64_t i = 0; s.coupled && i < pad; i += lanes<T>)
+        store<T>(u + i, load<T>(u + i) + times<T, Pairs>(feed, i, load<T>(slow + i)));
+    }
+  }
+  const Rows<T> rows = {pairs, task.x, s.aware ? task.u : nullptr, apart, pad};
+  for (int64_t first = 0; first < task.rows; first += lanes<T>) {
+    const int count = std::min<int64_t>(lanes<T>, task.rows - first);
+    count == 1 ? backward_rows<T, T, Pairs>(s, task, eigen, rows, normed, projections, first, count, t, gradients)
+               : backward_rows<T, Vec<T>, Pairs>(s, task, eigen, rows, normed, projections, first, count, t, gradients);
+  }
+  const Ranges halves = {m, pad - m, m};
+  const bool weighted = s.turns && !s.given;
+  if (weighted && s.source == identity && !s.factored) {
+    product<T, true>(task.rows, gradients, gradients_apart, halves, transposed.panels, pad / panel<T>, task.partial, pad,
+                     &ahead);
+  } else if (weighted) {
+    if (s.factored)
+      factored_back<T>(shape_of(s), transposed.factors, task.rows, gradients, gradients_apart, task.between, task.scratch);
+    else
+      product<T, false>(task.rows, gradients, gradients_apart, halves, transposed.panels, pad / panel<T>, task.scratch, pad);
+    for (int64_t r = 0; r < task.rows; ++r)
+      for (int64_t i = 0; i < pad; i += lanes<T>)
+        add_at<T>(task.partial + r * pad + i,
+                  masked<T>(s, load<T>(task.x + r * apart + i), load<T>(task.scratch + r * pad + i)));
+  }
+  ahead.rest();
+  std::swap(task.g, task.partial);
+  if (s.reset)
+    for (int64_t r = 0; r < task.rows; ++r)
+      if (s.reset[(task.begin + r) * s.steps + t])
+        for (T* vectors : {task.g, task.slow_g}) std::memset(vectors + r * pad, 0, pad * sizeof(T));
+}
+
 template <class T, bool Pairs>
 void run_backward(const Scan& s, Task<T>& task, const Weights<T>& weights, const Weights<T>& transposed) {
   const int64_t m = s.size, pad = padded<T>(m), n = s.heads * m, offset = task.head * m;
-  const int64_t apart = spaced<T>(pad), gradients_apart = spaced<T>(2 * pad), to_hold = steps_held(s, task.rows);
+  const int64_t apart = spaced<T>(pad), gradients_apart = spaced<T>(2 * pad), most = steps_held(s, task.rows);
   const bool weighted = s.turns && !s.given;
-  const int64_t steps_ahead = task.rows < 8 ? 16 / task.rows : 1;
   load_constants(s, task);
-  Eigen<T> eigen = {task.real, task.imag};
-  const Eigen<T> feed = {task.feed_real, task.feed_imag};
   double* totals = s.sums + task.index * every_sum * pad;
   const int64_t summed = (s.norms ? of_bias : of_norm_weight) * pad;
   std::memset(task.sums, 0, summed * sizeof(T));
   for (T* vectors : {task.g, task.slow_g}) std::memset(vectors, 0, task.rows * pad * sizeof(T));
-  T* const sources = task.source;
+  if (s.source == identity) task.x = task.source;
+  T* const x = task.x;
   Ahead ahead;
-  int64_t held = 0;
-  for (int64_t t = s.steps - 1; t >= 0; --t) {
-    T *projections = task.projections, *gradients = task.gradients + held * task.rows * gradients_apart;
-    task.source = sources + held * task.rows * apart;
-    if (s.source == identity) task.x = task.source;
-    if (weighted && s.projections)
-      projections = static_cast<T*>(s.projections) + ((task.head * s.steps + t) * s.batch + task.begin) * 2 * pad;
-    for (int64_t r = 0; r < task.rows; ++r) {  // the state before the step
-      int64_t sequence = task.begin + r;
-      const T* before = t ? static_cast<const T*>(s.states) + (sequence * s.steps + t - 1) * s.width
-                          : static_cast<const T*>(s.initial) + sequence * s.width;
-      if (s.reset && s.reset[sequence * s.steps + t]) {
-        for (T* vector : {task.x + r * apart, task.slow + r * pad}) std::memset(vector, 0, pad * sizeof(T));
-      } else {
-        fetch<T>(before + offset, m, task.x + r * apart, pad);
-        if (s.coupled) fetch<T>(before + n + offset, m, task.slow + r * pad, pad);
-      }
-      make_sources(s, task, r);
-    }
-    if (s.given || (weighted && !s.projections)) project<T>(s, task, weights, t, projections);
-    const T* normed = normed_rows<T>(s, task, projections);
-    const T* pairs = mixed_rows<T>(s, task, normed);
-    ahead.clear();
-    for (int64_t r = 0; r < task.rows; ++r) {  // the derivative at the step, and the drive where it is needed
-      const int64_t sequence = task.begin + r, at = (sequence * s.steps + t) * s.width + offset;
-      T *g = task.g + r * pad, *slow_g = task.slow_g + r * pad, *u = task.u + r * pad, *slow = task.slow + r * pad;
-      const T* given = static_cast<const T*>(s.state_gradients) + at;
-      if (t > steps_ahead) {  // time runs backwards, which the processor does not expect
-        const int64_t then = sequence * s.steps + t - steps_ahead;
-        ahead.add(given - steps_ahead * s.width, m);
-        ahead.add(static_cast<const T*>(s.states) + (then - 1) * s.width + offset, m);
-        ahead.add(static_cast<const T*>(s.drive_gradients) + then * s.features + offset, m);
-        if (projections != task.projections)
-          ahead.add(projections + r * 2 * pad - steps_ahead * s.batch * 2 * pad, 2 * pad);
-      }
-      const bool over = ended<T>(s, sequence, t);
-      if (over) {
-        for (T* vectors : {g, slow_g}) std::memset(vectors, 0, pad * sizeof(T));
-      } else {
-        add<T>(given, m, g);
-        if (s.coupled) add<T>(given + n, m, slow_g);
-      }
-      if (s.coupled) {
-        T *to_decay = task.sum(of_decay, pad), *to_charge = task.sum(of_charge, pad), *next = task.scratch + r * 2 * pad;
-        fetch<T>(static_cast<const T*>(s.states) + at, m, next, pad);
-        for (int64_t i = 0; i < pad; i += lanes<T>) {
-          Vec<T> from = load<T>(slow_g + i);
-          store<T>(g + i, load<T>(g + i) + load<T>(task.charge + i) * from);
-          store<T>(to_decay + i, load<T>(to_decay + i) + from * load<T>(slow + i));
-          store<T>(to_charge + i, load<T>(to_charge + i) + from * load<T>(next + i));
-          store<T>(slow_g + i, load<T>(task.decay + i) * from);
-        }
-      }
-      if (s.aware) {
-        fetch<T>(static_cast<const T*>(s.drive) + (sequence * s.steps + t) * s.features + offset, m, u, pad);
-        for (int64_t i = 0; s.coupled && i < pad; i += lanes<T>)
-          store<T>(u + i, load<T>(u + i) + times<T, Pairs>(feed, i, load<T>(slow + i)));
+  for (int64_t last = s.steps - 1; last >= 0; last -= most) {
+    const int64_t held = std::min(most, last + 1);
+    task.x = x;
+    load_states(s, task, last, held);
+    if (s.given || (weighted && !s.projections)) project<T>(s, task, weights, last, held * task.rows, task.projections);
+    for (int64_t t = last, at = 0; t > last - held; --t, at += task.rows) {
+      const T* projections = task.projections + at * 2 * pad;
+      if (weighted && s.projections)
+        projections = static_cast<T*>(s.projections) + ((task.head * s.steps + t) * s.batch + task.begin) * 2 * pad;
+      task.x = x + at * apart;
+      step_backward<T, Pairs>(s, task, transposed, t, projections, task.gradients + at * gradients_apart, most, ahead);
+      if (t % 16 == 0) {  // sums of sixteen steps, then of those in double: the error does not grow with T
+        for (int64_t i = pad; i < summed; ++i) totals[i] += task.sums[i];
+        std::memset(task.sums, 0, summed * sizeof(T));
       }
     }
-    const Rows<T> rows = {pairs, task.x, s.aware ? task.u : nullptr, apart, pad};
-    for (int64_t first = 0; first < task.rows; first += lanes<T>) {
-      const int count = std::min<int64_t>(lanes<T>, task.rows - first);
-      count == 1 ? backward_rows<T, T, Pairs>(s, task, eigen, rows, normed, projections, first, count, t, gradients)
-                 : backward_rows<T, Vec<T>, Pairs>(s, task, eigen, rows, normed, projections, first, count, t, gradients);
-    }
-    if (weighted) {
-      const Ranges halves = {m, pad - m, m};
-      if (s.source == identity && !s.factored) {
-        product<T, true>(task.rows, gradients, gradients_apart, halves, transposed.panels, pad / panel<T>, task.partial, pad,
-                         &ahead);
-      } else {
-        if (s.factored)
-          factored_back<T>(shape_of(s), transposed.factors, task.rows, gradients, gradients_apart, task.between, task.scratch);
-        else
-          product<T, false>(task.rows, gradients, gradients_apart, halves, transposed.panels, pad / panel<T>, task.scratch, pad);
-        for (int64_t r = 0; r < task.rows; ++r)
-          for (int64_t i = 0; i < pad; i += lanes<T>) {
-            T* to = task.partial + r * pad + i;
-            store<T>(to, load<T>(to) + masked<T>(s, load<T>(task.x + r * apart + i), load<T>(task.scratch + r * pad + i)));
-          }
-      }
-      if (++held == to_hold || t == 0) {
-        add_weights<T>(s, task, held * task.rows, sources, totals + of_bias * pad);
-        held = 0;
-      }
-    }
-    ahead.rest();
-    std::swap(task.g, task.partial);
-    if (s.reset)
-      for (int64_t r = 0; r < task.rows; ++r)
-        if (s.reset[(task.begin + r) * s.steps + t])
-          for (T* vectors : {task.g, task.slow_g}) std::memset(vectors + r * pad, 0, pad * sizeof(T));
-    if (t % 16 == 0) {  // sums of sixteen steps, then of those in double: the error does not grow with T
-      for (int64_t i = pad; i < summed; ++i) totals[i] += task.sums[i];
-      std::memset(task.sums, 0, summed * sizeof(T));
-    }
+    if (weighted) add_weights<T>(s, task, held * task.rows, task.source, totals + of_bias * pad);
   }
   for (int64_t r = 0; r < task.rows; ++r) {
     T* to = static_cast<T*>(s.initial_gradients) + (task.begin + r) * s.width + offset;
