@@ -22,7 +22,8 @@ _NUMBERS = "batch steps heads size features width tile threads complex_pairs giv
 _NUMBERS += " coupled beta_given mixes norms factored rank outer_size inner_size"
 _POINTERS = "drive initial real imag weight bias beta feed_real feed_imag decay charge norm_weight norm_bias left right"
 _POINTERS += " outer inner reset lengths states projections state_gradients initial_gradients drive_gradients"
-_POINTERS += " weight_gradients sums workspace"
+_POINTERS += " real_gradients imag_gradients weight_gradients bias_gradients beta_gradients feed_real_gradients"
+_POINTERS += " feed_imag_gradients decay_gradients charge_gradients norm_weight_gradients norm_bias_gradients workspace"
 
 
 class _Scan(ctypes.Structure):
@@ -94,18 +95,19 @@ def backward(
 ) -> tuple[Tensor, Tensor, Constants]:
     """Derivatives with respect to the drive, the initial state and each of the constants."""
     call = _Call(drive, state, constants, form, reset, lengths, factors)
-    heads, pad, dtype = form.heads, call.pad, drive.dtype
-    # The kernel writes all of these but the sums, so that torch need not: its threads would stay busy for some
-    # milliseconds and be in the way of the kernel's.
-    drive_gradient = memory.empty(*drive.shape, dtype=dtype)
-    initial_gradient = memory.empty(*state.shape, dtype=dtype)
-    weight_gradient = None if constants.weight is None else memory.empty(*constants.weight.shape, dtype=dtype)
-    sums = torch.zeros(call.tasks, 13, pad, dtype=torch.float64, device="cpu")
-    call.set(states=states, projections=projections, state_gradients=gradient, drive_gradients=drive_gradient)
-    call.set(initial_gradients=initial_gradient, weight_gradients=weight_gradient, sums=sums)
+    # The kernel writes all of these, so that torch need not: its threads would stay busy for some milliseconds and be
+    # in the way of the kernel's.
+    made = {"drive": drive, "initial": state, **constants._asdict()}
+    found = {
+        name: None if tensor is None else memory.empty(*tensor.shape, dtype=drive.dtype) for name, tensor in made.items()
+    }
+    call.set(states=states, projections=projections, state_gradients=gradient)
+    call.set(**{f"{name}_gradients": tensor for name, tensor in found.items()})
     call.run("adpt_scan_backward", backward=True)
-    size = constants.real.shape[0] // heads
-    return drive_gradient, initial_gradient, _gathered(constants, form, sums, weight_gradient, size)
+    to_drive, to_initial, *to_constants = found.values()
+    assert to_drive is not None
+    assert to_initial is not None
+    return to_drive, to_initial, Constants(*to_constants)  # type: ignore[arg-type]
 
 
 def products(drive: Tensor, state: Tensor, constants: Constants, form: Form, which: str) -> None:
@@ -113,35 +115,6 @@ def products(drive: Tensor, state: Tensor, constants: Constants, form: Form, whi
     call = _Call(drive, state, constants, form, None, None, DENSE)
     call.scan.tile = min(MANY, drive.shape[0])  # their best
     call.run("adpt_scan_products", ("forward", "backward", "weights").index(which), backward=which != "forward")
-
-
-def _gathered(constants: Constants, form: Form, sums: Tensor, weight: Tensor | None, size: int) -> Constants:
-    heads, dtype = form.heads, constants.real.dtype
-    each = sums.unflatten(0, (heads, -1)).sum(1)  # tasks are tiles of the first head, then of the second ...
-
-    def of(constant: Tensor | None, where: int | slice, size: int = size) -> Tensor | None:
-        if constant is None:
-            return None
-        found: Tensor = each[:, where, :size].to(dtype, copy=True, memory_format=torch.contiguous_format)
-        return found.view(constant.shape)
-
-    def imaginary(constant: Tensor | None, where: int) -> Tensor | None:
-        found = of(constant, where)
-        return None if found is None else _signed(found)
-
-    return Constants(
-        each[:, 1, :size].to(dtype, copy=True).flatten(),
-        imaginary(constants.imag, 2),
-        weight,
-        of(constants.bias, slice(11, 13)),
-        of(constants.beta, 0, size=1),
-        of(constants.feed_real, 3),
-        imaginary(constants.feed_imag, 4),
-        of(constants.decay, 5),
-        of(constants.charge, 6),
-        of(constants.norm_weight, slice(7, 9)),
-        of(constants.norm_bias, slice(9, 11)),
-    )
 
 
 def _signed(imag: Tensor) -> Tensor:

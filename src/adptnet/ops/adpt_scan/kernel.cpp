@@ -26,8 +26,9 @@ struct Scan {
   void *states, *projections;             // projections: (heads, steps, batch, 2 pad), may be null
   const void* state_gradients;
   void *initial_gradients, *drive_gradients;
-  void* weight_gradients;                 // of `weight`, may be null
-  double* sums;                           // (tasks, every_sum, pad): see Sum
+  void *real_gradients, *imag_gradients, *weight_gradients, *bias_gradients, *beta_gradients;  // any may be null
+  void *feed_real_gradients, *feed_imag_gradients, *decay_gradients, *charge_gradients;
+  void *norm_weight_gradients, *norm_bias_gradients;
   void* workspace;
 };
 
@@ -210,10 +211,11 @@ INLINE int64_t steps_held(const Scan& s, int64_t rows) {
 }
 
 template <class T> struct Task {
-  int64_t head, begin, rows, index;
+  int64_t head, begin, rows;
   T *real, *imag, *bias, *feed_real, *feed_imag, *decay, *charge, *norm_weight, *norm_bias, *ones;
   T *x, *source, *slow, *u, *projections, *scratch, *normed, *mixed, *mixing;
   T *g, *slow_g, *partial, *gradients, *sums;
+  double* totals;  // (every_sum, pad): what was in `sums` before; see Sum
   T* weight_sums;  // (2 pad, pad), of this thread
   Normed<T>* norms;  // of key and value of each row
   Between<T> between;
@@ -633,7 +635,7 @@ void backward_rows(const Scan& s, const Task<T>& task, const Eigen<T>& eigen, co
                        task.ones, pad, to_projections + half * pad, task.sum(of_norm_weight, pad) + half * pad,
                        task.sum(of_norm_bias, pad) + half * pad);
     const T* to_u = s.aware ? u : g;
-    s.sums[task.index * every_sum * pad] += beta;
+    task.totals[0] += beta;
     if (s.beta_given) to_drive[s.features - 1] = beta;
     put<T>(to_u, m, to_drive + offset);
     if (s.given) {
@@ -763,7 +765,6 @@ void run_backward(const Scan& s, Task<T>& task, const Weights<T>& weights, const
   const int64_t apart = spaced<T>(pad), gradients_apart = spaced<T>(2 * pad), most = steps_held(s, task.rows);
   const bool weighted = s.turns && !s.given;
   load_constants(s, task);
-  double* totals = s.sums + task.index * every_sum * pad;
   const int64_t summed = (s.norms ? of_bias : of_norm_weight) * pad;
   std::memset(task.sums, 0, summed * sizeof(T));
   for (T* vectors : {task.g, task.slow_g}) std::memset(vectors, 0, task.rows * pad * sizeof(T));
@@ -782,11 +783,11 @@ void run_backward(const Scan& s, Task<T>& task, const Weights<T>& weights, const
       task.x = x + at * apart;
       step_backward<T, Pairs>(s, task, transposed, t, projections, task.gradients + at * gradients_apart, most, ahead);
       if (t % 16 == 0) {  // sums of sixteen steps, then of those in double: the error does not grow with T
-        for (int64_t i = pad; i < summed; ++i) totals[i] += task.sums[i];
+        for (int64_t i = pad; i < summed; ++i) task.totals[i] += task.sums[i];
         std::memset(task.sums, 0, summed * sizeof(T));
       }
     }
-    if (weighted) add_weights<T>(s, task, held * task.rows, task.source, totals + of_bias * pad);
+    if (weighted) add_weights<T>(s, task, held * task.rows, task.source, task.totals + of_bias * pad);
   }
   for (int64_t r = 0; r < task.rows; ++r) {
     T* to = static_cast<T*>(s.initial_gradients) + (task.begin + r) * s.width + offset;
@@ -856,8 +857,40 @@ template <class T> void gather_weights(const Scan& s, const T* sums) {
     }
 }
 
+// The derivatives of all other constants. Sums are of the tiles of the first head, then of the second, and so on. Those of
+// imaginary parts are of multipliers of swapped pairs, whose first has a minus.
+template <class T> void gather_sums(const Scan& s, const double* sums, int64_t tiles) {
+  const int64_t m = s.size, pad = padded<T>(m);
+  auto gather = [&](void* given, Sum which, int64_t vectors, int64_t size, bool imaginary = false) {
+    T* to = static_cast<T*>(given);
+    for (int64_t at = 0; to && at < s.heads * vectors * size; ++at) {
+      const int64_t i = at % size, vector = at / size % vectors, head = at / size / vectors;
+      double total = 0;
+      for (int64_t tile = 0; sums && tile < tiles; ++tile)
+        total += sums[((head * tiles + tile) * every_sum + which + vector) * pad + i];
+      to[at] = T(imaginary && i % 2 == 0 ? -total : total);
+    }
+  };
+  gather(s.real_gradients, of_real, 1, m);
+  gather(s.imag_gradients, of_imag, 1, m, true);
+  gather(s.bias_gradients, of_bias, 2, m);
+  gather(s.beta_gradients, of_beta, 1, 1);
+  gather(s.feed_real_gradients, of_feed_real, 1, m);
+  gather(s.feed_imag_gradients, of_feed_imag, 1, m, true);
+  gather(s.decay_gradients, of_decay, 1, m);
+  gather(s.charge_gradients, of_charge, 1, m);
+  gather(s.norm_weight_gradients, of_norm_weight, 2, m);
+  gather(s.norm_bias_gradients, of_norm_bias, 2, m);
+}
+
+// Of the sums of all tasks, in double, as so many numbers.
+template <class T> int64_t totals_memory(const Scan& s, int64_t tasks) {
+  return tasks * every_sum * padded<T>(s.size) * int64_t(sizeof(double) / sizeof(T));
+}
+INLINE int64_t tiles_of(const Scan& s) { return (s.batch + s.tile - 1) / s.tile; }
+
 template <class T> void run(const Scan& s, bool backward, Products products = none) {
-  const int64_t tiles = (s.batch + s.tile - 1) / s.tile, tasks = tiles * s.heads;
+  const int64_t tiles = tiles_of(s), tasks = tiles * s.heads;
   const bool weighted = s.turns && !s.given;
   Arena<T> memory = {static_cast<T*>(s.workspace), 0};
   std::vector<Weights<T>> weights(s.heads), transposed(s.heads);
@@ -868,13 +901,15 @@ template <class T> void run(const Scan& s, bool backward, Products products = no
     transposed[h].lay_out(s, memory);
     pack_weights<T>(s, h, true, transposed[h]);
   }
-  const int64_t each = sum_memory<T>(s);
+  const int64_t totalled = backward ? totals_memory<T>(s, tasks) : 0, each = sum_memory<T>(s);
+  double* const totals = reinterpret_cast<double*>(memory.take(totalled));
+  if (totalled) std::memset(totals, 0, totalled * sizeof(T));
   T* const sums = backward && each ? memory.take(s.threads * each) : nullptr;
   auto worker = [&](int64_t thread) {
     if (sums) std::memset(sums + thread * each, 0, each * sizeof(T));
     for (int64_t i = thread; i < tasks; i += s.threads) {
       Task<T> task = {};
-      task.index = i;
+      if (backward) task.totals = totals + i * every_sum * padded<T>(s.size);
       task.head = i / tiles;
       if (sums) task.weight_sums = sums + thread * each + task.head * (each / s.heads);
       task.begin = i % tiles * s.tile;
@@ -892,11 +927,13 @@ template <class T> void run(const Scan& s, bool backward, Products products = no
   };
   in_threads(s.threads, worker);
   if (s.weight_gradients) gather_weights<T>(s, sums);
+  if (backward) gather_sums<T>(s, totals, tiles);
 }
 
 template <class T> int64_t workspace(const Scan& s, bool backward) {
   const int64_t weights = s.heads * weight_memory<T>(s) * (backward ? 2 : 1);
-  return (weights + s.threads * ((backward ? sum_memory<T>(s) : 0) + task_memory<T>(s, backward))) * sizeof(T);
+  const int64_t each = task_memory<T>(s, backward) + (backward ? sum_memory<T>(s) : 0);
+  return (weights + s.threads * each + (backward ? totals_memory<T>(s, tiles_of(s) * s.heads) : 0)) * sizeof(T);
 }
 
 }  // namespace
