@@ -63,12 +63,15 @@ def clear() -> None:
 
 
 def _take(needed: int) -> Block:
-    """The smallest free block that fits, unless it is far too large; a new one otherwise."""
+    """The smallest free block that fits, unless it is far too large; a new one otherwise.
+
+    Of equal ones it is the last that was in use, which may still be in the cache.
+    """
     blocks: list[Block] = []
     with contextlib.suppress(IndexError):  # while another thread takes and gives as well
         while True:
             blocks.append(_free.popleft())
     fitting = [i for i, block in enumerate(blocks) if needed <= len(block) <= 2 * needed]
-    found = blocks.pop(min(fitting, key=lambda i: len(blocks[i]))) if fitting else numpy.empty(needed, numpy.uint8)
+    found = blocks.pop(min(fitting, key=lambda i: (len(blocks[i]), -i))) if fitting else numpy.empty(needed, numpy.uint8)
     _free.extend(blocks)
     return found

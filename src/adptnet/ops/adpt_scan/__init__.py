@@ -64,9 +64,12 @@ def adpt_scan(
     tensors = (drive, state, *constants)
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     run: Any = _scan
+    numbers: Sequence[float] | Form = form
     if _directly(*tensors):
         run = _Recorded.apply if recorded else _forward
-    states: Tensor = run(drive, state, *constants, reset, lengths, *factors, numbers_of(form), recorded and not lean)[0]
+    else:
+        numbers = numbers_of(form)
+    states: Tensor = run(drive, state, *constants, reset, lengths, *factors, numbers, recorded and not lean)[0]
     return states
 
 
@@ -177,8 +180,10 @@ def _differentiate(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Any, ...
         return (None,) * _LEAVES + rest
     if torch.is_grad_enabled() or not _has_backward(inputs[0], Constants(*inputs[2:_LEAVES]), ctx.form):
         return *_by_reference(gradient, inputs, ctx.form, ctx.needs_input_grad), *rest
-    run: Any = _backward if _directly(gradient, *inputs) else _scan_backward
-    found = iter(run(gradient, states, projections, *inputs, numbers_of(ctx.form)))
+    if _directly(gradient, *inputs):
+        found = iter(_backward(gradient, states, projections, *inputs, ctx.form))
+    else:
+        found = iter(_scan_backward(gradient, states, projections, *inputs, numbers_of(ctx.form)))
     return *(None if t is None else next(found) for t in inputs[:_LEAVES]), *rest
 
 

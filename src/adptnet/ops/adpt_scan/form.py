@@ -66,8 +66,10 @@ def numbers_of(form: Form) -> list[float]:
     return [math.inf if number is None else float(number) for number in form]
 
 
-def form_of(numbers: Sequence[float]) -> Form:
+def form_of(numbers: "Sequence[float] | Form") -> Form:
     """The form with these numbers."""
+    if isinstance(numbers, Form):
+        return numbers
     kinds = [float if default is None else type(default) for default in PLAIN]
     given: list[Any] = [None if math.isinf(x) else kind(x) for kind, x in zip(kinds, numbers, strict=True)]
     return Form(*given)
@@ -120,6 +122,14 @@ def is_plain(constants: Constants, form: Form) -> bool:
     )
 
 
+def _fits(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, *, needed: bool = True) -> None:
+    if tensor is None and not needed:
+        return
+    if tensor is None or tensor.shape != shape or tensor.dtype != dtype:
+        given = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+        raise InputError(f"adpt_scan: {name} must be {dtype} of shape {shape}; got {given}.")
+
+
 def check(
     drive: Tensor,
     state: Tensor,
@@ -130,40 +140,35 @@ def check(
     factors: Factors,
 ) -> None:
     """Refuses what does not fit together: a kernel believes what it is told about sizes."""
-    size, heads = constants.real.shape[0], form.heads
+    size, heads, dtype = constants.real.shape[0], form.heads, drive.dtype
     batch, steps = drive.shape[:2]
     m = size // heads
     matrices = form.turns and not form.given
     slow = constants.decay is not None
-    needed: dict[str, tuple[Tensor | None, tuple[int, ...] | None, torch.dtype]] = {
-        "drive": (drive, (batch, steps, size * (3 if form.given else 1) + form.beta_given), drive.dtype),
-        "state": (state, (batch, size * (2 if slow else 1)), drive.dtype),
-        "reset": (reset, None if reset is None else (batch, steps), torch.bool),
-        "lengths": (lengths, None if lengths is None else (batch,), torch.int64),
-        "weight": (constants.weight, (heads, 2, m, m) if matrices else None, drive.dtype),
-        "bias": (constants.bias, None if constants.bias is None else (heads, 2, m), drive.dtype),
-        "beta": (constants.beta, (heads,) if form.turns and not form.beta_given else None, drive.dtype),
-    }
-    for name in ("norm_weight", "norm_bias"):
-        needed[name] = getattr(constants, name), None if form.norm is None else (2, size), drive.dtype
-    for name in ("real", "imag", "feed_real", "feed_imag", "decay", "charge"):
-        optional = name == "imag" or not slow or (name == "feed_imag" and constants.imag is None)
-        tensor = getattr(constants, name)
-        needed[name] = tensor, None if optional and tensor is None else (size,), drive.dtype
-    rank = 0 if factors.left is None else factors.left.shape[-1]
-    a = 0 if factors.outer is None else factors.outer.shape[-1]
-    b = m // a if a else 0
-    for name, part, sides in (
-        ("left", factors.left, (m, rank)),
-        ("right", factors.left, (m, rank)),
-        ("outer", factors.outer, (a, a)),
-        ("inner", factors.outer, (b, b)),
-    ):
-        needed[name] = getattr(factors, name), None if part is None else (heads, 2, *sides), drive.dtype
-    for name, (tensor, shape, dtype) in needed.items():
-        given = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
-        if shape is not None and given != (shape, dtype):
-            raise InputError(f"adpt_scan: {name} must be {dtype} of shape {shape}; got {given}.")
+    _fits("drive", drive, (batch, steps, size * (3 if form.given else 1) + form.beta_given), dtype)
+    _fits("state", state, (batch, size * (2 if slow else 1)), dtype)
+    _fits("reset", reset, (batch, steps), torch.bool, needed=False)
+    _fits("lengths", lengths, (batch,), torch.int64, needed=False)
+    _fits("real", constants.real, (size,), dtype)
+    _fits("imag", constants.imag, (size,), dtype, needed=False)
+    _fits("weight", constants.weight, (heads, 2, m, m), dtype, needed=matrices)
+    _fits("bias", constants.bias, (heads, 2, m), dtype, needed=False)
+    _fits("beta", constants.beta, (heads,), dtype, needed=form.turns and not form.beta_given)
+    _fits("feed_real", constants.feed_real, (size,), dtype, needed=slow)
+    _fits("feed_imag", constants.feed_imag, (size,), dtype, needed=slow and constants.imag is not None)
+    _fits("decay", constants.decay, (size,), dtype, needed=slow)
+    _fits("charge", constants.charge, (size,), dtype, needed=slow)
+    _fits("norm_weight", constants.norm_weight, (2, size), dtype, needed=form.norm is not None)
+    _fits("norm_bias", constants.norm_bias, (2, size), dtype, needed=form.norm is not None)
+    if factors.left is not None:
+        of_left = heads, 2, m, factors.left.shape[-1]
+        _fits("left", factors.left, of_left, dtype)
+        _fits("right", factors.right, of_left, dtype)
+    if factors.outer is not None:
+        a = factors.outer.shape[-1]
+        b = m // a if a else 0
+        _fits("outer", factors.outer, (heads, 2, a, a), dtype)
+        _fits("inner", factors.inner, (heads, 2, b, b), dtype)
     if form.norm is not None and (heads > 1 or not matrices):
         raise InputError(f"adpt_scan: norm={form.norm} is for one head with K and V of the state; got {form}.")
     if form.linear and (constants.beta is None or constants.beta.requires_grad):
