@@ -132,14 +132,24 @@ template <class T, int Rows, bool Add>
 void multiply_rows(const T* x, int64_t x_stride, Ranges over, const T* weights, int64_t panels, T* out,
                    int64_t out_stride, Ahead* ahead) {
   constexpr int together = panels_together(Rows);
-  int64_t depth = over.first + over.second, j = 0;
-  for (; j + together <= panels; j += together) {
-    multiply<T, Rows, 2 * together, false, Add>(x, x_stride, over, weights + j * depth * panel<T>, depth,
-                                                out + j * panel<T>, out_stride);
+  const int64_t depth = over.first + over.second;
+  int64_t j = 0;
+  auto from = [&] { return weights + j * depth * panel<T>; };
+  for (; j + together <= panels && (together < 4 || panels - j != 5); j += together) {
+    multiply<T, Rows, 2 * together, false, Add>(x, x_stride, over, from(), depth, out + j * panel<T>, out_stride);
     if (ahead) ahead->next();
   }
-  for (; j < panels; ++j)
-    multiply<T, Rows, 2, false, Add>(x, x_stride, over, weights + j * depth * panel<T>, depth, out + j * panel<T>, out_stride);
+  if constexpr (together == 4) {  // a panel alone would wait for its own sums: three and two are better than four and one
+    if (panels - j == 5 || panels - j == 3) {
+      multiply<T, Rows, 6, false, Add>(x, x_stride, over, from(), depth, out + j * panel<T>, out_stride);
+      j += 3;
+    }
+    if (panels - j == 2) {
+      multiply<T, Rows, 4, false, Add>(x, x_stride, over, from(), depth, out + j * panel<T>, out_stride);
+      j += 2;
+    }
+  }
+  if (j < panels) multiply<T, Rows, 2, false, Add>(x, x_stride, over, from(), depth, out + j * panel<T>, out_stride);
 }
 
 // Four rows fill the registers with three vectors, one and a half panels; at the end there may be two, or twice two.

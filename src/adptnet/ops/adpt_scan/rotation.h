@@ -56,7 +56,7 @@ template <class T, int Columns> INLINE void across(const T* rows, int count, Vec
 #pragma GCC unroll 16
   for (int j = 0; j < Columns; j += lanes<T>) {
 #pragma GCC unroll 8
-    for (int l = 0; l < lanes<T>; ++l) out[j + l] = load<T>(rows + (l < count ? l : 0) * Columns + j);
+    for (int l = 0; l < lanes<T>; ++l) out[j + l] = load<T>(rows + (l < count) * l * Columns + j);  // without a branch
     transpose<T, lanes<T> / 2>(out + j);
   }
 }
@@ -92,10 +92,12 @@ template <class N> INLINE auto lane(const N& numbers, int l) {
 INLINE float root(float s) { return std::sqrt(s); }
 INLINE double root(double s) { return std::sqrt(s); }
 template <class N> INLINE N root(N s) {
-  N out;
-#pragma GCC unroll 8
-  for (int l = 0; l < rows_in<N>; ++l) out[l] = std::sqrt(s[l]);
-  return out;
+  typename Lane<N>::type each[rows_in<N>];
+  std::memcpy(each, &s, sizeof s);
+#pragma omp simd
+  for (int l = 0; l < rows_in<N>; ++l) each[l] = std::sqrt(each[l]);
+  std::memcpy(&s, each, sizeof s);
+  return s;
 }
 
 // Coefficients of S and S^2 and their derivatives with respect to the squared angle.
