@@ -96,7 +96,7 @@ struct Ranges {
 
 // Some vectors of the result, from the first of a panel on, or from its second if `Odd`.
 template <class T, int Rows, int Vectors, bool Odd, bool Add>
-INLINE void multiply(const T* x, int64_t x_stride, Ranges over, const T* weights, int64_t depth, T* out,
+INLINE void multiply(const T* x, int64_t x_stride, const Ranges& over, const T* weights, int64_t depth, T* out,
                      int64_t out_stride) {
   Vec<T> sum[Rows][Vectors] = {};
   const T* w = weights;
@@ -129,7 +129,7 @@ INLINE void multiply(const T* x, int64_t x_stride, Ranges over, const T* weights
 constexpr int64_t panels_together(int64_t rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }  // that fill the registers
 
 template <class T, int Rows, bool Add>
-void multiply_rows(const T* x, int64_t x_stride, Ranges over, const T* weights, int64_t panels, T* out,
+void multiply_rows(const T* x, int64_t x_stride, const Ranges& over, const T* weights, int64_t panels, T* out,
                    int64_t out_stride, Ahead* ahead) {
   constexpr int together = panels_together(Rows);
   const int64_t depth = over.first + over.second;
@@ -154,7 +154,7 @@ void multiply_rows(const T* x, int64_t x_stride, Ranges over, const T* weights, 
 
 // Four rows fill the registers with three vectors, one and a half panels; at the end there may be two, or twice two.
 template <class T, bool Add>
-void multiply_fours(int64_t fours, const T* x, int64_t x_stride, Ranges over, const T* weights, int64_t panels, T* out,
+void multiply_fours(int64_t fours, const T* x, int64_t x_stride, const Ranges& over, const T* weights, int64_t panels, T* out,
                     int64_t out_stride, Ahead* ahead) {
   const int64_t depth = over.first + over.second;
   if (ahead) ahead->divide(fours * ((2 * panels + 2) / 3));
@@ -179,10 +179,14 @@ void multiply_fours(int64_t fours, const T* x, int64_t x_stride, Ranges over, co
 
 // Panel by panel, so that a panel stays in the nearest cache for all groups of rows.
 template <class T, bool Add>
-__attribute__((noinline)) void product(int64_t rows, const T* x, int64_t x_stride, Ranges over, const T* weights,
+__attribute__((noinline)) void product(int64_t rows, const T* x, int64_t x_stride, const Ranges& over, const T* weights,
                                        int64_t panels, T* out, int64_t out_stride, Ahead* ahead = nullptr) {
   int64_t depth = over.first + over.second;
   int64_t groups = (rows + 5) / 6, block = rows > 6 ? 1 : panels;
+  if (rows == 1) {
+    if (ahead) ahead->divide(std::max(int64_t(1), panels / panels_together(1)));
+    return multiply_rows<T, 1, Add>(x, x_stride, over, weights, panels, out, out_stride, ahead);
+  }
   if (rows == 4 || rows == 8)
     return multiply_fours<T, Add>(rows / 4, x, x_stride, over, weights, panels, out, out_stride, ahead);
   if (ahead) ahead->divide(std::max(int64_t(1), groups * panels / panels_together(rows)));
