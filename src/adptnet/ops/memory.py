@@ -24,6 +24,7 @@ Block = numpy.ndarray[Any, numpy.dtype[numpy.uint8]]
 # Blocks that nobody uses, oldest first. Deque operations are atomic, and no lock is taken: a block may come back in the
 # middle of any allocation, whenever the last tensor on it is collected.
 _free: collections.deque[Block] = collections.deque(maxlen=KEPT)
+_leased: dict[int, tuple["weakref.ref[Any]", Block]] = {}
 
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -34,11 +35,15 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     needed = count * dtype.itemsize
     if needed < SMALLEST:
         return torch.empty(shape, dtype=dtype, device="cpu")
-    block = _take(needed + LINE)
-    start = -block.ctypes.data % LINE
-    lease = block[start : start + needed].view(_NUMPY[dtype]).reshape(shape)
-    weakref.finalize(lease, _free.append, block).atexit = False
+    block = _take(needed)
+    lease = block[:needed].view(_NUMPY[dtype]).reshape(shape)
+    watch = weakref.ref(lease, _give_back)
+    _leased[id(watch)] = watch, block
     return torch.from_numpy(lease)  # no view of another tensor, so that it may be changed in place
+
+
+def _give_back(watch: "weakref.ref[Any]") -> None:
+    _free.append(_leased.pop(id(watch))[1])
 
 
 def keep_freed() -> None:
@@ -72,6 +77,13 @@ def _take(needed: int) -> Block:
         while True:
             blocks.append(_free.popleft())
     fitting = [i for i, block in enumerate(blocks) if needed <= len(block) <= 2 * needed]
-    found = blocks.pop(min(fitting, key=lambda i: (len(blocks[i]), -i))) if fitting else numpy.empty(needed, numpy.uint8)
+    found = blocks.pop(min(fitting, key=lambda i: (len(blocks[i]), -i))) if fitting else _new(needed)
     _free.extend(blocks)
     return found
+
+
+def _new(size: int) -> Block:
+    """A block that begins with a cache line."""
+    block = numpy.empty(size + LINE, numpy.uint8)
+    start = -block.ctypes.data % LINE
+    return block[start : start + size]

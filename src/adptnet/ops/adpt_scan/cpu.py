@@ -142,6 +142,54 @@ def _tile(batch: int, heads: int, size: int, threads: int) -> int:
     return FEWER if small and most[FEWER] <= most[equal] else equal
 
 
+@functools.lru_cache(maxsize=64)
+def _numbers(
+    form: Form,
+    batch: int,
+    steps: int,
+    features: int,
+    n: int,
+    width: int,
+    pairs: bool,
+    coupled: bool,
+    factor_sizes: tuple[int, int, int],
+    threads: int,
+) -> _Scan:
+    """A `struct Scan` without pointers."""
+    size, turns = n // form.heads, _turns(form)
+    work = batch * steps * form.heads * (2 * size * size + 16 * size)
+    threads = max(1, min(threads, work // 1_000_000))  # which must have something to do
+    tile = _tile(batch, form.heads, size, threads)
+    rank, outer, inner = factor_sizes
+    return _Scan(
+        batch=batch,
+        steps=steps,
+        heads=form.heads,
+        size=size,
+        features=features,
+        width=width,
+        tile=tile,
+        threads=max(1, min(threads, -(-batch // tile) * form.heads)),
+        complex_pairs=pairs,
+        given=form.given,
+        turns=turns,
+        source=int(form.source),
+        form=int(form.retracted),
+        aware=form.aware and form.retracted in (Retracted.EXPONENTIAL, Retracted.CAYLEY),
+        coupled=coupled,
+        beta_given=form.beta_given,
+        mixes=turns and form.dot is not None,
+        norms=turns and form.norm is not None,
+        factored=any(factor_sizes),
+        rank=rank,
+        outer_size=outer,
+        inner_size=inner,
+        spike=form.spike,
+        dot=0.0 if form.dot is None else form.dot,
+        norm=0.0 if form.norm is None else form.norm,
+    )
+
+
 class _Call:
     """A `struct Scan` and the tensors it points to."""
 
@@ -156,48 +204,17 @@ class _Call:
         factors: Factors,
     ):
         self.library = _declared(native.load("adpt_scan", _NAMES[drive.dtype]))
-        batch, steps, features = drive.shape
-        size = constants.real.shape[0] // form.heads
-        self.pad = _padded(size, drive.dtype)
-        threads = torch.get_num_threads()
-        # Threads must have something to do.
-        work = batch * steps * form.heads * (2 * size * size + 16 * size)
-        threads = max(1, min(threads, work // 1_000_000))
-        tile = _tile(batch, form.heads, size, threads)
-        self.tasks = -(-batch // tile) * form.heads
-        self.scan = _Scan(
-            batch=batch,
-            steps=steps,
-            heads=form.heads,
-            size=size,
-            features=features,
-            width=state.shape[-1],
-            tile=tile,
-            threads=max(1, min(threads, self.tasks)),
-            complex_pairs=constants.imag is not None,
-            given=form.given,
-            turns=_turns(form),
-            source=int(form.source),
-            form=int(form.retracted),
-            aware=form.aware and form.retracted in (Retracted.EXPONENTIAL, Retracted.CAYLEY),
-            coupled=constants.decay is not None,
-            beta_given=form.beta_given,
-            mixes=_turns(form) and form.dot is not None,
-            norms=_turns(form) and form.norm is not None,
-            factored=any(part is not None for part in factors),
-            rank=0 if factors.left is None else factors.left.shape[-1],
-            outer_size=0 if factors.outer is None else factors.outer.shape[-1],
-            inner_size=0 if factors.inner is None else factors.inner.shape[-1],
-            spike=form.spike,
-            dot=0.0 if form.dot is None else form.dot,
-            norm=0.0 if form.norm is None else form.norm,
-        )
+        pairs, coupled = constants.imag is not None, constants.decay is not None
+        sizes = tuple(0 if t is None else t.shape[-1] for t in (factors.left, factors.outer, factors.inner))
+        n, threads = constants.real.shape[0], torch.get_num_threads()
+        numbers = _numbers(form, *drive.shape, n, state.shape[-1], pairs, coupled, sizes, threads)
+        self.scan = _Scan.from_buffer_copy(numbers)
         self.held: dict[str, Tensor] = {}
         self.set(drive=drive, initial=state, reset=reset, lengths=lengths, **factors._asdict())
-        named = constants._asdict()
+        self.set(**constants._asdict())
         for name in ("imag", "feed_imag"):
-            named[name] = None if named[name] is None else _signed(named[name])
-        self.set(**named)
+            if name in self.held:
+                self.set(**{name: _signed(self.held[name])})
 
     def set(self, **tensors: Tensor | None) -> None:
         for name, tensor in tensors.items():
