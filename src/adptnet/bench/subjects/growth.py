@@ -1,6 +1,7 @@
 """How time grows with the length of sequences and with their number: each in doublings up to the size that is given."""
 
 from collections.abc import Callable
+from functools import partial
 
 from ..goals import Found, Goal, largest_doubling, slope
 from ..subject import Case, Size, Subject
@@ -10,6 +11,7 @@ from .problem import Problem
 __all__ = ["GROWTH_BATCH", "GROWTH_TIME"]
 
 DOUBLINGS = 6  # of the length
+EVERY = "forward", "backward", "weights"  # products of a step of training
 
 
 def _growth(axis: str, largest: Size, doublings: int) -> Case:
@@ -21,6 +23,8 @@ def _growth(axis: str, largest: Size, doublings: int) -> Case:
         sides += [
             Side(f"forward, {value}", problem.forward, warm=True),
             Side(f"training, {value}", problem.training, warm=True),
+            Side(f"products of the forward, {value}", partial(problem.products, "forward"), warm=True),
+            Side(f"products of the training, {value}", partial(problem.products, *EVERY), warm=True),
         ]
     for kind in ("forward", "training"):
 
@@ -30,11 +34,16 @@ def _growth(axis: str, largest: Size, doublings: int) -> Case:
         def grows(found: Found, times: Callable[[Found], list[float]] = times) -> float:
             return slope(values, times(found))
 
+        def grows_more(found: Found, kind: str = kind, times: Callable[[Found], list[float]] = times) -> float:
+            products = [found.cpu(f"products of the {kind}, {value}") for value in values]
+            return slope(values, times(found)) - slope(values, products)
+
         def jumps(found: Found, times: Callable[[Found], list[float]] = times) -> float:
             return largest_doubling(times(found))
 
         goals += [
             Goal(f"{kind}, log-log slope", grows, at_least=0.95, at_most=1.08),
+            Goal(f"{kind}, log-log slope less that of its products", grows_more, at_least=-0.05, at_most=0.08),
             Goal(f"{kind}, largest doubling", jumps, at_most=2.3),
         ]
     return Case(sides, goals)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.adpt_scan import Constants, Form, adpt_scan
+from ...ops.adpt_scan import Constants, Form, adpt_scan, cpu
 from ..subject import Size
 
 __all__ = ["Problem", "as_reference"]
@@ -47,6 +47,12 @@ class Problem:
     def training(self, *, lean: bool = False) -> None:
         states = adpt_scan(self.drive, self.state, self.constants, self.form, lean=lean)
         torch.autograd.grad(states, self.leaves, self.upstream)
+
+    def products(self, *which: str) -> None:
+        """Only the matrix products of the "forward", of the "backward" or of the "weights", by our tiles."""
+        constants = self.constants._replace(weight=self.weight)
+        for one in which:
+            cpu.products(self.drive.detach(), self.state, constants, self.form, one)
 
     def some_steps(self, run: Callable[..., Tensor], steps: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """Forward and training of the first steps by another program, which takes drive, state and constants."""

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from ...ops.adpt_scan import cpu
 from ...ops.linear_scan import linear_scan
 from ..goals import Found, Goal
 from ..subject import SIX, Case, Size, Subject
@@ -25,12 +24,8 @@ def _case(size: Size, fast: bool) -> Case:
     x, gradient = torch.randn(batch, n), torch.randn(batch, 2 * n)
     out, out_back = torch.empty(batch, 2 * n), torch.empty(batch, n)
     gradients, states = torch.randn(rows, 2 * n), torch.randn(rows, n)
-    drive, state = problem.drive.detach(), problem.state
-    constants = problem.constants._replace(weight=problem.weight)
+    drive = problem.drive.detach()
     real = problem.constants.real.detach().requires_grad_()
-
-    def tiles(which: str) -> None:
-        cpu.products(drive, state, constants, problem.form, which)
 
     def products(a: Tensor, b: Tensor, into: Tensor) -> None:
         for _ in range(few):
@@ -43,9 +38,9 @@ def _case(size: Size, fast: bool) -> Case:
         Side("forward", problem.forward),
         Side("training", problem.training),
         Side("training, lean", lambda: problem.training(lean=True)),
-        Side("products of the forward, our tiles", lambda: tiles("forward"), threads=1),
-        Side("products of the backward, our tiles", lambda: tiles("backward"), threads=1),
-        Side("products of the weights, our tiles", lambda: tiles("weights"), threads=1),
+        Side("products of the forward, our tiles", lambda: problem.products("forward"), threads=1),
+        Side("products of the backward, our tiles", lambda: problem.products("backward"), threads=1),
+        Side("products of the weights, our tiles", lambda: problem.products("weights"), threads=1),
         Side("products of the forward, torch.mm", lambda: products(x, there, out), steps / few, threads=1),
         Side("products of the backward, torch.mm", lambda: products(gradient, back, out_back), steps / few, threads=1),
         Side("products of the weights, torch.mm", lambda: gradients.mT @ states, batch * steps / rows, threads=1),

@@ -180,10 +180,13 @@ def _differentiate(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Any, ...
         return (None,) * _LEAVES + rest
     if torch.is_grad_enabled() or not _has_backward(inputs[0], Constants(*inputs[2:_LEAVES]), ctx.form):
         return *_by_reference(gradient, inputs, ctx.form, ctx.needs_input_grad), *rest
+    run: Any = _scan_backward
+    numbers: Sequence[float] | Form = ctx.form
     if _directly(gradient, *inputs):
-        found = iter(_backward(gradient, states, projections, *inputs, ctx.form))
+        run = _backward
     else:
-        found = iter(_scan_backward(gradient, states, projections, *inputs, numbers_of(ctx.form)))
+        numbers = numbers_of(ctx.form)
+    found = iter(run(gradient, states, projections, *inputs, numbers))
     return *(None if t is None else next(found) for t in inputs[:_LEAVES]), *rest
 
 

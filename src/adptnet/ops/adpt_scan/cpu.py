@@ -99,7 +99,8 @@ def backward(
     # in the way of the kernel's.
     made = {"drive": drive, "initial": state, **constants._asdict()}
     found = {
-        name: None if tensor is None else memory.empty(*tensor.shape, dtype=drive.dtype) for name, tensor in made.items()
+        name: None if tensor is None else memory.empty(*tensor.shape, dtype=drive.dtype)
+        for name, tensor in made.items()
     }
     call.set(states=states, projections=projections, state_gradients=gradient)
     call.set(**{f"{name}_gradients": tensor for name, tensor in found.items()})
