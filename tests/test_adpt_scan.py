@@ -87,6 +87,12 @@ def test_any_width_and_batch(batch, size, norm, lean):
     assert_agree(*problem(batch, 6, size, norm=norm), lean=lean)
 
 
+@pytest.mark.parametrize("size", [17, 33, 40, 70, 81, 140])
+def test_one_sequence_of_any_width(size):
+    """Its products take up to four panels at a time, and what is left in twos and threes."""
+    assert_agree(*problem(1, 3, size))
+
+
 KINDS = {
     "exponential": {"beta": 3.0},
     "cayley": {"retracted": Retracted.CAYLEY},
@@ -120,6 +126,16 @@ def test_every_kind_of_recurrence(kind, pairs, lean):
     assert_agree(*problem(5, 7, 12, pairs=pairs, **kind), lean=lean)
     reset, lengths = torch.rand(5, 7) < 0.3, torch.tensor([7, 1, 3, 5, 6])
     assert_agree(*problem(5, 7, 12, pairs=pairs, **kind), reset=reset, lengths=lengths, lean=lean)
+
+
+@pytest.mark.parametrize("kind", ["exponential", "taylor two", "relu", "spikes", "coupled and aware", "speech"])
+@pytest.mark.parametrize("batch", [1, 3, 13])
+@pytest.mark.parametrize("lean", [False, True])
+def test_longer_than_a_stretch_of_the_backward(kind, batch, lean):
+    """The backward goes by stretches of 64 rows: 64 steps of one sequence, 21 of three, of thirteen 5 and, alone, 64."""
+    arguments = problem(batch, 131, 12, **{**KINDS[kind], "beta": 0.05})  # which no rounding makes another trajectory
+    reset, lengths = torch.rand(batch, 131) < 0.02, torch.randint(60, 132, (batch,))
+    assert_agree(*arguments, reset=reset, lengths=lengths, lean=lean)
 
 
 @pytest.mark.parametrize("pairs", [False, True], ids=["real", "pairs"])
