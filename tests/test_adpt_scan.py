@@ -128,12 +128,16 @@ def test_every_kind_of_recurrence(kind, pairs, lean):
     assert_agree(*problem(5, 7, 12, pairs=pairs, **kind), reset=reset, lengths=lengths, lean=lean)
 
 
-@pytest.mark.parametrize("kind", ["exponential", "taylor two", "relu", "spikes", "coupled and aware", "speech"])
+@pytest.mark.parametrize(
+    "kind", ["exponential", "taylor two", "heads", "fixed dot", "relu", "spikes", "coupled and aware", "speech"]
+)
+@pytest.mark.parametrize("pairs", [False, True], ids=["real", "pairs"])
 @pytest.mark.parametrize("batch", [1, 3, 13])
 @pytest.mark.parametrize("lean", [False, True])
-def test_longer_than_a_stretch_of_the_backward(kind, batch, lean):
-    """The backward goes by stretches of 64 rows: 64 steps of one sequence, 21 of three, of thirteen 5 and, alone, 64."""
-    arguments = problem(batch, 131, 12, **{**KINDS[kind], "beta": 0.05})  # which no rounding makes another trajectory
+def test_longer_than_a_stretch_of_the_backward(kind, pairs, batch, lean):
+    """Stretches are of 64 rows: 64 steps of one sequence, 21 of three, of thirteen 5 and, of the last, 64."""
+    settings = {**KINDS[kind], "beta": 0.05}  # small, so that rounding does not grow to another trajectory
+    arguments = problem(batch, 131, 12, pairs=pairs, **settings)
     reset, lengths = torch.rand(batch, 131) < 0.02, torch.randint(60, 132, (batch,))
     assert_agree(*arguments, reset=reset, lengths=lengths, lean=lean)
 
@@ -335,6 +339,11 @@ def test_rows_with_small_and_large_angles_side_by_side(beta):
     drive, state, constants, form = problem(9, 7, 6, beta_given=True)
     drive[..., -1] = torch.tensor(beta).unsqueeze(-1)
     assert_agree(drive, state, constants, form, tolerance=1e-9)  # an angle of 60 loses a digit
+
+
+def test_a_beta_beside_that_of_the_drive_has_no_part_in_it():
+    drive, state, constants, form = problem(3, 5, 6, beta_given=True)
+    assert_agree(drive, state, constants._replace(beta=torch.ones(1)), form)
 
 
 def test_a_beta_with_the_drive_is_for_one_head():

@@ -143,11 +143,14 @@ def test_slopes_and_doublings():
 def test_growth_is_judged_from_times():
     case = SUBJECTS["growth-time"].case(Size(1, 256, 3), True)
     lengths = [4, 8, 16, 32, 64, 128, 256]
-    assert [side.name for side in case.sides if "forward" in side.name] == [f"forward, {t}" for t in lengths]
+    assert [side.name for side in case.sides if side.name.startswith("forward")] == [f"forward, {t}" for t in lengths]
     times = {(f"{kind}, {t}", 1): timed(1e-6 * t) for kind in ("forward", "training") for t in lengths}
     times["training, 256", 1] = timed(1e-3)
+    times |= {(f"products of the forward, {t}", 1): timed(1e-6 * t**0.8) for t in lengths}
     outcomes = {v.goal: (v.outcome, v.value) for v in judged(case.goals, Found(times))}
     assert outcomes["forward, log-log slope"] == ("met", pytest.approx(1.0))
+    assert outcomes["forward, log-log slope / that of its products"] == ("missed", pytest.approx(1 / 0.8))
+    assert outcomes["training, log-log slope / that of its products"] == ("not measured", None)
     assert outcomes["forward, largest doubling"] == ("met", pytest.approx(2.0))
     assert outcomes["training, largest doubling"] == ("missed", pytest.approx(1e-3 / 128e-6))
 

@@ -36,14 +36,14 @@ def _growth(axis: str, largest: Size, doublings: int) -> Case:
 
         def grows_more(found: Found, kind: str = kind, times: Callable[[Found], list[float]] = times) -> float:
             products = [found.cpu(f"products of the {kind}, {value}") for value in values]
-            return slope(values, times(found)) - slope(values, products)
+            return slope(values, times(found)) / slope(values, products)
 
         def jumps(found: Found, times: Callable[[Found], list[float]] = times) -> float:
             return largest_doubling(times(found))
 
         goals += [
             Goal(f"{kind}, log-log slope", grows, at_least=0.95, at_most=1.08),
-            Goal(f"{kind}, log-log slope less that of its products", grows_more, at_least=-0.05, at_most=0.08),
+            Goal(f"{kind}, log-log slope / that of its products", grows_more, at_least=0.95, at_most=1.08),
             Goal(f"{kind}, largest doubling", jumps, at_most=2.3),
         ]
     return Case(sides, goals)

@@ -204,7 +204,7 @@ template <class T> struct Weights {
   }
 };
 
-// Steps of the backward whose derivatives go into those of the weights together: long products, still in the cache.
+// Rows of the backward whose derivatives go into those of the weights together: long products, still in the cache.
 constexpr int64_t rows_held = 64;
 INLINE int64_t steps_held(const Scan& s, int64_t rows) {
   return s.turns && !s.given && rows < rows_held ? rows_held / rows : 1;
@@ -215,7 +215,7 @@ template <class T> struct Task {
   T *real, *imag, *bias, *feed_real, *feed_imag, *decay, *charge, *norm_weight, *norm_bias, *ones;
   T *x, *source, *slow, *u, *projections, *scratch, *normed, *mixed, *mixing;
   T *g, *slow_g, *partial, *gradients, *sums;
-  double* totals;  // (every_sum, pad): what was in `sums` before; see Sum
+  double* totals;  // (every_sum, pad), see Sum: those of beta and of the bias, and from time to time what is in `sums`
   T* weight_sums;  // (2 pad, pad), of this thread
   Normed<T>* norms;  // of key and value of each row
   Between<T> between;
@@ -635,7 +635,7 @@ void backward_rows(const Scan& s, const Task<T>& task, const Eigen<T>& eigen, co
                        task.ones, pad, to_projections + half * pad, task.sum(of_norm_weight, pad) + half * pad,
                        task.sum(of_norm_bias, pad) + half * pad);
     const T* to_u = s.aware ? u : g;
-    task.totals[0] += beta;
+    if (!s.beta_given) task.totals[0] += beta;
     if (s.beta_given) to_drive[s.features - 1] = beta;
     put<T>(to_u, m, to_drive + offset);
     if (s.given) {
@@ -657,7 +657,7 @@ void add_weights(const Scan& s, const Task<T>& task, int64_t rows, const T* sour
   for (int64_t half = 0; half < 2; ++half)
     add_outer_products<T>(rows, task.gradients + half * pad, apart, m, sources, spaced<T>(pad), pad / panel<T>,
                           task.weight_sums + half * pad * pad, pad);
-  for (int64_t i = 0; s.bias && i < 2 * pad; i += lanes<T>) {
+  for (int64_t i = 0; s.bias && bias_totals && i < 2 * pad; i += lanes<T>) {
     Vec<T> sum = {};
     for (int64_t r = 0; r < rows; ++r) sum += load<T>(task.gradients + r * apart + i);
     for (int64_t l = 0; l < lanes<T>; ++l) bias_totals[i + l] += sum[l];
@@ -679,10 +679,11 @@ template <class T> void load_states(const Scan& s, const Task<T>& task, int64_t 
   }
 }
 
-// The derivatives of every row at step t. On return task.g is that of the state before the step.
+// The derivatives of every row at step t, one of a stretch of steps whose states are loaded. On return task.g is that of the
+// state before the step.
 template <class T, bool Pairs>
 void step_backward(const Scan& s, Task<T>& task, const Weights<T>& transposed, int64_t t, const T* projections, T* gradients,
-                   int64_t steps_held, Ahead& ahead) {
+                   int64_t stretch, Ahead& ahead) {
   const int64_t m = s.size, pad = padded<T>(m), n = s.heads * m, offset = task.head * m, apart = spaced<T>(pad);
   const int64_t gradients_apart = spaced<T>(2 * pad), steps_ahead = task.rows < 8 ? 16 / task.rows : 1;
   const bool saved = s.turns && !s.given && s.projections;
@@ -694,8 +695,8 @@ void step_backward(const Scan& s, Task<T>& task, const Weights<T>& transposed, i
     const int64_t sequence = task.begin + r, at = (sequence * s.steps + t) * s.width + offset;
     T *g = task.g + r * pad, *slow_g = task.slow_g + r * pad, *u = task.u + r * pad, *slow = task.slow + r * pad;
     const T* given = static_cast<const T*>(s.state_gradients) + at;
-    if (t > steps_held)  // time runs backwards, which the processor does not expect
-      ahead.add(static_cast<const T*>(s.states) + at - (steps_held + 1) * s.width, m);
+    if (t > stretch)  // time runs backwards, which the processor does not expect
+      ahead.add(static_cast<const T*>(s.states) + at - (stretch + 1) * s.width, m);
     if (t > steps_ahead) {
       ahead.add(given - steps_ahead * s.width, m);
       ahead.add(static_cast<const T*>(s.drive_gradients) + (sequence * s.steps + t - steps_ahead) * s.features + offset, m);
@@ -762,7 +763,7 @@ void step_backward(const Scan& s, Task<T>& task, const Weights<T>& transposed, i
 template <class T, bool Pairs>
 void run_backward(const Scan& s, Task<T>& task, const Weights<T>& weights, const Weights<T>& transposed) {
   const int64_t m = s.size, pad = padded<T>(m), n = s.heads * m, offset = task.head * m;
-  const int64_t apart = spaced<T>(pad), gradients_apart = spaced<T>(2 * pad), most = steps_held(s, task.rows);
+  const int64_t apart = spaced<T>(pad), gradients_apart = spaced<T>(2 * pad), stretch = steps_held(s, task.rows);
   const bool weighted = s.turns && !s.given;
   load_constants(s, task);
   const int64_t summed = (s.norms ? of_bias : of_norm_weight) * pad;
@@ -771,8 +772,8 @@ void run_backward(const Scan& s, Task<T>& task, const Weights<T>& weights, const
   if (s.source == identity) task.x = task.source;
   T* const x = task.x;
   Ahead ahead;
-  for (int64_t last = s.steps - 1; last >= 0; last -= most) {
-    const int64_t held = std::min(most, last + 1);
+  for (int64_t last = s.steps - 1; last >= 0; last -= stretch) {
+    const int64_t held = std::min(stretch, last + 1);
     task.x = x;
     load_states(s, task, last, held);
     if (s.given || (weighted && !s.projections)) project<T>(s, task, weights, last, held * task.rows, task.projections);
@@ -781,7 +782,7 @@ void run_backward(const Scan& s, Task<T>& task, const Weights<T>& weights, const
       if (weighted && s.projections)
         projections = static_cast<T*>(s.projections) + ((task.head * s.steps + t) * s.batch + task.begin) * 2 * pad;
       task.x = x + at * apart;
-      step_backward<T, Pairs>(s, task, transposed, t, projections, task.gradients + at * gradients_apart, most, ahead);
+      step_backward<T, Pairs>(s, task, transposed, t, projections, task.gradients + at * gradients_apart, stretch, ahead);
       if (t % 16 == 0) {  // sums of sixteen steps, then of those in double: the error does not grow with T
         for (int64_t i = pad; i < summed; ++i) task.totals[i] += task.sums[i];
         std::memset(task.sums, 0, summed * sizeof(T));
@@ -883,9 +884,10 @@ template <class T> void gather_sums(const Scan& s, const double* sums, int64_t t
   gather(s.norm_bias_gradients, of_norm_bias, 2, m);
 }
 
-// Of the sums of all tasks, in double, as so many numbers.
+// Of the sums of all tasks, in double, as so many numbers; in whole lines, as it is handed out.
 template <class T> int64_t totals_memory(const Scan& s, int64_t tasks) {
-  return tasks * every_sum * padded<T>(s.size) * int64_t(sizeof(double) / sizeof(T));
+  const int64_t count = tasks * every_sum * padded<T>(s.size) * int64_t(sizeof(double) / sizeof(T));
+  return (count + 15) / 16 * 16;
 }
 INLINE int64_t tiles_of(const Scan& s) { return (s.batch + s.tile - 1) / s.tile; }
 
