@@ -246,6 +246,18 @@ def test_most_legal_layers_are_covered():
     assert len(left) <= 10
 
 
+def test_a_layer_knows_without_a_step_whether_it_is_covered(monkeypatch):
+    assert [build(axes).cell.scans("cpu") for axes in legal] == [covered(axes) for axes in legal]
+    cell, answers = build(legal[0]).cell, []
+    name, parameter = next(iter(cell.named_parameters()))
+    monkeypatch.setattr(type(cell), "forward", lambda self: answers.append(self.scans("cpu")), raising=False)
+    torch.func.functional_call(cell, {name: parameter}, ())
+    torch.func.vmap(lambda p: torch.func.functional_call(cell, {name: p}, ()), out_dims=None)(parameter[None])
+    monkeypatch.setenv("ADPTNET_BACKEND", "reference")
+    cell()
+    assert answers == [True, False, False]
+
+
 @pytest.mark.parametrize("norm", [None, 1e-5], ids=["plain", "normed"])
 def test_where_there_is_no_state_there_is_no_turn(norm):
     for source in Source:

@@ -14,6 +14,7 @@ from ..errors import IncompatibleError, InputError
 from ..ops import adpt_step
 from ..ops.adpt_scan import Constants, Form
 from ..ops.adpt_step import Pass
+from ..ops.transforms import transformed
 from ..projections import Orthogonal
 from ..spectra import BlockDiagonal
 from ..typing import Device, DType, Matrix, Positions, Vector
@@ -75,6 +76,12 @@ class ADPTCell(BoundCell):
         if not fused.own_steps(self, ADPTCell) or not fused.covers(self.spec, drive):
             return None
         return self.scan_given(drive, state, reset, lengths, lean, beta=False)
+
+    def scans(self, device: torch.device | str) -> bool:
+        drive = torch.empty(0, dtype=self.dtype, device=device)
+        return (
+            fused.own_steps(self, ADPTCell) and fused.covers(self.spec, drive) and not transformed(*self.parameters())
+        )
 
     def scan_given(
         self, drive: Tensor, state: Tensor, reset: Tensor | None, lengths: Tensor | None, lean: bool, *, beta: bool

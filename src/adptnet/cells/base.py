@@ -74,6 +74,15 @@ class Cell(nn.Module, abc.ABC):
         """
         return None
 
+    @torch.no_grad()
+    def scans(self, device: torch.device | str) -> bool:
+        """Whether `scan` has a faster way on a device: found out by a step, where a cell does not know."""
+        if self.input_size is None or self.dtype is None:
+            return False
+        position = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        drive = self.prepare(torch.zeros(1, 1, self.input_size, dtype=self.dtype, device=device), position)
+        return self.scan(drive, self.initial_state(1, device=device)) is not None
+
     def eigenvalues(self) -> BlockDiagonal | None:
         """Λ̄ if the cell has a constant spectrum: the transition of Conv-DEER."""
         return None

@@ -47,7 +47,7 @@ class Auto(Solver):
         what = f"{batch} x {steps} steps of {size} numbers on {torch.device(device).type}"
         if steps < SHORT:
             return Choice(Sequential(), f"{what}: fewer than {SHORT} steps, nothing to gain.")
-        if _fused(cell, device):
+        if cell.scans(device):
             return Choice(Sequential(), f"{what}: one compiled operation runs all steps.")
         if torch.device(device).type != "cpu":
             return _together(cell, what, "all steps together fill the device (by rule; not measured here)")
@@ -79,16 +79,6 @@ class Auto(Solver):
 
     def __repr__(self) -> str:
         return "Auto()"
-
-
-@torch.no_grad()
-def _fused(cell: Cell, device: torch.device | str) -> bool:
-    """Whether the cell runs all its steps in one operation here."""
-    if cell.input_size is None or cell.dtype is None:
-        return False
-    position = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    drive = cell.prepare(torch.zeros(1, 1, cell.input_size, dtype=cell.dtype, device=device), position)
-    return cell.scan(drive, cell.initial_state(1, device=device)) is not None
 
 
 def _together(cell: Cell, what: str, why: str) -> Choice:
