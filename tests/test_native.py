@@ -136,8 +136,8 @@ for size, batch in ((1, 1), (13, 3), (12, 7)):
         if size % kind.get("heads", 1):
             continue
         for pairs in (False, True)[: 2 - size % 2]:
-            drive, state, constants, form = problem(batch, 4, size, pairs=pairs, **kind)
-            reset, lengths = torch.rand(batch, 4) < 0.3, torch.randint(1, 5, (batch,))
+            drive, state, constants, form = problem(batch, 67, size, pairs=pairs, **kind)  # over a stretch of 64 rows
+            reset, lengths = torch.rand(batch, 67) < 0.3, torch.randint(1, 68, (batch,))
             ways = [Factors()]
             if form.turns and not form.given:
                 ways += [factored(size // form.heads, form.heads, 3, (1, size // form.heads))[0]]
