@@ -378,6 +378,9 @@ def test_nothing_to_do(batch, steps):
         {"weight": torch.zeros(1, 2, 8, 7)},
         {"beta": None},
         {"imag": torch.zeros(7)},
+        {"feed_real": torch.zeros(8)},
+        {"feed_imag": torch.zeros(8)},
+        {"charge": torch.zeros(8)},
     ],
     ids=lambda wrong: next(iter(wrong)),
 )
@@ -387,6 +390,19 @@ def test_what_does_not_fit_is_refused(wrong):
     constants = Constants(*(named[name] for name in Constants._fields))
     with pytest.raises(InputError, match=next(iter(wrong))):
         adpt_scan(named["drive"], named["state"], constants, form, reset=named["reset"], lengths=named["lengths"])
+
+
+def test_an_imaginary_feed_is_for_complex_pairs():
+    drive, state, constants, form = problem(4, 6, 8, coupled=True)
+    with pytest.raises(InputError, match="feed_imag"):
+        adpt_scan(drive, state, constants._replace(feed_imag=torch.ones(8)), form)
+
+
+@pytest.mark.parametrize("side", [3, 9])
+def test_kronecker_factors_make_the_matrix(side):
+    factors = Factors(outer=torch.ones(1, 2, side, side), inner=torch.ones(1, 2, 8 // side, 8 // side))
+    with pytest.raises(InputError, match="outer"):
+        adpt_scan(*problem(4, 6, 8), factors=factors)
 
 
 def test_what_is_not_contiguous():

@@ -167,6 +167,10 @@ def check(
     if factors.outer is not None:
         a = factors.outer.shape[-1]
         b = m // a if a else 0
+        if a * b != m:
+            raise InputError(
+                f"adpt_scan: outer, {a} x {a}, and inner do not make matrices of {m} x {m}: pick a divisor."
+            )
         _fits("outer", factors.outer, (heads, 2, a, a), dtype)
         _fits("inner", factors.inner, (heads, 2, b, b), dtype)
     if form.norm is not None and (heads > 1 or not matrices):
@@ -175,5 +179,9 @@ def check(
         raise InputError(f"adpt_scan: linear=True is for a β that is fixed at zero; got {form}, beta={constants.beta}.")
     if form.beta_given and heads > 1:
         raise InputError(f"adpt_scan: a β that comes with the drive is for one head; got {form}.")
+    if not slow and (constants.feed_real is not None or constants.charge is not None):
+        raise InputError("adpt_scan: feed_real and charge are of a slow memory, which needs decay too.")
+    if constants.feed_imag is not None and (not slow or constants.imag is None):
+        raise InputError("adpt_scan: feed_imag is of a slow memory beside complex pairs: it needs decay and imag too.")
     if size % heads or (constants.imag is not None and m % 2):
         raise InputError(f"adpt_scan: {heads} heads, complex pairs within each, do not divide a state of {size}.")
