@@ -63,12 +63,10 @@ def adpt_scan(
     check(drive, state, constants, form, reset, lengths, factors)
     tensors = (drive, state, *constants)
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    run: Any = _scan
+    run: Any = _Recorded.apply if recorded else _forward
     numbers: Sequence[float] | Form = form
-    if _directly(*tensors):
-        run = _Recorded.apply if recorded else _forward
-    else:
-        numbers = numbers_of(form)
+    if not _directly(*tensors):
+        run, numbers = _scan, numbers_of(form)
     states: Tensor = run(drive, state, *constants, reset, lengths, *factors, numbers, recorded and not lean)[0]
     return states
 
@@ -180,12 +178,10 @@ def _differentiate(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Any, ...
         return (None,) * _LEAVES + rest
     if torch.is_grad_enabled() or not _has_backward(inputs[0], Constants(*inputs[2:_LEAVES]), ctx.form):
         return *_by_reference(gradient, inputs, ctx.form, ctx.needs_input_grad), *rest
-    run: Any = _scan_backward
+    run: Any = _backward
     numbers: Sequence[float] | Form = ctx.form
-    if _directly(gradient, *inputs):
-        run = _backward
-    else:
-        numbers = numbers_of(ctx.form)
+    if not _directly(gradient, *inputs):
+        run, numbers = _scan_backward, numbers_of(ctx.form)
     found = iter(run(gradient, states, projections, *inputs, numbers))
     return *(None if t is None else next(found) for t in inputs[:_LEAVES]), *rest
 

@@ -97,10 +97,10 @@ def backward(
     call = _Call(drive, state, constants, form, reset, lengths, factors)
     # The kernel writes all of these, so that torch need not: its threads would stay busy for some milliseconds and be
     # in the way of the kernel's.
-    made = {"drive": drive, "initial": state, **constants._asdict()}
+    inputs = {"drive": drive, "initial": state, **constants._asdict()}
     found = {
         name: None if tensor is None else memory.empty(*tensor.shape, dtype=drive.dtype)
-        for name, tensor in made.items()
+        for name, tensor in inputs.items()
     }
     call.set(states=states, projections=projections, state_gradients=gradient)
     call.set(**{f"{name}_gradients": tensor for name, tensor in found.items()})
