@@ -27,7 +27,7 @@ __all__ = ["Kernel", "backends", "build", "build_all", "load", "notice", "wanted
 
 # No -ffast-math: GCC would link code that flushes denormal numbers to zero in the whole process.
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fno-trapping-math"]
-FLAGS += ["-ffp-contract=fast", "-fopenmp-simd"]
+FLAGS += ["-ffp-contract=fast", "-fopenmp-simd", "-falign-loops=64"]
 OPERATIONS = ["adpt_scan", "adpt_step", "linear_scan", "matrix_chain", "plane_rotation"]
 NUMBERS = ["float", "double"]
 

@@ -14,6 +14,7 @@ from .form import DENSE, Constants, Factors, Form, Retracted
 __all__ = ["backward", "forward", "kept", "products", "ready"]
 
 FEW, FEWER, MANY = 12, 8, 64  # sequences that are run together: two groups of six, two of four, the most
+DOTS = 16  # numbers that are kept of a row beside its projections: `dots` of rotation.h
 SMALL = 256  # rows of K and V that fit well into the second cache
 
 _NAMES = {torch.float32: "float", torch.float64: "double"}
@@ -44,11 +45,11 @@ def ready(dtype: torch.dtype) -> bool:
 
 
 def kept(drive: Tensor, constants: Constants, form: Form, save: bool) -> tuple[int, ...]:
-    """The shape of what the forward saves: K x and V x of every step."""
+    """The shape of what the forward saves: K x and V x of every step, and their dot products."""
     if not save or not _turns(form) or form.given or drive.device.type not in ("cpu", "meta"):
         return (0,)
     batch, steps = drive.shape[:2]
-    return form.heads, steps, batch, 2 * _padded(constants.real.shape[0] // form.heads, drive.dtype)
+    return form.heads, steps, batch, 2 * _padded(constants.real.shape[0] // form.heads, drive.dtype) + DOTS
 
 
 def _turns(form: Form) -> bool:

@@ -23,7 +23,7 @@ struct Scan {
   const void *left, *right, *outer, *inner;  // if `factored`, of one head after the other, of K and then of V
   const uint8_t* reset;
   const int64_t* lengths;
-  void *states, *projections;             // projections: (heads, steps, batch, 2 pad), may be null
+  void *states, *projections;             // projections: (heads, steps, batch, 2 pad) and then their dot products; may be null
   const void* state_gradients;
   void *initial_gradients, *drive_gradients;
   void *real_gradients, *imag_gradients, *weight_gradients, *bias_gradients, *beta_gradients;  // any may be null
@@ -194,6 +194,7 @@ INLINE Shape shape_of(const Scan& s) { return {s.size, s.rank, s.outer_size, s.i
 // [K; V] of one head, or their transpose.
 template <class T> struct Weights {
   T* panels;
+  bool for_one;  // packed for products with one row
   Factors<T> factors;
 
   void lay_out(const Scan& s, Arena<T>& memory) {
@@ -213,7 +214,7 @@ INLINE int64_t steps_held(const Scan& s, int64_t rows) {
 template <class T> struct Task {
   int64_t head, begin, rows;
   T *real, *imag, *bias, *feed_real, *feed_imag, *decay, *charge, *norm_weight, *norm_bias, *ones;
-  T *x, *source, *slow, *u, *projections, *scratch, *normed, *mixed, *mixing;
+  T *x, *source, *slow, *u, *projections, *dots, *scratch, *normed, *mixed, *mixing;
   T *g, *slow_g, *partial, *gradients, *sums;
   double* totals;  // (every_sum, pad), see Sum: those of beta and of the bias, and from time to time what is in `sums`
   T* weight_sums;  // (2 pad, pad), of this thread
@@ -229,6 +230,7 @@ template <class T> struct Task {
     for (T** vectors : {&x, &source}) *vectors = memory.take(held * spaced<T>(pad));
     for (T** vectors : {&slow, &u}) *vectors = memory.take(tile * pad);
     projections = memory.take(held * 2 * pad);
+    dots = memory.take(tile * ::dots);
     scratch = memory.take(tile * 2 * pad);
     normed = memory.take(s.norms ? tile * 2 * pad : 0);
     norms = reinterpret_cast<Normed<T>*>(memory.take(s.norms ? tile * 2 * sizeof(Normed<T>) / sizeof(T) : 0));
@@ -280,9 +282,10 @@ INLINE void project(const Scan& s, const Task<T>& task, const Weights<T>& by, in
   }
   if (s.factored)
     factored<T>(shape_of(s), by.factors, rows, task.source, spaced<T>(pad), task.between, out);
+  else if (by.for_one)
+    product_of_one<T>(task.source, m, by.panels, 2 * pad / panel<T>, out);
   else
-    product<T, false>(rows, task.source, spaced<T>(pad), {m, 0, 0}, by.panels, 2 * pad / panel<T>, out, 2 * pad,
-                      ahead);
+    product<T, false>(rows, task.source, spaced<T>(pad), {m, 0, 0}, by.panels, 2 * pad / panel<T>, out, 2 * pad, ahead);
   if (s.bias)
     for (int64_t r = 0; r < rows; ++r, out += 2 * pad)
       for (int64_t i = 0; i < 2 * pad; i += lanes<T>) store<T>(out + i, load<T>(out + i) + load<T>(task.bias + i));
@@ -333,6 +336,12 @@ template <class T> INLINE bool ended(const Scan& s, int64_t sequence, int64_t t)
   return s.lengths && t >= s.lengths[sequence];
 }
 
+// From factors of k and w to factors of p and q.
+template <class T, class N> INLINE Turn<N> on_pairs(const Group<T, N>& group, const Turn<N>& by) {
+  return {group.on_p * (by.y1 + group.on_k * by.y2), group.on_q * by.y2, group.on_p * (by.m1 + group.on_k * by.m2),
+          group.on_q * by.m2};
+}
+
 // x becomes L (x + y1 p + y2 q) + m1 p + m2 q + u, also in `state`, which is the caller's and not padded.
 template <class T, bool Pairs>
 INLINE void advance(const Eigen<T> eigen, int64_t size, const T* u, const T* p, const T* q, Turn<T> by, T* x, T* state) {
@@ -360,18 +369,36 @@ INLINE void advance(const Eigen<T> eigen, int64_t size, const T* u, const T* p, 
   for (int64_t l = 0; i + l < size; ++l) state[i + l] = value[l];
 }
 
+// Where the projections of the rows at step t are, and where their dot products: kept for the backward, or of the task.
+template <class T> INLINE T* projections_at(const Scan& s, const Task<T>& task, int64_t t) {
+  const int64_t row = (task.head * s.steps + t) * s.batch + task.begin;
+  return s.projections ? static_cast<T*>(s.projections) + row * 2 * padded<T>(s.size) : task.projections;
+}
+template <class T> INLINE T* dots_at(const Scan& s, const Task<T>& task, int64_t t) {
+  const int64_t row = (task.head * s.steps + t) * s.batch + task.begin, rows = s.heads * s.steps * s.batch;
+  return s.projections ? static_cast<T*>(s.projections) + rows * 2 * padded<T>(s.size) + row * dots : task.dots;
+}
+
+// Where the rows of a step are, from `first` on.
+template <class T> INLINE auto places(const Scan& s, const Task<T>& task, const T* pairs, int64_t first) {
+  const int64_t pad = padded<T>(s.size);
+  return [=, &s, &task](int64_t l) -> Place<T> {
+    return {pairs + (first + l) * 2 * pad, task.x + (first + l) * spaced<T>(pad),
+            s.aware ? task.u + (first + l) * pad : nullptr};
+  };
+}
+
 // The next state of `count` rows from `first` on, whose numbers are computed together: one row or the lanes of a vector.
 template <class T, class N, bool Pairs>
-void forward_rows(const Scan& s, const Task<T>& task, const Eigen<T>& eigen, const Rows<T>& rows, int64_t first, int count,
-                  int64_t t) {
-  const int64_t m = s.size, pad = rows.pad, n = s.heads * m, offset = task.head * m;
+void forward_rows(const Scan& s, const Task<T>& task, const Eigen<T>& eigen, const T* pairs, T* products,
+                  int64_t first, int count, int64_t t) {
+  const int64_t m = s.size, pad = padded<T>(m), apart = spaced<T>(pad), n = s.heads * m, offset = task.head * m;
   Group<T, N> group;
-  Turn<N> on_pairs = {};
+  Turn<N> by = {};
   if (s.turns) {
-    directions<T, N, Pairs>(eigen, rows, first, count, task.scratch, group);
-    const Turn<N> by = turn<N>(s.form, group.plane, betas_of<T, N>(s, task, first, count, t));
-    on_pairs = {group.on_p * (by.y1 + group.on_k * by.y2), group.on_q * by.y2,
-                group.on_p * (by.m1 + group.on_k * by.m2), group.on_q * by.m2};
+    directions<T, N, Pairs>(eigen, places(s, task, pairs, first), count, pad, products + first * dots, false,
+                            task.scratch + first * 2 * pad, group);
+    by = on_pairs(group, turn<N>(s.form, group.plane, betas_of<T, N>(s, task, first, count, t)));
   }
   for (int l = 0; l < count; ++l) {
     const int64_t r = first + l, sequence = task.begin + r;
@@ -383,10 +410,10 @@ void forward_rows(const Scan& s, const Task<T>& task, const Eigen<T>& eigen, con
     }
     const T* drive = static_cast<const T*>(s.drive) + (sequence * s.steps + t) * s.features + offset;
     const T* u = s.coupled || s.aware ? task.u + r * pad : drive;
-    T* x = task.x + r * rows.x_apart;
+    T* x = task.x + r * apart;
     if (s.turns && !group.still[l])
       advance<T, Pairs>(eigen, m, u, group.p[l], group.q[l],
-                        {lane(on_pairs.y1, l), lane(on_pairs.y2, l), lane(on_pairs.m1, l), lane(on_pairs.m2, l)}, x, state);
+                        {lane(by.y1, l), lane(by.y2, l), lane(by.m1, l), lane(by.m2, l)}, x, state);
     else
       advance<T, Pairs>(eigen, m, u, task.real, task.real, {0, 0, 0, 0}, x, state);  // anything, times zero
     if (s.coupled) {
@@ -399,7 +426,36 @@ void forward_rows(const Scan& s, const Task<T>& task, const Eigen<T>& eigen, con
   }
 }
 
+// One sequence by itself, whose K and V are applied to the state as it is: nothing hides what is done beside the product, so
+// this does no more than it must.
+INLINE bool is_alone(const Scan& s) {
+  return s.tile == 1 && s.turns && s.source == identity &&
+         !(s.given || s.factored || s.bias || s.norms || s.mixes || s.aware || s.coupled || s.beta_given || s.lengths);
+}
+template <class T, bool Pairs> void run_alone(const Scan& s, Task<T>& task, const Weights<T>& weights) {
+  const int64_t m = s.size, pad = padded<T>(m), offset = task.head * m;
+  const Eigen<T> eigen = {task.real, task.imag};
+  const T beta = static_cast<const T*>(s.beta)[task.head];
+  const T* u = static_cast<const T*>(s.drive) + task.begin * s.steps * s.features + offset;
+  T *state = static_cast<T*>(s.states) + task.begin * s.steps * s.width + offset, *x = task.x;
+  load_constants(s, task);
+  fetch<T>(static_cast<const T*>(s.initial) + task.begin * s.width + offset, m, x, pad);
+  for (int64_t t = 0; t < s.steps; ++t, u += s.features, state += s.width) {
+    if (s.reset && s.reset[task.begin * s.steps + t]) std::memset(x, 0, pad * sizeof(T));
+    T *const p = projections_at(s, task, t), *const products = dots_at(s, task, t);
+    product_of_one<T>(x, m, weights.panels, 2 * pad / panel<T>, p);
+    Group<T, T> group;
+    auto place = [&](int) -> Place<T> { return {p, x, nullptr}; };
+    directions<T, T, Pairs>(eigen, place, 1, pad, products, false, task.scratch, group);
+    if (group.still[0])
+      advance<T, Pairs>(eigen, m, u, task.real, task.real, {0, 0, 0, 0}, x, state);  // anything, times zero
+    else
+      advance<T, Pairs>(eigen, m, u, group.p[0], group.q[0], on_pairs(group, turn<T>(s.form, group.plane, beta)), x, state);
+  }
+}
+
 template <class T, bool Pairs> void run_forward(const Scan& s, Task<T>& task, const Weights<T>& weights) {
+  if (is_alone(s)) return run_alone<T, Pairs>(s, task, weights);
   const int64_t m = s.size, pad = padded<T>(m), apart = spaced<T>(pad), n = s.heads * m, offset = task.head * m;
   const bool kept_drive = s.coupled || s.aware;  // padded in memory of the task
   load_constants(s, task);
@@ -419,9 +475,7 @@ template <class T, bool Pairs> void run_forward(const Scan& s, Task<T>& task, co
           for (T* vector : {task.x + r * apart, task.slow + r * pad}) std::memset(vector, 0, pad * sizeof(T));
           make_sources(s, task, r);
         }
-    T* projections = task.projections;
-    if (s.projections)
-      projections = static_cast<T*>(s.projections) + ((task.head * s.steps + t) * s.batch + task.begin) * 2 * pad;
+    T *const projections = projections_at(s, task, t), *const products = dots_at(s, task, t);
     if (task.rows >= many_rows) {
       ahead.clear();
       for (int64_t r = 0; r < task.rows; ++r) {
@@ -442,11 +496,10 @@ template <class T, bool Pairs> void run_forward(const Scan& s, Task<T>& task, co
         store<T>(fed + i, load<T>(fed + i) + times<T, Pairs>({task.feed_real, task.feed_imag}, i,
                                                             load<T>(task.slow + r * pad + i)));
     }
-    const Rows<T> rows = {pairs, task.x, s.aware ? task.u : nullptr, apart, pad};
     for (int64_t first = 0; first < task.rows; first += lanes<T>) {
       const int count = std::min<int64_t>(lanes<T>, task.rows - first);
-      count == 1 ? forward_rows<T, T, Pairs>(s, task, eigen, rows, first, count, t)
-                 : forward_rows<T, Vec<T>, Pairs>(s, task, eigen, rows, first, count, t);
+      count == 1 ? forward_rows<T, T, Pairs>(s, task, eigen, pairs, products, first, count, t)
+                 : forward_rows<T, Vec<T>, Pairs>(s, task, eigen, pairs, products, first, count, t);
     }
   }
 }
@@ -473,62 +526,74 @@ INLINE void dots_with_g(const Eigen<T> eigen, const T* p, const T* q, const T* g
   sum_lanes<T, 8>(sum, out);
 }
 
-// A derivative as a sum of L' Q'g, L Q'x (with the drive, if that is turned), g, x, k and w.
-template <class N> struct Mixture {
-  N back, kept, g, x, k, w;
-};
-
-// What the derivatives of a row are made of. A Taylor polynomial is no rotation: of what is in Q'x and Q'g only a part is
-// turned once more, and the rest of it is kept apart.
+// What the derivatives of a row are made of. That of p is 1/|p| times a sum of L' Q'g, L Q'x (with the drive, if that is
+// turned), g, x, p and q, that of q likewise. A Taylor polynomial is no rotation: of what is in Q'x and Q'g only a part is turned
+// once more, and the rest of it is kept apart.
 template <class N> struct Pull {
-  N x_on_k, x_on_w, g_on_k, g_on_w;              // Q'x = x + x_on_k k + x_on_w w, and likewise Q'g
+  N x_on_p, x_on_q, g_on_p, g_on_q;  // Q'x = x + x_on_p p + x_on_q q, and likewise Q'g
   N rest_x_on_k, rest_x_on_w, rest_g_on_k, rest_g_on_w;
-  N state_on_k, state_on_w;                      // the derivative of x is L' Q'g + these + what goes through p and q
-  Mixture<N> key, value;                         // derivatives of p and q, but for the factors 1/|p| and 1/|q|
-  N beta;
+  N state_on_p, state_on_q;          // the derivative of x is L' Q'g + these + what goes through p and q
+  N key_back, key_kept, key_g, key_x, key_p, key_q;
+  N value_back, value_kept, value_g, value_x, value_p, value_q;
+  N beta, none;
 };
 
 // Of the rows of a group, from the dot products of p and q with g and with L' g.
-template <class T, class N> INLINE void pull_of(const Scan& s, const Group<T, N>& group, N beta, const N* with_g, Pull<N>& out) {
+template <class T, class N> INLINE Pull<N> pull_of(const Scan& s, const Group<T, N>& group, N beta, const N* with_g) {
+  Pull<N> out = {};
   const Plane<N>& d = group.plane;
   const N c = group.dot;
   const N kg = group.on_p * with_g[0], wg = group.on_q * with_g[1] + group.on_k * kg;
   const N gLk = group.on_p * with_g[2], gLw = group.on_q * with_g[3] + group.on_k * gLk;
   const Turn<N> by = turn<N>(s.form, d, beta);
   const Plane<N> e = turn_backward<N>(s.form, d, beta, {gLk, gLw, kg, wg}, out.beta);
-  out.x_on_k = by.y1;
-  out.x_on_w = by.y2;
-  out.g_on_k = e.kLx;
-  out.g_on_w = e.wLx;
-  if (s.form == taylor_one) out.x_on_k = out.x_on_w = out.g_on_k = out.g_on_w = N{};
+  N x_on_k = by.y1, x_on_w = by.y2, g_on_k = e.kLx, g_on_w = e.wLx;  // Q'x = x + x_on_k k + x_on_w w, and likewise Q'g
+  if (s.form == taylor_one) x_on_k = x_on_w = g_on_k = g_on_w = N{};
   if (s.form == taylor_two) {
-    out.x_on_k = -beta * d.wx;
-    out.x_on_w = beta * d.kx;
-    out.g_on_k = -beta * wg;
-    out.g_on_w = beta * kg;
+    x_on_k = -beta * d.wx;
+    x_on_w = beta * d.kx;
+    g_on_k = -beta * wg;
+    g_on_w = beta * kg;
   }
   // Dot products of k and w with L' Q'g and with L Q'x.
-  const N k_back = gLk + out.g_on_k * d.kLk + out.g_on_w * d.wLk, w_back = gLw + out.g_on_k * d.kLw + out.g_on_w * d.wLw;
-  const N k_kept = d.kLx + out.x_on_k * d.kLk + out.x_on_w * d.kLw + d.ku;
-  const N w_kept = d.wLx + out.x_on_k * d.wLk + out.x_on_w * d.wLw + d.wu;
+  const N k_back = gLk + g_on_k * d.kLk + g_on_w * d.wLk, w_back = gLw + g_on_k * d.kLw + g_on_w * d.wLw;
+  const N k_kept = d.kLx + x_on_k * d.kLk + x_on_w * d.kLw + d.ku;
+  const N w_kept = d.wLx + x_on_k * d.wLk + x_on_w * d.wLw + d.wu;
   // The components of the derivatives of k and w that the normalisations take away, closed in scalars.
-  N k_gk = out.x_on_k * k_back + out.g_on_k * k_kept + by.m1 * kg + e.kx * d.kx;
-  N k_gw = out.x_on_w * k_back + out.g_on_w * k_kept + by.m2 * kg + e.wx * d.kx;
-  N w_gw = out.x_on_w * w_back + out.g_on_w * w_kept + by.m2 * wg + e.wx * d.wx + 2 * e.ww * d.ww;
+  N k_gk = x_on_k * k_back + g_on_k * k_kept + by.m1 * kg + e.kx * d.kx;
+  N k_gw = x_on_w * k_back + g_on_w * k_kept + by.m2 * kg + e.wx * d.kx;
+  N w_gw = x_on_w * w_back + g_on_w * w_kept + by.m2 * wg + e.wx * d.wx + 2 * e.ww * d.ww;
   if (s.form >= taylor_one) {
-    out.rest_x_on_k = by.y1 - out.x_on_k;
-    out.rest_x_on_w = by.y2 - out.x_on_w;
-    out.rest_g_on_k = e.kLx - out.g_on_k;
-    out.rest_g_on_w = e.wLx - out.g_on_w;
+    out.rest_x_on_k = by.y1 - x_on_k;
+    out.rest_x_on_w = by.y2 - x_on_w;
+    out.rest_g_on_k = e.kLx - g_on_k;
+    out.rest_g_on_w = e.wLx - g_on_w;
     k_gk += out.rest_x_on_k * gLk + out.rest_g_on_k * d.kLx;
     k_gw += out.rest_x_on_w * gLk + out.rest_g_on_w * d.kLx;
     w_gw += out.rest_x_on_w * gLw + out.rest_g_on_w * d.wLx;
   }
-  out.state_on_k = e.kx;
-  out.state_on_w = e.wx;
-  out.key = {out.x_on_k - c * out.x_on_w, out.g_on_k - c * out.g_on_w, by.m1 - c * by.m2, e.kx - c * e.wx,
-             c * k_gw - k_gk, -2 * c * e.ww - k_gw};
-  out.value = {out.x_on_w, out.g_on_w, by.m2, e.wx, -(k_gw + c * w_gw), 2 * e.ww - w_gw};
+  // From k and w to p and q.
+  auto on_p = [&](N on_k, N on_w) { return group.on_p * (on_k + group.on_k * on_w); };
+  auto on_q = [&](N on_w) { return group.on_q * on_w; };
+  out.x_on_p = on_p(x_on_k, x_on_w);
+  out.x_on_q = on_q(x_on_w);
+  out.g_on_p = on_p(g_on_k, g_on_w);
+  out.g_on_q = on_q(g_on_w);
+  out.state_on_p = on_p(e.kx, e.wx);
+  out.state_on_q = on_q(e.wx);
+  out.key_back = x_on_k - c * x_on_w;
+  out.key_kept = g_on_k - c * g_on_w;
+  out.key_g = by.m1 - c * by.m2;
+  out.key_x = e.kx - c * e.wx;
+  out.key_p = on_p(c * k_gw - k_gk, -2 * c * e.ww - k_gw);
+  out.key_q = on_q(-2 * c * e.ww - k_gw);
+  out.value_back = x_on_w;
+  out.value_kept = g_on_w;
+  out.value_g = by.m2;
+  out.value_x = e.wx;
+  out.value_p = on_p(-(k_gw + c * w_gw), 2 * e.ww - w_gw);
+  out.value_q = on_q(2 * e.ww - w_gw);
+  return out;
 }
 
 // A row without a rotation: on return `partial` is the derivative with respect to the state before the step.
@@ -545,109 +610,124 @@ void pull_still(const Scan& s, const Task<T>& task, const Eigen<T>& eigen, const
   std::memset(gradients, 0, 2 * pad * sizeof(T));
 }
 
-// A row with one, which is lane `l` of its group: the same but for what goes through p and q, whose derivatives are in
-// `gradients`.
-template <class T, class N, bool Pairs>
-INLINE void pull_row(const Scan& s, const Task<T>& task, const Eigen<T> eigen, const Group<T, N>& group, const Pull<N>& by, int l,
-                     const T* x, const T* u, const T* g, T* u_gradient, T* partial, T* gradients) {
+// A row with one: the same but for what goes through p and q, whose derivatives are in `gradients`.
+template <class T, bool Pairs>
+INLINE void pull_row(const Scan& s, const Task<T>& task, const Eigen<T> eigen, const T* p, const T* q, T key_scale,
+                     T value_scale, const Pull<T>& by, const T* x, const T* u, const T* g, T* u_gradient, T* partial,
+                     T* gradients) {
   const int64_t pad = padded<T>(s.size);
-  const T *p = group.p[l], *q = group.q[l];
-  const T on_p = lane(group.on_p, l), on_q = lane(group.on_q, l), on_k = lane(group.on_k, l);
-  const T key = lane(group.key_scale, l), value = lane(group.value_scale, l);
   for (int64_t i = 0; i < pad; i += lanes<T>) {
-    const Vec<T> from = load<T>(g + i), old = load<T>(x + i);
-    const Vec<T> k = on_p * load<T>(p + i), w = on_q * load<T>(q + i) + on_k * k;
-    const Vec<T> turned_x = old + lane(by.x_on_k, l) * k + lane(by.x_on_w, l) * w;
-    const Vec<T> turned_g = from + lane(by.g_on_k, l) * k + lane(by.g_on_w, l) * w;
+    const Vec<T> from = load<T>(g + i), old = load<T>(x + i), a = load<T>(p + i), b = load<T>(q + i);
+    const Vec<T> turned_x = old + by.x_on_p * a + by.x_on_q * b, turned_g = from + by.g_on_p * a + by.g_on_q * b;
     const Vec<T> back = times_transposed<T, Pairs>(eigen, i, turned_g);
     Vec<T> kept = times<T, Pairs>(eigen, i, turned_x);
     if (s.aware) {
       kept += load<T>(u + i);
       store<T>(u_gradient + i, turned_g);
     }
-    auto mixed = [&](const Mixture<N>& m) {
-      return lane(m.back, l) * back + lane(m.kept, l) * kept + lane(m.g, l) * from + lane(m.x, l) * old + lane(m.k, l) * k +
-             lane(m.w, l) * w;
-    };
-    store<T>(partial + i, back + (lane(by.state_on_k, l) * k + lane(by.state_on_w, l) * w));
-    store<T>(gradients + i, key * mixed(by.key));
-    store<T>(gradients + pad + i, value * mixed(by.value));
+    store<T>(partial + i, back + by.state_on_p * a + by.state_on_q * b);
+    // The scales come last: times another of them, numbers of the sum could leave the range of numbers.
+    store<T>(gradients + i, key_scale * (by.key_back * back + by.key_kept * kept + by.key_g * from + by.key_x * old +
+                                         by.key_p * a + by.key_q * b));
+    store<T>(gradients + pad + i, value_scale * (by.value_back * back + by.value_kept * kept + by.value_g * from +
+                                                 by.value_x * old + by.value_p * a + by.value_q * b));
     add_outer<T, Pairs>(task.sum(of_real, pad), pad, i, turned_g, turned_x);
   }
 }
 
 // What a Taylor polynomial adds to that.
-template <class T, class N, bool Pairs>
-void pull_rest(const Scan& s, const Task<T>& task, const Eigen<T> eigen, const Group<T, N>& group, const Pull<N>& by, int l,
-               const T* x, const T* g, T* partial, T* gradients) {
+template <class T, bool Pairs>
+void pull_rest(const Scan& s, const Task<T>& task, const Eigen<T> eigen, const Row<T>& row, const Pull<T>& by, const T* x,
+               const T* g, T* partial, T* gradients) {
   const int64_t pad = padded<T>(s.size);
-  const T c = lane(group.dot, l), on_k = lane(by.rest_x_on_k, l), on_w = lane(by.rest_x_on_w, l);
-  const T g_on_k = lane(by.rest_g_on_k, l), g_on_w = lane(by.rest_g_on_w, l);
+  const T c = row.dot, on_k = by.rest_x_on_k, on_w = by.rest_x_on_w, g_on_k = by.rest_g_on_k, g_on_w = by.rest_g_on_w;
   for (int64_t i = 0; i < pad; i += lanes<T>) {
-    const Vec<T> from = load<T>(g + i), old = load<T>(x + i), k = lane(group.on_p, l) * load<T>(group.p[l] + i);
-    const Vec<T> w = lane(group.on_q, l) * load<T>(group.q[l] + i) + lane(group.on_k, l) * k;
+    const Vec<T> from = load<T>(g + i), old = load<T>(x + i), k = row.on_p * load<T>(row.p + i);
+    const Vec<T> w = row.on_q * load<T>(row.q + i) + row.on_k * k;
     const Vec<T> back = times_transposed<T, Pairs>(eigen, i, from), kept = times<T, Pairs>(eigen, i, old);
     const Vec<T> moved_g = g_on_k * k + g_on_w * w;
     add_at<T>(partial + i, times_transposed<T, Pairs>(eigen, i, moved_g));
-    add_at<T>(gradients + i, lane(group.key_scale, l) * ((on_k - c * on_w) * back + (g_on_k - c * g_on_w) * kept));
-    add_at<T>(gradients + pad + i, lane(group.value_scale, l) * (on_w * back + g_on_w * kept));
+    add_at<T>(gradients + i, row.key_scale * ((on_k - c * on_w) * back + (g_on_k - c * g_on_w) * kept));
+    add_at<T>(gradients + pad + i, row.value_scale * (on_w * back + g_on_w * kept));
     add_outer<T, Pairs>(task.sum(of_real, pad), pad, i, from, on_k * k + on_w * w);
     add_outer<T, Pairs>(task.sum(of_real, pad), pad, i, moved_g, old);
   }
 }
 
-// The derivatives of `count` rows from `first` on, as `forward_rows`; those of the projections in `gradients`.
+// Those of each row, from those of a group.
+template <class T> INLINE void split(const Pull<T>& numbers, Pull<T>* to) { *to = numbers; }
+template <class T> INLINE void split(const Pull<Vec<T>>& numbers, Pull<T>* to) {
+  constexpr int count = sizeof(Pull<T>) / sizeof(T);
+  Vec<T> columns[count];
+  std::memcpy(columns, &numbers, sizeof columns);
+  for (int j = 0; j < count; j += lanes<T>) {
+    transpose<T, lanes<T> / 2>(columns + j);
+    for (int l = 0; l < lanes<T>; ++l) std::memcpy(reinterpret_cast<T*>(to + l) + j, columns + j + l, sizeof(Vec<T>));
+  }
+}
+
+// The derivatives of row r of the task, lane `l` of its group; those of its projections in `gradients`.
 template <class T, class N, bool Pairs>
-void backward_rows(const Scan& s, const Task<T>& task, const Eigen<T>& eigen, const Rows<T>& rows, const T* normed,
-                   const T* projections, int64_t first, int count, int64_t t, T* gradients) {
-  const int64_t m = s.size, pad = rows.pad, n = s.heads * m, offset = task.head * m, apart = rows.x_apart;
+INLINE void backward_row(const Scan& s, const Task<T>& task, const Eigen<T>& eigen, Group<T, N>& group, const Pull<T>& by, int l,
+                         const T* normed, const T* projections, int64_t r, int64_t t, T* gradients) {
+  const int64_t m = s.size, pad = padded<T>(m), n = s.heads * m, offset = task.head * m, sequence = task.begin + r;
   const Eigen<T> feed = {task.feed_real, task.feed_imag};
+  const T* x = task.x + r * spaced<T>(pad);
+  T *g = task.g + r * pad, *u = task.u + r * pad, *partial = task.partial + r * pad;
+  T* to_drive = static_cast<T*>(s.drive_gradients) + (sequence * s.steps + t) * s.features;
+  T beta = 0;
+  if (!s.turns || group.still[l] || ended<T>(s, sequence, t)) {
+    pull_still<T, Pairs>(s, task, eigen, x, g, u, partial, gradients);
+  } else {
+    pull_row<T, Pairs>(s, task, eigen, group.p[l], group.q[l], lane(group.key_scale, l), lane(group.value_scale, l), by, x, u, g,
+                       u, partial, gradients);
+    if (s.form >= taylor_one)
+      pull_rest<T, Pairs>(s, task, eigen, row_of(group, l), by, x, g, partial, gradients);
+    beta = by.beta;
+  }
+  if (s.mixes) {
+    const T* p = normed + r * 2 * pad;
+    mix_backward<T>(s, p, p + pad, pad, task.mixing, gradients);
+  }
+  for (int64_t half = 0; s.norms && half < 2; ++half)
+    norm_backward<T>(s, projections + (2 * r + half) * pad, task.norms[2 * r + half], task.norm_weight + half * pad, task.ones,
+                     pad, gradients + half * pad, task.sum(of_norm_weight, pad) + half * pad,
+                     task.sum(of_norm_bias, pad) + half * pad);
+  const T* to_u = s.aware ? u : g;
+  if (!s.beta_given) task.totals[0] += beta;
+  if (s.beta_given) to_drive[s.features - 1] = beta;
+  put<T>(to_u, m, to_drive + offset);
+  if (s.given) {
+    put<T>(gradients, m, to_drive + n + offset);
+    put<T>(gradients + pad, m, to_drive + 2 * n + offset);
+  }
+  for (int64_t i = 0; s.coupled && i < pad; i += lanes<T>) {
+    T* slow_g = task.slow_g + r * pad;
+    add_outer<T, Pairs>(task.sum(of_feed_real, pad), pad, i, load<T>(to_u + i), load<T>(task.slow + r * pad + i));
+    store<T>(slow_g + i, load<T>(slow_g + i) + times_transposed<T, Pairs>(feed, i, load<T>(to_u + i)));
+  }
+}
+
+// Those of `count` rows from `first` on, as `forward_rows`.
+template <class T, class N, bool Pairs>
+void backward_rows(const Scan& s, const Task<T>& task, const Eigen<T>& eigen, const T* pairs, const T* normed,
+                   const T* projections, T* products, bool known, int64_t first, int count, int64_t t, T* gradients) {
+  const int64_t pad = padded<T>(s.size);
   Group<T, N> group;
-  Pull<N> by;
+  Pull<T> by[rows_in<N>];
   if (s.turns) {
-    directions<T, N, Pairs>(eigen, rows, first, count, task.scratch, group);
-    T each[rows_in<N>][8] = {};
+    directions<T, N, Pairs>(eigen, places(s, task, pairs, first), count, pad, products + first * dots, known,
+                            task.scratch + first * 2 * pad, group);
+    T each[rows_in<N>][8];
     for (int l = 0; l < count; ++l)
       dots_with_g<T, Pairs>(eigen, group.p[l], group.q[l], task.g + (first + l) * pad, pad, each[l]);
     N with_g[8];
     across<T, 8>(each[0], count, with_g);
-    pull_of<T, N>(s, group, betas_of<T, N>(s, task, first, count, t), with_g, by);
+    split<T>(pull_of<T, N>(s, group, betas_of<T, N>(s, task, first, count, t), with_g), by);
   }
-  for (int l = 0; l < count; ++l) {
-    const int64_t r = first + l, sequence = task.begin + r;
-    T *g = task.g + r * pad, *u = task.u + r * pad, *to_projections = gradients + r * spaced<T>(2 * pad);
-    T* to_drive = static_cast<T*>(s.drive_gradients) + (sequence * s.steps + t) * s.features;
-    T beta = 0;
-    if (!s.turns || group.still[l] || ended<T>(s, sequence, t)) {
-      pull_still<T, Pairs>(s, task, eigen, task.x + r * apart, g, u, task.partial + r * pad, to_projections);
-    } else {
-      pull_row<T, N, Pairs>(s, task, eigen, group, by, l, task.x + r * apart, u, g, u, task.partial + r * pad, to_projections);
-      if (s.form >= taylor_one)
-        pull_rest<T, N, Pairs>(s, task, eigen, group, by, l, task.x + r * apart, g, task.partial + r * pad, to_projections);
-      beta = lane(by.beta, l);
-    }
-    if (s.mixes) {
-      const T* p = normed + r * 2 * pad;
-      mix_backward<T>(s, p, p + pad, pad, task.mixing, to_projections);
-    }
-    for (int64_t half = 0; s.norms && half < 2; ++half)
-      norm_backward<T>(s, projections + (2 * r + half) * pad, task.norms[2 * r + half], task.norm_weight + half * pad,
-                       task.ones, pad, to_projections + half * pad, task.sum(of_norm_weight, pad) + half * pad,
-                       task.sum(of_norm_bias, pad) + half * pad);
-    const T* to_u = s.aware ? u : g;
-    if (!s.beta_given) task.totals[0] += beta;
-    if (s.beta_given) to_drive[s.features - 1] = beta;
-    put<T>(to_u, m, to_drive + offset);
-    if (s.given) {
-      put<T>(to_projections, m, to_drive + n + offset);
-      put<T>(to_projections + pad, m, to_drive + 2 * n + offset);
-    }
-    for (int64_t i = 0; s.coupled && i < pad; i += lanes<T>) {
-      T* slow_g = task.slow_g + r * pad;
-      add_outer<T, Pairs>(task.sum(of_feed_real, pad), pad, i, load<T>(to_u + i), load<T>(task.slow + r * pad + i));
-      store<T>(slow_g + i, load<T>(slow_g + i) + times_transposed<T, Pairs>(feed, i, load<T>(to_u + i)));
-    }
-  }
+  for (int l = 0; l < count; ++l)
+    backward_row<T, N, Pairs>(s, task, eigen, group, by[l], l, normed, projections, first + l, t,
+                              gradients + (first + l) * spaced<T>(2 * pad));
 }
 
 // The derivatives of the weights, and of the bias, by those of the projections of some rows.
@@ -731,11 +811,11 @@ void step_backward(const Scan& s, Task<T>& task, const Weights<T>& transposed, i
         store<T>(u + i, load<T>(u + i) + times<T, Pairs>(feed, i, load<T>(slow + i)));
     }
   }
-  const Rows<T> rows = {pairs, task.x, s.aware ? task.u : nullptr, apart, pad};
+  T* const products = dots_at(s, task, t);
   for (int64_t first = 0; first < task.rows; first += lanes<T>) {
     const int count = std::min<int64_t>(lanes<T>, task.rows - first);
-    count == 1 ? backward_rows<T, T, Pairs>(s, task, eigen, rows, normed, projections, first, count, t, gradients)
-               : backward_rows<T, Vec<T>, Pairs>(s, task, eigen, rows, normed, projections, first, count, t, gradients);
+    count == 1 ? backward_rows<T, T, Pairs>(s, task, eigen, pairs, normed, projections, products, saved, first, count, t, gradients)
+               : backward_rows<T, Vec<T>, Pairs>(s, task, eigen, pairs, normed, projections, products, saved, first, count, t, gradients);
   }
   const Ranges halves = {m, pad - m, m};
   const bool weighted = s.turns && !s.given;
@@ -778,9 +858,7 @@ void run_backward(const Scan& s, Task<T>& task, const Weights<T>& weights, const
     load_states(s, task, last, held);
     if (s.given || (weighted && !s.projections)) project<T>(s, task, weights, last, held * task.rows, task.projections);
     for (int64_t t = last, at = 0; t > last - held; --t, at += task.rows) {
-      const T* projections = task.projections + at * 2 * pad;
-      if (weighted && s.projections)
-        projections = static_cast<T*>(s.projections) + ((task.head * s.steps + t) * s.batch + task.begin) * 2 * pad;
+      const T* projections = projections_at(s, task, t) + (s.projections ? 0 : at * 2 * pad);
       task.x = x + at * apart;
       step_backward<T, Pairs>(s, task, transposed, t, projections, task.gradients + at * gradients_apart, stretch, ahead);
       if (t % 16 == 0) {  // sums of sixteen steps, then of those in double: the error does not grow with T
@@ -808,8 +886,7 @@ void run_products(const Scan& s, Task<T>& task, const Weights<T>& weights, const
   for (int64_t i = 0; which != of_forward && i < held * task.rows * gradients_apart; ++i) task.gradients[i] = 1;
   for (int64_t t = 0; t < s.steps; ++t)
     if (which == of_forward)
-      product<T, false>(task.rows, task.source, apart, {m, 0, 0}, weights.panels, 2 * pad / panel<T>, task.projections,
-                        2 * pad);
+      project<T>(s, task, weights, t, task.rows, task.projections);
     else if (which == of_backward)
       product<T, false>(task.rows, task.gradients, gradients_apart, {m, pad - m, m}, transposed.panels, pad / panel<T>,
                         task.partial, pad);
@@ -837,7 +914,8 @@ template <class T> void pack_weights(const Scan& s, int64_t head, bool back, Wei
                             of(s.inner, s.inner_size * s.inner_size)};
     back ? pack_factors_back<T>(shape_of(s), given, to.factors) : pack_factors<T>(shape_of(s), given, to.factors);
   } else {
-    back ? pack_backward<T>(of(s.weight, m * m), m, to.panels) : pack_forward<T>(of(s.weight, m * m), m, to.panels);
+    back ? pack_backward<T>(of(s.weight, m * m), m, to.panels)
+         : pack_forward<T>(of(s.weight, m * m), m, to.panels, to.for_one);
   }
 }
 
@@ -898,6 +976,7 @@ template <class T> void run(const Scan& s, bool backward, Products products = no
   std::vector<Weights<T>> weights(s.heads), transposed(s.heads);
   for (int64_t h = 0; weighted && h < s.heads; ++h) {
     weights[h].lay_out(s, memory);
+    weights[h].for_one = s.tile == 1 && !backward;  // there it is projections of many steps
     if (!backward || !s.projections) pack_weights<T>(s, h, false, weights[h]);
     if (!backward) continue;
     transposed[h].lay_out(s, memory);

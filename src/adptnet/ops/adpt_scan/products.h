@@ -254,18 +254,61 @@ __attribute__((noinline)) void add_outer_products(int64_t count, const T* left, 
   }
 }
 
-// Panels of a matrix with `depth` rows, over which a product runs, and `width` columns, padded; returns where they end.
-template <class T, class Entry> T* pack(int64_t depth, int64_t width, T* out, Entry entry) {
-  for (int64_t j = 0; j < padded<T>(width); j += panel<T>)
+// ---- One row --------------------------------------------------------------------------------------------------------
+
+// Its product reads every weight once, so they lie in the order in which they are read: some panels side by side, as many as
+// fill the registers with sums. A panel alone would wait for its own sums: three and two are better than four and one.
+constexpr int64_t side_by_side(int64_t panels_left) { return panels_left == 5 ? 3 : panels_left < 4 ? panels_left : 4; }
+
+// Returns where the next weights are.
+template <class T, int Vectors> INLINE const T* multiply_one(const T* x, int64_t depth, const T* w, T* out) {
+  Vec<T> sum[Vectors] = {};
+  for (int64_t i = 0; i < depth; ++i, w += Vectors * lanes<T>) {
+    const T value = x[i];
+#pragma GCC unroll 8
+    for (int j = 0; j < Vectors; ++j) sum[j] += value * load<T>(w + j * lanes<T>);
+  }
+#pragma GCC unroll 8
+  for (int j = 0; j < Vectors; ++j) store<T>(out + j * lanes<T>, sum[j]);
+  return w;
+}
+
+template <class T>
+__attribute__((noinline)) void product_of_one(const T* x, int64_t depth, const T* weights, int64_t panels, T* out) {
+  for (int64_t left = panels, some; left > 0; left -= some, out += some * panel<T>) {
+    some = side_by_side(left);
+    if (some == 4)
+      weights = multiply_one<T, 8>(x, depth, weights, out);
+    else if (some == 3)
+      weights = multiply_one<T, 6>(x, depth, weights, out);
+    else if (some == 2)
+      weights = multiply_one<T, 4>(x, depth, weights, out);
+    else
+      weights = multiply_one<T, 2>(x, depth, weights, out);
+  }
+}
+
+// ---- Panels ---------------------------------------------------------------------------------------------------------
+
+// Of a matrix with `depth` rows, over which a product runs, and `width` columns, padded, for `product` or `product_of_one`;
+// returns where they end.
+template <class T, class Entry> T* pack(int64_t depth, int64_t width, T* out, Entry entry, bool for_one = false) {
+  for (int64_t panels = padded<T>(width) / panel<T>, j = 0, some; j < panels; j += some) {
+    some = for_one ? side_by_side(panels - j) : 1;
     for (int64_t i = 0; i < depth; ++i)
-      for (int64_t l = 0; l < panel<T>; ++l, ++out) *out = j + l < width ? entry(i, j + l) : T(0);
+      for (int64_t l = j * panel<T>; l < (j + some) * panel<T>; ++l, ++out) *out = l < width ? entry(i, l) : T(0);
+  }
   return out;
 }
 
 // Weights of one head, (2 size, size) row by row, as panels for [K; V] x: outputs are padded, the reduction is not.
-template <class T> void pack_forward(const T* weight, int64_t size, T* out) {
-  for (const T* half : {weight, weight + size * size})
-    out = pack<T>(size, size, out, [&](int64_t i, int64_t j) { return half[j * size + i]; });
+template <class T> void pack_forward(const T* weight, int64_t size, T* out, bool for_one = false) {
+  const int64_t pad = padded<T>(size);
+  auto entry = [&](int64_t i, int64_t j) {
+    const int64_t of_key = j < pad ? j : j - pad, row = j < pad ? j : of_key + size;
+    return of_key < size ? weight[row * size + i] : T(0);
+  };
+  pack<T>(size, 2 * pad, out, entry, for_one);
 }
 
 // The same as panels for [K' V'] g: the reduction runs over the 2 size rows.

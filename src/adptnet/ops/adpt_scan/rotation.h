@@ -255,8 +255,8 @@ template <class T> struct Row : Frame<T> {
 
 // As many rows as N has lanes, so that their numbers are computed together; lanes without a row hold those of the first.
 template <class T, class N> struct Group : Frame<N> {
-  const T *p[rows_in<N>] = {}, *q[rows_in<N>] = {};
-  bool still[rows_in<N>] = {};
+  const T *p[rows_in<N>], *q[rows_in<N>];
+  bool still[rows_in<N>];
 };
 
 template <class A, class B, class Move> INLINE void each_number(Frame<A>& a, Frame<B>& b, Move move) {
@@ -403,31 +403,33 @@ __attribute__((noinline)) Row<T> look_closely(const Eigen<T>& eigen, const T* p,
   return row;
 }
 
-// Rows of a task: p and q, one after the other, and x and u, if there is a drive that turns.
-template <class T> struct Rows {
-  const T* pairs;
-  const T *x, *u;
-  int64_t x_apart, pad;
-
-  const T* p(int64_t row) const { return pairs + row * 2 * pad; }
-  const T* x_of(int64_t row) const { return x + row * x_apart; }
-  const T* u_of(int64_t row) const { return u ? u + row * pad : nullptr; }
+// Where the vectors of a row are: p, behind it q, x, and u if there is a drive that turns.
+template <class T> struct Place {
+  const T *p, *x, *u;
 };
 
-// The directions of `count` rows from `first` on. `scratch` has two vectors for each row of the task.
-template <class T, class N, bool Pairs>
-INLINE void directions(const Eigen<T>& eigen, const Rows<T>& rows, int64_t first, int count, T* scratch, Group<T, N>& out) {
-  T each[rows_in<N>][dots] = {};
+// The directions of `count` rows; `place(l)` is that of row l. `products` are their dot products, one row after the other,
+// which are computed unless they are known. `scratch` has two vectors for each row.
+template <class T, class N, bool Pairs, class Where>
+INLINE void directions(const Eigen<T>& eigen, Where place, int count, int64_t pad, T* products, bool known, T* scratch,
+                       Group<T, N>& out) {
+  T alone[dots];  // for one row they are taken from here: they would have to come back from memory
   for (int l = 0; l < count; ++l) {
-    const T* p = rows.p(first + l);
-    dot_products<T, Pairs>(eigen, p, p + rows.pad, rows.x_of(first + l), rows.u_of(first + l), rows.pad, each[l]);
-    out.p[l] = p;
-    out.q[l] = p + rows.pad;
+    const Place<T> at = place(l);
+    if (!known) dot_products<T, Pairs>(eigen, at.p, at.p + pad, at.x, at.u, pad, rows_in<N> == 1 ? alone : products + l * dots);
+    out.p[l] = at.p;
+    out.q[l] = at.p + pad;
     out.still[l] = false;
   }
   N d[dots];
-  across<T, dots>(each[0], count, d);
+  if (rows_in<N> == 1 && !known) {
+    across<T, dots>(alone, count, d);
+    std::memcpy(products, alone, sizeof alone);
+  } else {
+    across<T, dots>(products, count, d);
+  }
   N ip = T(1) / root(d[pp]), iq = T(1) / root(d[qq]), c = d[pq] * ip * iq;
+  N ww = T(1) - (d[pq] / d[pp]) * (d[pq] / d[qq]);  // not by c, for which it would have to wait
   N kx = d[px] * ip, vx = d[qx] * iq, kLx = d[pLx] * ip, vLx = d[qLx] * iq;
   N kLk = d[pLp] * ip * ip, kLv = d[pLq] * ip * iq, vLk = d[qLp] * ip * iq, vLv = d[qLq] * iq * iq;
   N ku = d[pu] * ip, vu = d[qu] * iq;
@@ -436,12 +438,12 @@ INLINE void directions(const Eigen<T>& eigen, const Rows<T>& rows, int64_t first
   out.on_k = -c;
   out.dot = c;
   out.plane = {kx, vx - c * kx, kLx, vLx - c * kLx, kLk, kLv - c * kLk, vLk - c * kLk,
-               vLv - c * (kLv + vLk) + c * c * kLk, T(1) - c * c, ku, vu - c * ku};
+               vLv - c * (kLv + vLk) + c * c * kLk, ww, ku, vu - c * ku};
   if (__builtin_expect(all(plain(d[pp], d[qq], c)), 1)) return;
   for (int l = 0; l < count; ++l) {
     if (plain(lane(d[pp], l), lane(d[qq], l), lane(c, l))) continue;
-    Row<T> row = look_closely<T, Pairs>(eigen, out.p[l], out.q[l], rows.x_of(first + l), rows.u_of(first + l), rows.pad,
-                                        scratch + (first + l) * 2 * rows.pad);
+    const Place<T> at = place(l);
+    Row<T> row = look_closely<T, Pairs>(eigen, at.p, at.p + pad, at.x, at.u, pad, scratch + l * 2 * pad);
     put_row<T, N>(row, l, out);
   }
 }

@@ -72,11 +72,14 @@ template <class T> void look(const Step& s, Task<T>& task, const T* weights, int
     if (s.bias)
       for (int64_t i = 0; i < 2 * pad; i += lanes<T>) store<T>(p + i, load<T>(p + i) + load<T>(task.bias + i));
   }
-  const Rows<T> rows = {task.projections, task.x, nullptr, pad, pad};
   for (int64_t first = 0; first < count; first += lanes<T>) {
     const int some = std::min<int64_t>(lanes<T>, count - first);
+    auto place = [&](int l) -> Place<T> {
+      return {task.projections + (first + l) * 2 * pad, task.x + (first + l) * pad, nullptr};
+    };
     Group<T, Vec<T>> group;
-    directions<T, Vec<T>, false>(eigen, rows, first, some, task.scratch, group);
+    T products[lanes<T> * dots];
+    directions<T, Vec<T>, false>(eigen, place, some, pad, products, false, task.scratch + first * 2 * pad, group);
     for (int l = 0; l < some; ++l) task.row[first + l] = row_of(group, l);
   }
 }
