@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import ctypes
+import math
 import os
 import sys
 import weakref
@@ -12,14 +13,24 @@ import numpy
 import torch
 from torch import Tensor
 
-__all__ = ["clear", "empty", "keep_freed"]
+__all__ = ["Block", "clear", "empty", "give", "keep_freed", "take"]
 
 SMALLEST = 1 << 18  # below this the allocator of the process reuses memory itself
-KEPT = 8  # free blocks
+KEPT = 12  # free blocks
 LINE = 64  # bytes of a cache line
 _NUMPY = {torch.float32: numpy.float32, torch.float64: numpy.float64, torch.uint8: numpy.uint8}
 
-Block = numpy.ndarray[Any, numpy.dtype[numpy.uint8]]
+
+class Block:
+    """Memory that begins with a cache line."""
+
+    __slots__ = ("address", "memory", "size")
+
+    def __init__(self, size: int):
+        raw = numpy.empty(size + LINE, numpy.uint8)
+        start = -raw.ctypes.data % LINE
+        self.size, self.memory, self.address = size, raw[start : start + size], raw.ctypes.data + start
+
 
 # Blocks that nobody uses, oldest first. Deque operations are atomic, and no lock is taken: a block may come back in the
 # middle of any allocation, whenever the last tensor on it is collected.
@@ -29,21 +40,41 @@ _leased: dict[int, tuple["weakref.ref[Any]", Block]] = {}
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     """Like `torch.empty` on the CPU; the memory goes back to the pool with the last tensor that shares it."""
-    count = 1
-    for size in shape:
-        count *= size
-    needed = count * dtype.itemsize
+    needed = math.prod(shape) * dtype.itemsize
     if needed < SMALLEST:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    block = _take(needed)
-    lease = block[:needed].view(_NUMPY[dtype]).reshape(shape)
+        return torch.empty(shape, dtype=dtype)
+    block = take(needed)
+    lease = numpy.ndarray(shape, _NUMPY[dtype], block.memory)
     watch = weakref.ref(lease, _give_back)
     _leased[id(watch)] = watch, block
     return torch.from_numpy(lease)  # no view of another tensor, so that it may be changed in place
 
 
 def _give_back(watch: "weakref.ref[Any]") -> None:
-    _free.append(_leased.pop(id(watch))[1])
+    give(_leased.pop(id(watch))[1])
+
+
+def take(needed: int) -> Block:
+    """Memory until it is given back: the smallest free block that fits, unless it is far too large; else a new one.
+
+    Of equal ones it is the last that was in use, which may still be in the cache.
+    """
+    found = None
+    try:
+        for block in _free:
+            if needed <= block.size <= 2 * needed and (found is None or block.size <= found.size):
+                found = block
+        if found is not None:
+            _free.remove(found)
+            return found
+    except (RuntimeError, ValueError):  # another thread takes or gives meanwhile
+        pass
+    return Block(needed)
+
+
+def give(block: Block) -> None:
+    """Back to those that nobody uses."""
+    _free.append(block)
 
 
 def keep_freed() -> None:
@@ -65,25 +96,3 @@ def keep_freed() -> None:
 def clear() -> None:
     """Gives the memory that nobody uses back to the system."""
     _free.clear()
-
-
-def _take(needed: int) -> Block:
-    """The smallest free block that fits, unless it is far too large; a new one otherwise.
-
-    Of equal ones it is the last that was in use, which may still be in the cache.
-    """
-    blocks: list[Block] = []
-    with contextlib.suppress(IndexError):  # while another thread takes and gives as well
-        while True:
-            blocks.append(_free.popleft())
-    fitting = [i for i, block in enumerate(blocks) if needed <= len(block) <= 2 * needed]
-    found = blocks.pop(min(fitting, key=lambda i: (len(blocks[i]), -i))) if fitting else _new(needed)
-    _free.extend(blocks)
-    return found
-
-
-def _new(size: int) -> Block:
-    """A block that begins with a cache line."""
-    block = numpy.empty(size + LINE, numpy.uint8)
-    start = -block.ctypes.data % LINE
-    return block[start : start + size]

@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 
 __all__ = ["constant_when_compiled", "plain", "transformed", "watched"]
 
+_TYPES = (Tensor, nn.Parameter)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -46,6 +47,9 @@ def plain(*tensors: Tensor | None) -> bool:
     """Whether nobody but autograd need know what is done with these tensors: no compiler, mode, tracer or subclass."""
     if watched() or torch._C._get_tracing_state() is not None or torch._C._len_torch_function_stack() > 0:
         return False
-    if torch._C._are_functorch_transforms_active() or transformed(*tensors):
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
-    return all(t is None or type(t) in (Tensor, nn.Parameter) for t in tensors)
+    for t in tensors:
+        if t is not None and (type(t) not in _TYPES or torch._C._functorch.is_functorch_wrapped_tensor(t)):
+            return False
+    return True

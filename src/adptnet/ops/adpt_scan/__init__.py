@@ -61,13 +61,19 @@ def adpt_scan(
             kept, which is faster and takes twice as much memory again.
     """
     check(drive, state, constants, form, reset, lengths, factors)
-    tensors = (drive, state, *constants)
-    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    run: Any = _Recorded.apply if recorded else _forward
-    numbers: Sequence[float] | Form = form
-    if not _directly(*tensors):
-        run, numbers = _scan, numbers_of(form)
-    states: Tensor = run(drive, state, *constants, reset, lengths, *factors, numbers, recorded and not lean)[0]
+    leaves = [t for t in (drive, state, *constants) if t is not None]
+    inputs = (drive, state, *constants, reset, lengths, *factors)
+    recorded = torch.is_grad_enabled() and True in [t.requires_grad for t in leaves]
+    save = recorded and not lean
+    states: Tensor
+    if not _directly(*leaves):
+        states, _ = _scan(*inputs, numbers_of(form), save)
+    elif recorded:
+        places = [i for i, t in enumerate(inputs) if t is not None]
+        given = [t for t in inputs if t is not None]
+        states = _Recorded.apply((form, save, places), *given)  # type: ignore[no-untyped-call]
+    else:
+        states, _ = _forward(*inputs, form, save)  # type: ignore[arg-type]
     return states
 
 
@@ -173,17 +179,24 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 
 def _differentiate(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Any, ...]:
     *inputs, states, projections = ctx.saved_tensors
-    rest = (None,) * (_HELD + 2)  # form and save too
     if gradient is None:
-        return (None,) * _LEAVES + rest
-    if torch.is_grad_enabled() or not _has_backward(inputs[0], Constants(*inputs[2:_LEAVES]), ctx.form):
-        return *_by_reference(gradient, inputs, ctx.form, ctx.needs_input_grad), *rest
-    run: Any = _backward
-    numbers: Sequence[float] | Form = ctx.form
-    if not _directly(gradient, *inputs):
-        run, numbers = _scan_backward, numbers_of(ctx.form)
-    found = iter(run(gradient, states, projections, *inputs, numbers))
-    return *(None if t is None else next(found) for t in inputs[:_LEAVES]), *rest
+        found: list[Tensor | None] = [None] * _LEAVES
+    elif torch.is_grad_enabled() or not _has_backward(inputs[0], Constants(*inputs[2:_LEAVES]), ctx.form):
+        found = _by_reference(gradient, inputs, ctx.form, ctx.needs_input_grad)
+    else:
+        found = _derivatives(gradient, states, projections, inputs, ctx.form)
+    return *found, *(None,) * (_HELD + 2)  # form and save too
+
+
+def _derivatives(
+    gradient: Tensor, states: Tensor, projections: Tensor, inputs: Sequence[Any], form: Form
+) -> list[Tensor | None]:
+    """Of drive, state and constants, by a kernel."""
+    if _directly(gradient):
+        found = iter(_backward(gradient, states, projections, *inputs, form))  # type: ignore[call-arg]
+    else:
+        found = iter(_scan_backward(gradient, states, projections, *inputs, numbers_of(form)))
+    return [None if t is None else next(found) for t in inputs[:_LEAVES]]
 
 
 def _has_backward(drive: Tensor, constants: Constants, form: Form) -> bool:
@@ -192,7 +205,7 @@ def _has_backward(drive: Tensor, constants: Constants, form: Form) -> bool:
     return _by_triton(drive, constants, form) is not None
 
 
-def _by_reference(gradient: Tensor, inputs: list[Any], form: Form, needed: Sequence[bool]) -> list[Tensor | None]:
+def _by_reference(gradient: Tensor, inputs: Sequence[Any], form: Form, needed: Sequence[bool]) -> list[Tensor | None]:
     """The derivative through the loop in torch, which can itself be differentiated."""
     if torch.is_grad_enabled():
         native.notice("a derivative of a derivative was asked for, and the kernel has one only.")
@@ -210,14 +223,34 @@ _scan.register_autograd(_differentiate, setup_context=_remember)
 
 
 class _Recorded(torch.autograd.Function):
-    """The operation for autograd alone."""
+    """The operation on a CPU for autograd alone, which looks at every argument: only at those that there are."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = _forward(*inputs)
-        _remember(ctx, inputs, output)
-        return output
+    def forward(ctx: Any, about: tuple[Form, bool, list[int]], *given: Tensor) -> Tensor:
+        form, save, places = about
+        ctx.form, ctx.places, ctx.by_kernel = form, places, cpu.ready(given[0].dtype)
+        states, projections = _forward(*_placed(given, places), form, save)  # type: ignore[call-arg]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*given, states, projections)
+        return states
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        return _differentiate(ctx, *gradients)
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
+        *given, states, projections = ctx.saved_tensors
+        inputs = _placed(given, ctx.places)
+        if gradient is None:
+            return (None,) * (1 + len(given))
+        if torch.is_grad_enabled() or not ctx.by_kernel:
+            found = _by_reference(gradient, inputs, ctx.form, _placed(ctx.needs_input_grad[1:], ctx.places))
+        else:
+            found = _derivatives(gradient, states, projections, inputs, ctx.form)
+        found += [None] * _HELD
+        return None, *[found[place] for place in ctx.places]
+
+
+def _placed(given: Sequence[Any], places: list[int]) -> list[Any]:
+    """All arguments, from those that there are."""
+    found = [None] * (_LEAVES + _HELD)
+    for place, one in zip(places, given, strict=True):
+        found[place] = one
+    return found

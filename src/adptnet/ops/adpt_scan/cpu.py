@@ -2,8 +2,8 @@
 
 import ctypes
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +21,10 @@ _NAMES = {torch.float32: "float", torch.float64: "double"}
 
 _NUMBERS = "batch steps heads size features width tile threads complex_pairs given turns source form aware"
 _NUMBERS += " coupled beta_given mixes norms factored rank outer_size inner_size"
-_POINTERS = "drive initial real imag weight bias beta feed_real feed_imag decay charge norm_weight norm_bias left right"
-_POINTERS += " outer inner reset lengths states projections state_gradients initial_gradients drive_gradients"
-_POINTERS += " real_gradients imag_gradients weight_gradients bias_gradients beta_gradients feed_real_gradients"
-_POINTERS += " feed_imag_gradients decay_gradients charge_gradients norm_weight_gradients norm_bias_gradients workspace"
+_LEAVES = 2 + len(Constants._fields)  # drive, state and constants: what has a derivative
+_INPUTS = _LEAVES + 2 + len(Factors._fields)  # and reset, lengths, factors
+_IMAGINARY = [2 + Constants._fields.index(name) for name in ("imag", "feed_imag")]
+_DECAY = 2 + Constants._fields.index("decay")
 
 
 class _Scan(ctypes.Structure):
@@ -35,8 +35,30 @@ class _Scan(ctypes.Structure):
         ("spike", ctypes.c_double),
         ("dot", ctypes.c_double),
         ("norm", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in _POINTERS.split(" ")),
+        ("inputs", ctypes.c_void_p * _INPUTS),
+        ("states", ctypes.c_void_p),
+        ("projections", ctypes.c_void_p),
+        ("state_gradients", ctypes.c_void_p),
+        ("gradients", ctypes.c_void_p * _LEAVES),
+        ("workspace", ctypes.c_void_p),
     )
+
+
+class _Plan(NamedTuple):
+    """What the sizes of a call decide."""
+
+    scan: _Scan  # without pointers
+    forward: int  # bytes of the workspace
+    backward: int
+
+
+class _Call(NamedTuple):
+    """A `struct Scan` and the tensors that it points to."""
+
+    library: Any
+    plan: _Plan
+    scan: _Scan
+    inputs: list[Tensor | None]
 
 
 def ready(dtype: torch.dtype) -> bool:
@@ -73,12 +95,12 @@ def forward(
     save: bool,
 ) -> tuple[Tensor, Tensor]:
     """The states, and K x and V x of every step if they are to be saved (nothing otherwise)."""
-    call = _Call(drive, state, constants, form, reset, lengths, factors)
-    batch, steps, width = *drive.shape[:2], state.shape[-1]
-    states = memory.empty(batch, steps, width, dtype=drive.dtype)
+    call = _call((drive, state, *constants, reset, lengths, *factors), form)
+    scan = call.scan
+    states = memory.empty(scan.batch, scan.steps, scan.width, dtype=drive.dtype)
     projections = memory.empty(*kept(drive, constants, form, save), dtype=drive.dtype)
-    call.set(states=states, projections=projections)
-    call.run("adpt_scan_forward", backward=False)
+    scan.states, scan.projections = states.data_ptr(), projections.data_ptr()
+    _run(call.library.adpt_scan_forward, scan, call.plan.forward)
     return states, projections
 
 
@@ -95,18 +117,16 @@ def backward(
     projections: Tensor,
 ) -> tuple[Tensor, Tensor, Constants]:
     """Derivatives with respect to the drive, the initial state and each of the constants."""
-    call = _Call(drive, state, constants, form, reset, lengths, factors)
+    call = _call((drive, state, *constants, reset, lengths, *factors), form)
+    scan = call.scan
     # The kernel writes all of these, so that torch need not: its threads would stay busy for some milliseconds and be
     # in the way of the kernel's.
-    inputs = {"drive": drive, "initial": state, **constants._asdict()}
-    found = {
-        name: None if tensor is None else memory.empty(*tensor.shape, dtype=drive.dtype)
-        for name, tensor in inputs.items()
-    }
-    call.set(states=states, projections=projections, state_gradients=gradient)
-    call.set(**{f"{name}_gradients": tensor for name, tensor in found.items()})
-    call.run("adpt_scan_backward", backward=True)
-    to_drive, to_initial, *to_constants = found.values()
+    found = [None if t is None else memory.empty(*t.shape, dtype=drive.dtype) for t in call.inputs[:_LEAVES]]
+    gradient, states = _dense(gradient), _dense(states)
+    scan.states, scan.projections, scan.state_gradients = states.data_ptr(), projections.data_ptr(), gradient.data_ptr()
+    scan.gradients[:] = _pointers(found)
+    _run(call.library.adpt_scan_backward, scan, call.plan.backward)
+    to_drive, to_initial, *to_constants = found
     assert to_drive is not None
     assert to_initial is not None
     return to_drive, to_initial, Constants(*to_constants)  # type: ignore[arg-type]
@@ -114,9 +134,44 @@ def backward(
 
 def products(drive: Tensor, state: Tensor, constants: Constants, form: Form, which: str) -> None:
     """Only the matrix products of the "forward", of the "backward" or of the "weights": a limit to measure against."""
-    call = _Call(drive, state, constants, form, None, None, DENSE)
+    call = _call((drive, state, *constants, None, None, *DENSE), form)
     call.scan.tile = min(MANY, drive.shape[0])  # their best
-    call.run("adpt_scan_products", ("forward", "backward", "weights").index(which), backward=which != "forward")
+    needed = call.library.adpt_scan_workspace(ctypes.byref(call.scan), which != "forward")
+    _run(call.library.adpt_scan_products, call.scan, needed, ("forward", "backward", "weights").index(which))
+
+
+def _run(function: Callable[..., None], scan: _Scan, needed: int, *numbers: int) -> None:
+    workspace = memory.take(needed)
+    scan.workspace = workspace.address
+    function(ctypes.byref(scan), *numbers)
+    memory.give(workspace)
+
+
+def _call(given: Sequence[Tensor | None], form: Form) -> _Call:
+    drive, state, real = given[:3]
+    assert drive is not None
+    assert state is not None
+    assert real is not None
+    library = _declared(native.load("adpt_scan", _NAMES[drive.dtype]))
+    inputs = [t if t is None or (t.is_contiguous() and not t.is_neg()) else _dense(t) for t in given]
+    for at in _IMAGINARY:
+        if (imag := inputs[at]) is not None:
+            inputs[at] = _signed(imag)
+    rank, _, outer, inner = [0 if t is None else t.shape[-1] for t in given[-len(Factors._fields) :]]
+    sizes = *drive.shape, real.shape[0], state.shape[-1], rank, outer, inner
+    pairs, coupled = given[_IMAGINARY[0]] is not None, given[_DECAY] is not None
+    plan = _plan(library, form, sizes, pairs, coupled, torch.get_num_threads())
+    scan = _Scan.from_buffer_copy(plan.scan)
+    scan.inputs[:] = _pointers(inputs)
+    return _Call(library, plan, scan, inputs)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.resolve_neg().contiguous()
+
+
+def _pointers(tensors: Sequence[Tensor | None]) -> list[int | None]:
+    return [None if t is None else t.data_ptr() for t in tensors]
 
 
 def _signed(imag: Tensor) -> Tensor:
@@ -145,25 +200,13 @@ def _tile(batch: int, heads: int, size: int, threads: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _numbers(
-    form: Form,
-    batch: int,
-    steps: int,
-    features: int,
-    n: int,
-    width: int,
-    pairs: bool,
-    coupled: bool,
-    factor_sizes: tuple[int, int, int],
-    threads: int,
-) -> _Scan:
-    """A `struct Scan` without pointers."""
+def _plan(library: Any, form: Form, sizes: tuple[int, ...], pairs: bool, coupled: bool, threads: int) -> _Plan:
+    batch, steps, features, n, width, rank, outer, inner = sizes
     size, turns = n // form.heads, _turns(form)
     work = batch * steps * form.heads * (2 * size * size + 16 * size)
     threads = max(1, min(threads, work // 1_000_000))  # which must have something to do
     tile = _tile(batch, form.heads, size, threads)
-    rank, outer, inner = factor_sizes
-    return _Scan(
+    scan = _Scan(
         batch=batch,
         steps=steps,
         heads=form.heads,
@@ -182,7 +225,7 @@ def _numbers(
         beta_given=form.beta_given,
         mixes=turns and form.dot is not None,
         norms=turns and form.norm is not None,
-        factored=any(factor_sizes),
+        factored=rank > 0 or outer > 0,
         rank=rank,
         outer_size=outer,
         inner_size=inner,
@@ -190,46 +233,8 @@ def _numbers(
         dot=0.0 if form.dot is None else form.dot,
         norm=0.0 if form.norm is None else form.norm,
     )
-
-
-class _Call:
-    """A `struct Scan` and the tensors it points to."""
-
-    def __init__(
-        self,
-        drive: Tensor,
-        state: Tensor,
-        constants: Constants,
-        form: Form,
-        reset: Tensor | None,
-        lengths: Tensor | None,
-        factors: Factors,
-    ):
-        self.library = _declared(native.load("adpt_scan", _NAMES[drive.dtype]))
-        pairs, coupled = constants.imag is not None, constants.decay is not None
-        sizes = tuple(0 if t is None else t.shape[-1] for t in (factors.left, factors.outer, factors.inner))
-        n, threads = constants.real.shape[0], torch.get_num_threads()
-        numbers = _numbers(form, *drive.shape, n, state.shape[-1], pairs, coupled, sizes, threads)
-        self.scan = _Scan.from_buffer_copy(numbers)
-        self.held: dict[str, Tensor] = {}
-        self.set(drive=drive, initial=state, reset=reset, lengths=lengths, **factors._asdict())
-        self.set(**constants._asdict())
-        for name in ("imag", "feed_imag"):
-            if name in self.held:
-                self.set(**{name: _signed(self.held[name])})
-
-    def set(self, **tensors: Tensor | None) -> None:
-        for name, tensor in tensors.items():
-            if tensor is not None and tensor.numel():
-                self.held[name] = tensor.resolve_neg().contiguous()
-                setattr(self.scan, name, self.held[name].data_ptr())
-
-    def run(self, function: str, *numbers: int, backward: bool) -> None:
-        needed = self.library.adpt_scan_workspace(ctypes.byref(self.scan), backward)
-        if "workspace" not in self.held:
-            self.set(workspace=memory.empty(needed, dtype=torch.uint8))
-        call: Callable[..., None] = getattr(self.library, function)
-        call(ctypes.byref(self.scan), *numbers)
+    forward, backward = (library.adpt_scan_workspace(ctypes.byref(scan), way) for way in (False, True))
+    return _Plan(scan, forward, backward)
 
 
 @functools.cache

@@ -122,9 +122,7 @@ def is_plain(constants: Constants, form: Form) -> bool:
     )
 
 
-def _fits(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, *, needed: bool = True) -> None:
-    if tensor is None and not needed:
-        return
+def _fits(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     if tensor is None or tensor.shape != shape or tensor.dtype != dtype:
         given = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
         raise InputError(f"adpt_scan: {name} must be {dtype} of shape {shape}; got {given}.")
@@ -147,19 +145,28 @@ def check(
     slow = constants.decay is not None
     _fits("drive", drive, (batch, steps, size * (3 if form.given else 1) + form.beta_given), dtype)
     _fits("state", state, (batch, size * (2 if slow else 1)), dtype)
-    _fits("reset", reset, (batch, steps), torch.bool, needed=False)
-    _fits("lengths", lengths, (batch,), torch.int64, needed=False)
     _fits("real", constants.real, (size,), dtype)
-    _fits("imag", constants.imag, (size,), dtype, needed=False)
-    _fits("weight", constants.weight, (heads, 2, m, m), dtype, needed=matrices)
-    _fits("bias", constants.bias, (heads, 2, m), dtype, needed=False)
-    _fits("beta", constants.beta, (heads,), dtype, needed=form.turns and not form.beta_given)
-    _fits("feed_real", constants.feed_real, (size,), dtype, needed=slow)
-    _fits("feed_imag", constants.feed_imag, (size,), dtype, needed=slow and constants.imag is not None)
-    _fits("decay", constants.decay, (size,), dtype, needed=slow)
-    _fits("charge", constants.charge, (size,), dtype, needed=slow)
-    _fits("norm_weight", constants.norm_weight, (2, size), dtype, needed=form.norm is not None)
-    _fits("norm_bias", constants.norm_bias, (2, size), dtype, needed=form.norm is not None)
+    if reset is not None:
+        _fits("reset", reset, (batch, steps), torch.bool)
+    if lengths is not None:
+        _fits("lengths", lengths, (batch,), torch.int64)
+    if matrices or constants.weight is not None:
+        _fits("weight", constants.weight, (heads, 2, m, m), dtype)
+    if constants.beta is not None or (form.turns and not form.beta_given):
+        _fits("beta", constants.beta, (heads,), dtype)
+    if constants.imag is not None:
+        _fits("imag", constants.imag, (size,), dtype)
+    if constants.bias is not None:
+        _fits("bias", constants.bias, (heads, 2, m), dtype)
+    if slow:
+        _fits("feed_real", constants.feed_real, (size,), dtype)
+        _fits("decay", constants.decay, (size,), dtype)
+        _fits("charge", constants.charge, (size,), dtype)
+        if constants.imag is not None:
+            _fits("feed_imag", constants.feed_imag, (size,), dtype)
+    if form.norm is not None or constants.norm_weight is not None or constants.norm_bias is not None:
+        _fits("norm_weight", constants.norm_weight, (2, size), dtype)
+        _fits("norm_bias", constants.norm_bias, (2, size), dtype)
     if factors.left is not None:
         of_left = heads, 2, m, factors.left.shape[-1]
         _fits("left", factors.left, of_left, dtype)

@@ -18,15 +18,16 @@ struct Scan {
   int64_t complex_pairs, given, turns, source, form, aware, coupled, beta_given, mixes, norms;
   int64_t factored, rank, outer_size, inner_size;  // K and V by their factors, and the sizes of those
   double spike, dot, norm;                // dot: of key and value, if `mixes`; norm: an epsilon, if `norms`
+  // Inputs. With `factored`: left to inner, of one head after the other, of K and then of V.
   const void *drive, *initial, *real, *imag, *weight, *bias, *beta;
   const void *feed_real, *feed_imag, *decay, *charge, *norm_weight, *norm_bias;
-  const void *left, *right, *outer, *inner;  // if `factored`, of one head after the other, of K and then of V
   const uint8_t* reset;
   const int64_t* lengths;
-  void *states, *projections;             // projections: (heads, steps, batch, 2 pad) and then their dot products; may be null
+  const void *left, *right, *outer, *inner;
+  void *states, *projections;  // projections: (heads, steps, batch, 2 pad), then their dot products; may be null
   const void* state_gradients;
-  void *initial_gradients, *drive_gradients;
-  void *real_gradients, *imag_gradients, *weight_gradients, *bias_gradients, *beta_gradients;  // any may be null
+  // Derivatives of the first thirteen inputs; but for the first two any may be null.
+  void *drive_gradients, *initial_gradients, *real_gradients, *imag_gradients, *weight_gradients, *bias_gradients, *beta_gradients;
   void *feed_real_gradients, *feed_imag_gradients, *decay_gradients, *charge_gradients;
   void *norm_weight_gradients, *norm_bias_gradients;
   void* workspace;
