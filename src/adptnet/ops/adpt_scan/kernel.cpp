@@ -477,14 +477,14 @@ template <class T, bool Pairs> void run_forward(const Scan& s, Task<T>& task, co
           make_sources(s, task, r);
         }
     T *const projections = projections_at(s, task, t), *const products = dots_at(s, task, t);
-    if (task.rows >= many_rows) {
-      ahead.clear();
+    ahead.clear();
+    if (task.rows >= many_rows && t + 1 < s.steps) {
       for (int64_t r = 0; r < task.rows; ++r) {
-        const int64_t at = (task.begin + r) * s.steps + t;
+        const int64_t at = (task.begin + r) * s.steps + t + 1;
         ahead.add(static_cast<const T*>(s.drive) + at * s.features + offset, m);
         ahead.add(static_cast<const T*>(s.states) + at * s.width + offset, m);
       }
-      if (s.projections && t + 1 < s.steps) ahead.add(projections + s.batch * 2 * pad, task.rows * 2 * pad);
+      if (s.projections) ahead.add(projections + s.batch * 2 * pad, task.rows * 2 * pad);
     }
     if (s.turns) project<T>(s, task, weights, t, task.rows, projections, &ahead);
     ahead.rest();
