@@ -122,6 +122,17 @@ KINDS = {
 @pytest.mark.parametrize("pairs", [False, True], ids=["real", "pairs"])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("lean", [False, True])
+def test_one_sequence_of_every_kind(kind, pairs, lean):
+    """It begins without a state, and is reset later; some kinds have a loop of their own."""
+    drive, state, constants, form = problem(1, 7, 12, pairs=pairs, **kind)
+    reset = torch.tensor([[False, False, True, False, True, True, False]])
+    assert_agree(drive, 0 * state, constants, form, reset=reset, lean=lean)
+    assert_agree(drive, state, constants, form, lengths=torch.tensor([4]), lean=lean)
+
+
+@pytest.mark.parametrize("pairs", [False, True], ids=["real", "pairs"])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("lean", [False, True])
 def test_every_kind_of_recurrence(kind, pairs, lean):
     assert_agree(*problem(5, 7, 12, pairs=pairs, **kind), lean=lean)
     reset, lengths = torch.rand(5, 7) < 0.3, torch.tensor([7, 1, 3, 5, 6])
@@ -381,6 +392,8 @@ def test_nothing_to_do(batch, steps):
         {"feed_real": torch.zeros(8)},
         {"feed_imag": torch.zeros(8)},
         {"charge": torch.zeros(8)},
+        {"norm_weight": torch.zeros(2, 7)},
+        {"norm_bias": torch.zeros(2, 7), "norm_weight": torch.zeros(2, 8)},
     ],
     ids=lambda wrong: next(iter(wrong)),
 )
@@ -409,6 +422,40 @@ def test_what_is_not_contiguous():
     drive, state, constants, form = problem(4, 6, 8)
     turned = drive.transpose(0, 1).contiguous().transpose(0, 1)
     assert_close(adpt_scan(turned, state, constants, form), adpt_scan(drive, state, constants, form), atol=0, rtol=0)
+
+
+def test_inputs_that_are_views_of_others():
+    drive, state, constants, form = problem(4, 6, 8, pairs=True)
+    views = constants._replace(
+        real=constants.real.repeat_interleave(2)[::2],
+        imag=torch.imag(torch.complex(constants.real, -constants.imag).conj()),  # with its sign not yet applied
+        weight=constants.weight.mT.contiguous().mT,
+    )
+    assert_agree(drive[:1].expand(4, 6, 8), state.T.contiguous().T, views, form)
+
+
+@pytest.mark.parametrize("first", ["auto", "reference"])
+def test_another_backend_between_forward_and_backward(first, monkeypatch):
+    drive, state, constants, form = problem(3, 5, 8)
+    drive.requires_grad_()
+    wanted = torch.autograd.grad(reference.adpt_scan(drive, state, constants, form).square().sum(), drive)[0]
+    monkeypatch.setenv("ADPTNET_BACKEND", first)
+    states = adpt_scan(drive, state, constants, form)
+    monkeypatch.setenv("ADPTNET_BACKEND", {"auto": "reference", "reference": "auto"}[first])
+    assert_close(torch.autograd.grad(states.square().sum(), drive)[0], wanted, atol=1e-10, rtol=1e-10)
+
+
+def test_an_input_that_was_changed_is_noticed_and_a_packed_one_is_unpacked():
+    drive, state, constants, form = problem(3, 5, 8)
+    drive.requires_grad_()
+    plain = torch.autograd.grad(adpt_scan(drive, state, constants, form).sum(), drive)[0]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone()):
+        packed = adpt_scan(drive, state, constants, form)
+    assert torch.equal(torch.autograd.grad(packed.sum(), drive)[0], plain)
+    states = adpt_scan(drive, state, constants, form)
+    constants.real.mul_(0.5)
+    with pytest.raises(RuntimeError, match="inplace"):
+        states.sum().backward()
 
 
 def test_a_second_backward_gives_the_same():

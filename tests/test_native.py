@@ -128,6 +128,26 @@ def test_large_memory_is_used_again_and_never_shared():
     assert place % 64 == 0
 
 
+def test_memory_in_use_is_that_of_one_process():
+    shared = memory.empty(300, 1000, dtype=torch.float64).fill_(1.0)  # large enough for pages of its own
+    child = os.fork()
+    if child == 0:
+        shared.fill_(2.0)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert bool((shared == 1.0).all())
+
+
+def test_blocks_that_are_taken_are_given_again():
+    for size in (1000, 3_000_000):
+        first, second = memory.take(size), memory.take(size)
+        assert first.address != second.address
+        assert first.address % 64 == 0
+        assert len(first.memory) == first.size == size
+        memory.give(first)
+        assert memory.take(size) is first
+
+
 SANITISED = {
     "adpt_scan": """
 from adptnet.ops.adpt_scan import Factors, cpu

@@ -59,7 +59,7 @@ GROWTH_TIME = Subject(
 )
 GROWTH_BATCH = Subject(
     "The fused recurrence at batches that double, from one sequence on.",
-    (Size(512, 128, 128),),
+    (Size(512, 4096, 64), Size(512, 128, 128)),
     (Size(32, 64, 64),),
     ("adpt_scan",),
     lambda size, fast: _growth("batch", size, size.batch.bit_length() - 1),

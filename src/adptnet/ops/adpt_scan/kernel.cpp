@@ -484,7 +484,10 @@ template <class T, bool Pairs> void run_forward(const Scan& s, Task<T>& task, co
         ahead.add(static_cast<const T*>(s.drive) + at * s.features + offset, m);
         ahead.add(static_cast<const T*>(s.states) + at * s.width + offset, m);
       }
-      if (s.projections) ahead.add(projections + s.batch * 2 * pad, task.rows * 2 * pad);
+      if (s.projections) {
+        ahead.add(projections_at(s, task, t + 1), task.rows * 2 * pad);
+        ahead.add(dots_at(s, task, t + 1), task.rows * dots);
+      }
     }
     if (s.turns) project<T>(s, task, weights, t, task.rows, projections, &ahead);
     ahead.rest();
@@ -772,6 +775,7 @@ void step_backward(const Scan& s, Task<T>& task, const Weights<T>& transposed, i
   const T* normed = normed_rows<T>(s, task, projections);
   const T* pairs = mixed_rows<T>(s, task, normed);
   ahead.clear();
+  if (saved && t > steps_ahead) ahead.add(dots_at(s, task, t - steps_ahead), task.rows * dots);
   for (int64_t r = 0; r < task.rows; ++r) {  // the derivative at the step, and the drive where it is needed
     const int64_t sequence = task.begin + r, at = (sequence * s.steps + t) * s.width + offset;
     T *g = task.g + r * pad, *slow_g = task.slow_g + r * pad, *u = task.u + r * pad, *slow = task.slow + r * pad;

@@ -347,10 +347,10 @@ INLINE void dot_products(const Eigen<T> eigen, const T* p, const T* q, const T* 
   if constexpr (!Pairs) out[qLp] = out[pLq];
 }
 
-// Whether a sum of squares kept its digits.
+// Whether a sum of squares kept its digits, and a vector of that length may multiply others and be divided by it again.
 template <class N> INLINE auto within_range(N squared) {
   typedef typename Lane<N>::type T;
-  constexpr T far = T(1 << 30), least = std::numeric_limits<T>::min() * far, most = std::numeric_limits<T>::max() / far;
+  constexpr T far = T(int64_t(1) << 62), least = std::numeric_limits<T>::min() * far, most = std::numeric_limits<T>::max() / far;
   return (squared > least) & (squared < most);
 }
 // Whether that holds for p and q, and their cosine leaves enough of w.
