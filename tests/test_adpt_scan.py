@@ -394,6 +394,10 @@ def test_nothing_to_do(batch, steps):
         {"charge": torch.zeros(8)},
         {"norm_weight": torch.zeros(2, 7)},
         {"norm_bias": torch.zeros(2, 7), "norm_weight": torch.zeros(2, 8)},
+        {"state": torch.zeros(4, 8, device="meta")},
+        {"reset": torch.zeros(4, 6, dtype=torch.bool, device="meta")},
+        {"drive": torch.zeros(4, 8)},
+        {"real": torch.tensor(0.5)},
     ],
     ids=lambda wrong: next(iter(wrong)),
 )
@@ -409,6 +413,23 @@ def test_an_imaginary_feed_is_for_complex_pairs():
     drive, state, constants, form = problem(4, 6, 8, coupled=True)
     with pytest.raises(InputError, match="feed_imag"):
         adpt_scan(drive, state, constants._replace(feed_imag=torch.ones(8)), form)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"heads": 0}, {"retracted": 9}, {"source": -1}, {"dot": 2.0}], ids=lambda wrong: next(iter(wrong))
+)
+def test_a_form_that_there_is_not_is_refused(wrong):
+    drive, state, constants, form = problem(4, 6, 8)
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        adpt_scan(drive, state, constants, form._replace(**wrong))
+
+
+@pytest.mark.parametrize("missing", ["left", "right", "outer", "inner"])
+def test_factors_come_in_twos(missing):
+    factors, weight = factored(8, 1, 2, (2, 4))
+    drive, state, constants, form = problem(4, 6, 8)
+    with pytest.raises(InputError, match=missing):
+        adpt_scan(drive, state, constants._replace(weight=weight), form, factors=factors._replace(**{missing: None}))
 
 
 @pytest.mark.parametrize("side", [3, 9])
@@ -449,9 +470,13 @@ def test_an_input_that_was_changed_is_noticed_and_a_packed_one_is_unpacked():
     drive, state, constants, form = problem(3, 5, 8)
     drive.requires_grad_()
     plain = torch.autograd.grad(adpt_scan(drive, state, constants, form).sum(), drive)[0]
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone()):
-        packed = adpt_scan(drive, state, constants, form)
-    assert torch.equal(torch.autograd.grad(packed.sum(), drive)[0], plain)
+    for unpack in (
+        torch.clone,
+        lambda t: t.mT.contiguous().mT if t.dim() > 1 else t,
+    ):  # the same numbers, otherwise laid out
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, unpack):
+            packed = adpt_scan(drive, state, constants, form)
+        assert torch.equal(torch.autograd.grad(packed.sum(), drive)[0], plain)
     states = adpt_scan(drive, state, constants, form)
     constants.real.mul_(0.5)
     with pytest.raises(RuntimeError, match="inplace"):
@@ -487,6 +512,22 @@ def test_forward_mode_and_transforms_come_from_the_reference():
         dual = torch.autograd.forward_ad.make_dual(x, tangent)
         shown = torch.autograd.forward_ad.unpack_dual(layer(dual)[0]).tangent
     assert_close(shown, pushed)
+
+
+def test_the_operation_itself_has_forward_mode_and_batches_of_gradients():
+    drive, state, constants, form = problem(2, 3, 4)
+    tangent = torch.randn_like(drive)
+
+    def by(run):
+        return lambda drive: run(drive, state, constants, form)
+
+    fast, slow = (torch.func.jvp(by(run), (drive,), (tangent,))[1] for run in (adpt_scan, reference.adpt_scan))
+    assert_close(fast, slow, atol=1e-12, rtol=0)
+    fast, slow = (
+        torch.autograd.functional.jacobian(by(run), drive, vectorize=True) for run in (adpt_scan, reference.adpt_scan)
+    )
+    assert_close(fast, slow, atol=1e-12, rtol=0)
+    assert_close(torch.func.jacrev(by(adpt_scan))(drive), slow, atol=1e-12, rtol=0)
 
 
 def test_a_replaced_step_is_the_one_that_runs():

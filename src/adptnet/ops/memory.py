@@ -4,7 +4,6 @@ import collections
 import contextlib
 import ctypes
 import math
-import mmap
 import os
 import sys
 import weakref
@@ -17,30 +16,19 @@ from torch import Tensor
 __all__ = ["Block", "clear", "empty", "give", "keep_freed", "take"]
 
 SMALLEST = 1 << 18  # below this the allocator of the process reuses memory itself
-KEPT = 12  # free blocks
+KEPT = 8  # free blocks
 LINE = 64  # bytes of a cache line
-PAGE = 1 << 21  # of a large page
 _NUMPY = {torch.float32: numpy.float32, torch.float64: numpy.float64, torch.uint8: numpy.uint8}
 
 
 class Block:
-    """Memory that begins with a cache line; a large one with a large page, where the system has such.
-
-    Their places are looked up more quickly than those of many small pages, and their lines do not crowd in one part of
-    a cache.
-    """
+    """Memory that begins with a cache line."""
 
     __slots__ = ("address", "memory", "size")
 
     def __init__(self, size: int):
-        if size < SMALLEST or not hasattr(mmap, "MADV_HUGEPAGE"):
-            raw, begin = numpy.empty(size + LINE, numpy.uint8), LINE
-        else:
-            pages = mmap.mmap(-1, (-(-size // PAGE) + 1) * PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with contextlib.suppress(OSError):  # a kernel without them
-                pages.madvise(mmap.MADV_HUGEPAGE)
-            raw, begin = numpy.frombuffer(pages, numpy.uint8), PAGE
-        start = -raw.ctypes.data % begin
+        raw = numpy.empty(size + LINE, numpy.uint8)
+        start = -raw.ctypes.data % LINE
         self.size, self.memory, self.address = size, raw[start : start + size], raw.ctypes.data + start
 
 
@@ -54,7 +42,7 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     """Like `torch.empty` on the CPU; the memory goes back to the pool with the last tensor that shares it."""
     needed = math.prod(shape) * dtype.itemsize
     if needed < SMALLEST:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     block = take(needed)
     lease = numpy.ndarray(shape, _NUMPY[dtype], block.memory)
     watch = weakref.ref(lease, _give_back)

@@ -9,7 +9,9 @@ from torch.autograd import forward_ad
 
 __all__ = ["constant_when_compiled", "plain", "transformed", "watched"]
 
-_TYPES = (Tensor, nn.Parameter)
+_TYPES = {Tensor, nn.Parameter, type(None)}
+_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_of_batches = torch._C._functorch.is_legacy_batchedtensor
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -28,12 +30,14 @@ def transformed(*tensors: Tensor | None) -> bool:
     if torch.compiler.is_compiling():
         return False
     forward_mode = forward_ad._current_level >= 0
-    return any(
-        torch._C._functorch.is_functorch_wrapped_tensor(t)
-        or (forward_mode and forward_ad.unpack_dual(t).tangent is not None)
-        for t in tensors
-        if t is not None
-    )
+    for t in tensors:
+        if t is not None and (
+            _wrapped(t)
+            or _of_batches(t)  # of gradients, in torch.autograd
+            or (forward_mode and forward_ad.unpack_dual(t).tangent is not None)
+        ):
+            return True
+    return False
 
 
 def watched() -> bool:
@@ -47,9 +51,6 @@ def plain(*tensors: Tensor | None) -> bool:
     """Whether nobody but autograd need know what is done with these tensors: no compiler, mode, tracer or subclass."""
     if watched() or torch._C._get_tracing_state() is not None or torch._C._len_torch_function_stack() > 0:
         return False
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if torch._C._are_functorch_transforms_active() or transformed(*tensors):
         return False
-    for t in tensors:
-        if t is not None and (type(t) not in _TYPES or torch._C._functorch.is_functorch_wrapped_tensor(t)):
-            return False
-    return True
+    return {*map(type, tensors)} <= _TYPES

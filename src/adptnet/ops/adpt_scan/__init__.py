@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import gpu, native
-from ..transforms import constant_when_compiled, plain
+from ..transforms import constant_when_compiled, plain, transformed
 from . import cpu, reference
 from .form import DENSE, PLAIN, Constants, Factors, Form, Retracted, Source, check, form_of, numbers_of
 
@@ -19,6 +19,7 @@ __all__ = ["DENSE", "Constants", "Factors", "Form", "Retracted", "Source", "adpt
 
 _LEAVES = 2 + len(Constants._fields)  # drive, state and constants: what has a derivative
 _HELD = 2 + len(Factors._fields)  # reset, lengths and factors: tensors that have none
+_TRANSFORMED = "a transform of torch.func or forward mode is at work, which the kernel does not know."
 
 
 def _ready(dtype: torch.dtype, device: str = "cpu") -> bool:
@@ -65,15 +66,19 @@ def adpt_scan(
     inputs = (drive, state, *constants, reset, lengths, *factors)
     recorded = torch.is_grad_enabled() and True in [t.requires_grad for t in leaves]
     save = recorded and not lean
+    directly = _directly(*leaves)
     states: Tensor
-    if not _directly(*leaves):
-        states, _ = _scan(*inputs, numbers_of(form), save)
-    elif recorded:
+    if directly and recorded:
         places = [i for i, t in enumerate(inputs) if t is not None]
         given = [t for t in inputs if t is not None]
         states = _Recorded.apply((form, save, places), *given)  # type: ignore[no-untyped-call]
-    else:
+    elif directly:
         states, _ = _forward(*inputs, form, save)  # type: ignore[arg-type]
+    elif transformed(*leaves):
+        native.notice(_TRANSFORMED)
+        states = reference.adpt_scan(drive, state, constants, form, reset=reset, lengths=lengths)
+    else:
+        states, _ = _scan(*inputs, numbers_of(form), save)
     return states
 
 
@@ -175,13 +180,14 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[: _LEAVES + _HELD], *output)
     ctx.form = form_of(inputs[_LEAVES + _HELD])
+    ctx.by_kernel = _has_backward(inputs[0], Constants(*inputs[2:_LEAVES]), ctx.form)
 
 
 def _differentiate(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Any, ...]:
     *inputs, states, projections = ctx.saved_tensors
     if gradient is None:
         found: list[Tensor | None] = [None] * _LEAVES
-    elif torch.is_grad_enabled() or not _has_backward(inputs[0], Constants(*inputs[2:_LEAVES]), ctx.form):
+    elif torch.is_grad_enabled() or not ctx.by_kernel or transformed(gradient):
         found = _by_reference(gradient, inputs, ctx.form, ctx.needs_input_grad)
     else:
         found = _derivatives(gradient, states, projections, inputs, ctx.form)
@@ -209,6 +215,8 @@ def _by_reference(gradient: Tensor, inputs: Sequence[Any], form: Form, needed: S
     """The derivative through the loop in torch, which can itself be differentiated."""
     if torch.is_grad_enabled():
         native.notice("a derivative of a derivative was asked for, and the kernel has one only.")
+    elif transformed(gradient):
+        native.notice(_TRANSFORMED)
     again = torch.is_grad_enabled()
     drive, state, *constants = inputs[:_LEAVES]
     reset, lengths = inputs[_LEAVES : _LEAVES + 2]
@@ -240,7 +248,7 @@ class _Recorded(torch.autograd.Function):
         inputs = _placed(given, ctx.places)
         if gradient is None:
             return (None,) * (1 + len(given))
-        if torch.is_grad_enabled() or not ctx.by_kernel:
+        if torch.is_grad_enabled() or not ctx.by_kernel or transformed(gradient):
             found = _by_reference(gradient, inputs, ctx.form, _placed(ctx.needs_input_grad[1:], ctx.places))
         else:
             found = _derivatives(gradient, states, projections, inputs, ctx.form)

@@ -122,7 +122,7 @@ def backward(
     # The kernel writes all of these, so that torch need not: its threads would stay busy for some milliseconds and be
     # in the way of the kernel's.
     found = [None if t is None else memory.empty(*t.shape, dtype=drive.dtype) for t in call.inputs[:_LEAVES]]
-    gradient, states = _dense(gradient), _dense(states)
+    gradient, states, projections = _dense(gradient), _dense(states), _dense(projections)  # as hooks gave them back
     scan.states, scan.projections, scan.state_gradients = states.data_ptr(), projections.data_ptr(), gradient.data_ptr()
     scan.gradients[:] = _pointers(found)
     _run(call.library.adpt_scan_backward, scan, call.plan.backward)

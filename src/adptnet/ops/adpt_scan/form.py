@@ -122,10 +122,10 @@ def is_plain(constants: Constants, form: Form) -> bool:
     )
 
 
-def _fits(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if tensor is None or tensor.shape != shape or tensor.dtype != dtype:
-        given = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
-        raise InputError(f"adpt_scan: {name} must be {dtype} of shape {shape}; got {given}.")
+def _fits(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    if tensor is None or tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
+        given = None if tensor is None else (tuple(tensor.shape), tensor.dtype, str(tensor.device))
+        raise InputError(f"adpt_scan: {name} must be {dtype} of shape {shape} on {device}; got {given}.")
 
 
 def check(
@@ -138,39 +138,47 @@ def check(
     factors: Factors,
 ) -> None:
     """Refuses what does not fit together: a kernel believes what it is told about sizes."""
-    size, heads, dtype = constants.real.shape[0], form.heads, drive.dtype
+    if drive.dim() != 3 or constants.real.dim() != 1:
+        given = tuple(drive.shape), tuple(constants.real.shape)
+        raise InputError(f"adpt_scan: drive must be (batch, time, features) and real (n,); got {given}.")
+    possible = 0 <= form.source < len(Source) and 0 <= form.retracted < len(Retracted)
+    if form.heads < 1 or not possible or (form.dot is not None and not -1 <= form.dot <= 1):
+        raise InputError(f"adpt_scan: heads must be positive, source and retracted known, -1 <= dot <= 1; got {form}.")
+    size, heads, dtype, device = constants.real.shape[0], form.heads, drive.dtype, drive.device
     batch, steps = drive.shape[:2]
     m = size // heads
     matrices = form.turns and not form.given
     slow = constants.decay is not None
-    _fits("drive", drive, (batch, steps, size * (3 if form.given else 1) + form.beta_given), dtype)
-    _fits("state", state, (batch, size * (2 if slow else 1)), dtype)
-    _fits("real", constants.real, (size,), dtype)
+    _fits("drive", drive, (batch, steps, size * (3 if form.given else 1) + form.beta_given), dtype, device)
+    _fits("state", state, (batch, size * (2 if slow else 1)), dtype, device)
+    _fits("real", constants.real, (size,), dtype, device)
     if reset is not None:
-        _fits("reset", reset, (batch, steps), torch.bool)
+        _fits("reset", reset, (batch, steps), torch.bool, device)
     if lengths is not None:
-        _fits("lengths", lengths, (batch,), torch.int64)
+        _fits("lengths", lengths, (batch,), torch.int64, device)
     if matrices or constants.weight is not None:
-        _fits("weight", constants.weight, (heads, 2, m, m), dtype)
+        _fits("weight", constants.weight, (heads, 2, m, m), dtype, device)
     if constants.beta is not None or (form.turns and not form.beta_given):
-        _fits("beta", constants.beta, (heads,), dtype)
+        _fits("beta", constants.beta, (heads,), dtype, device)
     if constants.imag is not None:
-        _fits("imag", constants.imag, (size,), dtype)
+        _fits("imag", constants.imag, (size,), dtype, device)
     if constants.bias is not None:
-        _fits("bias", constants.bias, (heads, 2, m), dtype)
+        _fits("bias", constants.bias, (heads, 2, m), dtype, device)
     if slow:
-        _fits("feed_real", constants.feed_real, (size,), dtype)
-        _fits("decay", constants.decay, (size,), dtype)
-        _fits("charge", constants.charge, (size,), dtype)
+        _fits("feed_real", constants.feed_real, (size,), dtype, device)
+        _fits("decay", constants.decay, (size,), dtype, device)
+        _fits("charge", constants.charge, (size,), dtype, device)
         if constants.imag is not None:
-            _fits("feed_imag", constants.feed_imag, (size,), dtype)
+            _fits("feed_imag", constants.feed_imag, (size,), dtype, device)
     if form.norm is not None or constants.norm_weight is not None or constants.norm_bias is not None:
-        _fits("norm_weight", constants.norm_weight, (2, size), dtype)
-        _fits("norm_bias", constants.norm_bias, (2, size), dtype)
+        _fits("norm_weight", constants.norm_weight, (2, size), dtype, device)
+        _fits("norm_bias", constants.norm_bias, (2, size), dtype, device)
+    if (factors.left is None) != (factors.right is None) or (factors.outer is None) != (factors.inner is None):
+        raise InputError("adpt_scan: left and right, and outer and inner, are each of two factors; got one of them.")
     if factors.left is not None:
         of_left = heads, 2, m, factors.left.shape[-1]
-        _fits("left", factors.left, of_left, dtype)
-        _fits("right", factors.right, of_left, dtype)
+        _fits("left", factors.left, of_left, dtype, device)
+        _fits("right", factors.right, of_left, dtype, device)
     if factors.outer is not None:
         a = factors.outer.shape[-1]
         b = m // a if a else 0
@@ -178,8 +186,8 @@ def check(
             raise InputError(
                 f"adpt_scan: outer, {a} x {a}, and inner do not make matrices of {m} x {m}: pick a divisor."
             )
-        _fits("outer", factors.outer, (heads, 2, a, a), dtype)
-        _fits("inner", factors.inner, (heads, 2, b, b), dtype)
+        _fits("outer", factors.outer, (heads, 2, a, a), dtype, device)
+        _fits("inner", factors.inner, (heads, 2, b, b), dtype, device)
     if form.norm is not None and (heads > 1 or not matrices):
         raise InputError(f"adpt_scan: norm={form.norm} is for one head with K and V of the state; got {form}.")
     if form.linear and (constants.beta is None or constants.beta.requires_grad):

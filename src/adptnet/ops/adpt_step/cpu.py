@@ -69,7 +69,7 @@ def newton_pass(
     """As `reference.newton_pass`."""
     batch, steps, size = states.shape
     following = memory.empty(batch, steps, size, dtype=states.dtype)
-    residual, scale, move = (torch.empty(batch, steps, dtype=states.dtype) for _ in range(3))
+    residual, scale, move = (states.new_empty(batch, steps) for _ in range(3))
     if states.numel():
         call = _Call(states, constants, form)
         if tiles is not None:

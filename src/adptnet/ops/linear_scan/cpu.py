@@ -79,7 +79,7 @@ def backward(
     call = _Call(transition, gradient, reset, reverse)
     batch, steps, size = call.offset.shape
     dtype = call.offset.dtype
-    to_offset, to_initial = memory.empty(batch, steps, size, dtype=dtype), torch.zeros(batch, size, dtype=dtype)
+    to_offset, to_initial = memory.empty(batch, steps, size, dtype=dtype), call.offset.new_zeros(batch, size)
     call.set(initial=_numbers(initial), initial_gradients=to_initial)
     call.set_rows("states", _numbers(states).reshape(batch, steps, size).contiguous())
     call.set_rows("state_gradients", call.offset.contiguous())
@@ -89,7 +89,7 @@ def backward(
         found = memory.empty(batch, steps, size, dtype=dtype)
         call.set_rows("transition_gradients", found)
     elif to_transition:
-        found = torch.zeros(batch, 1, size, dtype=torch.float64)
+        found = call.offset.new_zeros(batch, 1, size, dtype=torch.float64)
         call.set(transition_sums=found)
         call.scan.tile = 16  # of whose steps the sum is made in the working precision
     call.run("linear_scan_backward")
