@@ -18,19 +18,17 @@ __all__ = ["Block", "clear", "empty", "give", "keep_freed", "take"]
 SMALLEST = 1 << 18  # below this the allocator of the process reuses memory itself
 KEPT = 8  # free blocks
 LINE = 64  # bytes of a cache line
-PAGE = 1 << 21  # of a large page
 _NUMPY = {torch.float32: numpy.float32, torch.float64: numpy.float64, torch.uint8: numpy.uint8}
 
 
 class Block:
-    """Memory that begins with a cache line; a large one with a large page, which numpy asks the system for."""
+    """Memory that begins with a cache line."""
 
     __slots__ = ("address", "memory", "size")
 
     def __init__(self, size: int):
-        begin = PAGE if size >= 2 * PAGE else LINE
-        raw = numpy.empty(size + begin, numpy.uint8)
-        start = -raw.ctypes.data % begin
+        raw = numpy.empty(size + LINE, numpy.uint8)
+        start = -raw.ctypes.data % LINE
         self.size, self.memory, self.address = size, raw[start : start + size], raw.ctypes.data + start
 
 
