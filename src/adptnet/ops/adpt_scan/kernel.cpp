@@ -775,7 +775,7 @@ void step_backward(const Scan& s, Task<T>& task, const Weights<T>& transposed, i
   const T* normed = normed_rows<T>(s, task, projections);
   const T* pairs = mixed_rows<T>(s, task, normed);
   ahead.clear();
-  if (saved && t > steps_ahead) ahead.add(dots_at(s, task, t - steps_ahead), task.rows * dots);
+  if (saved && task.rows >= many_rows && t > steps_ahead) ahead.add(dots_at(s, task, t - steps_ahead), task.rows * dots);
   for (int64_t r = 0; r < task.rows; ++r) {  // the derivative at the step, and the drive where it is needed
     const int64_t sequence = task.begin + r, at = (sequence * s.steps + t) * s.width + offset;
     T *g = task.g + r * pad, *slow_g = task.slow_g + r * pad, *u = task.u + r * pad, *slow = task.slow + r * pad;
