@@ -27,7 +27,8 @@ struct Scan {
   void *states, *projections;  // projections: (heads, steps, batch, 2 pad), then their dot products; may be null
   const void* state_gradients;
   // Derivatives of the first thirteen inputs; but for the first two any may be null.
-  void *drive_gradients, *initial_gradients, *real_gradients, *imag_gradients, *weight_gradients, *bias_gradients, *beta_gradients;
+  void *drive_gradients, *initial_gradients;
+  void *real_gradients, *imag_gradients, *weight_gradients, *bias_gradients, *beta_gradients;
   void *feed_real_gradients, *feed_imag_gradients, *decay_gradients, *charge_gradients;
   void *norm_weight_gradients, *norm_bias_gradients;
   void* workspace;
@@ -819,8 +820,10 @@ void step_backward(const Scan& s, Task<T>& task, const Weights<T>& transposed, i
   T* const products = dots_at(s, task, t);
   for (int64_t first = 0; first < task.rows; first += lanes<T>) {
     const int count = std::min<int64_t>(lanes<T>, task.rows - first);
-    count == 1 ? backward_rows<T, T, Pairs>(s, task, eigen, pairs, normed, projections, products, saved, first, count, t, gradients)
-               : backward_rows<T, Vec<T>, Pairs>(s, task, eigen, pairs, normed, projections, products, saved, first, count, t, gradients);
+    if (count == 1)
+      backward_rows<T, T, Pairs>(s, task, eigen, pairs, normed, projections, products, saved, first, count, t, gradients);
+    else
+      backward_rows<T, Vec<T>, Pairs>(s, task, eigen, pairs, normed, projections, products, saved, first, count, t, gradients);
   }
   const Ranges halves = {m, pad - m, m};
   const bool weighted = s.turns && !s.given;
