@@ -404,9 +404,17 @@ def test_nothing_to_do(batch, steps):
 def test_what_does_not_fit_is_refused(wrong):
     drive, state, constants, form = problem(4, 6, 8)
     named = {"drive": drive, "state": state, "reset": None, "lengths": None, **constants._asdict(), **wrong}
+    adpt_scan(drive, state, constants, form)  # a call that fits is remembered, and lets no other pass
     constants = Constants(*(named[name] for name in Constants._fields))
     with pytest.raises(InputError, match=next(iter(wrong))):
         adpt_scan(named["drive"], named["state"], constants, form, reset=named["reset"], lengths=named["lengths"])
+
+
+def test_more_kinds_of_calls_than_are_remembered():
+    calls = [problem(1, steps, 3) for steps in range(1, cpu.PLANS + 2)]
+    expected = [adpt_scan(*call) for call in calls]
+    assert len(cpu._plans) <= cpu.PLANS
+    assert_close([adpt_scan(*call) for call in calls], expected, atol=0, rtol=0)
 
 
 def test_an_imaginary_feed_is_for_complex_pairs():

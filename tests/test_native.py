@@ -168,8 +168,10 @@ for size, batch in ((1, 1), (13, 3), (12, 7)):
             if form.turns and not form.given:
                 ways += [factored(size // form.heads, form.heads, 3, (1, size // form.heads))[0]]
             for save, way in itertools.product((False, True), ways):
-                kept = cpu.forward(drive, state, constants, form, reset, lengths, way, save)
-                cpu.backward(torch.randn_like(kept[0]), drive, state, constants, form, reset, lengths, way, *kept)
+                inputs = (drive, state, *constants, reset, lengths, *way)
+                plan = cpu.plan(inputs, form)
+                kept = cpu.forward(plan, inputs, save)
+                cpu.backward(plan, torch.randn_like(kept[0]), inputs, *kept)
 """,
     "adpt_step": """
 from adptnet.ops.adpt_step import Jacobians, newton_pass

@@ -1,6 +1,6 @@
 """What a kernel must know of torch: whether it looks into every operation, and what its compiler may take as given."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -27,8 +27,10 @@ def constant_when_compiled(function: Function) -> Function:
 
 def transformed(*tensors: Tensor | None) -> bool:
     """Whether a tensor is inside vmap, jvp or another transform, or carries a forward-mode derivative."""
-    if torch.compiler.is_compiling():
-        return False
+    return not torch.compiler.is_compiling() and _transformed(tensors)
+
+
+def _transformed(tensors: Sequence[Tensor | None]) -> bool:
     forward_mode = forward_ad._current_level >= 0
     for t in tensors:
         if t is not None and (
@@ -51,6 +53,6 @@ def plain(*tensors: Tensor | None) -> bool:
     """Whether nobody but autograd need know what is done with these tensors: no compiler, mode, tracer or subclass."""
     if watched() or torch._C._get_tracing_state() is not None or torch._C._len_torch_function_stack() > 0:
         return False
-    if torch._C._are_functorch_transforms_active() or transformed(*tensors):
+    if torch._C._are_functorch_transforms_active() or _transformed(tensors):
         return False
     return {*map(type, tensors)} <= _TYPES

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.adpt_scan import Constants, Form, adpt_scan, cpu
+from ...ops.adpt_scan import DENSE, Constants, Form, adpt_scan, cpu
 from ..subject import Size
 
 __all__ = ["Problem", "as_reference"]
@@ -30,6 +30,7 @@ class Problem:
             real.requires_grad_(), weight=weight.requires_grad_(), beta=torch.tensor([0.125], requires_grad=True)
         )
         self.upstream = torch.randn(size.batch, size.steps, n)
+        self._inputs = (self.drive, self.state, *self.constants, None, None, *DENSE)
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -50,9 +51,8 @@ class Problem:
 
     def products(self, *which: str) -> None:
         """Only the matrix products of the "forward", of the "backward" or of the "weights", by our tiles."""
-        constants = self.constants._replace(weight=self.weight)
         for one in which:
-            cpu.products(self.drive.detach(), self.state, constants, self.form, one)
+            cpu.products(self._inputs, self.form, one)
 
     def some_steps(self, run: Callable[..., Tensor], steps: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """Forward and training of the first steps by another program, which takes drive, state and constants."""

@@ -61,30 +61,27 @@ def adpt_scan(
         lean: Keep only the states for the backward and compute the projections K x and V x again; otherwise they are
             kept, which is faster and takes twice as much memory again.
     """
-    check(drive, state, constants, form, reset, lengths, factors)
-    leaves = [t for t in (drive, state, *constants) if t is not None]
     inputs = (drive, state, *constants, reset, lengths, *factors)
+    given = [t for t in inputs if t is not None]
+    leaves = [t for t in inputs[:_LEAVES] if t is not None]
     recorded = torch.is_grad_enabled() and True in [t.requires_grad for t in leaves]
     save = recorded and not lean
-    directly = _directly(*leaves)
     states: Tensor
-    if directly and recorded:
-        places = [i for i, t in enumerate(inputs) if t is not None]
-        given = [t for t in inputs if t is not None]
-        states = _Recorded.apply((form, save, places), *given)  # type: ignore[no-untyped-call]
-    elif directly:
-        states, _ = _forward(*inputs, form, save)  # type: ignore[arg-type]
-    elif transformed(*leaves):
+    directly = plain(*given) and False not in [t.is_cpu for t in given]
+    if directly and cpu.ready(drive.dtype):
+        plan = cpu.plan(inputs, form)
+        if recorded:
+            states = _Recorded.apply((plan, inputs, save), *given)  # type: ignore[no-untyped-call]
+        else:
+            states, _ = cpu.forward(plan, inputs, save)
+        return states
+    check(drive, state, constants, form, reset, lengths, factors)
+    if transformed(*given):
         native.notice(_TRANSFORMED)
-        states = reference.adpt_scan(drive, state, constants, form, reset=reset, lengths=lengths)
-    else:
+    elif not directly:
         states, _ = _scan(*inputs, numbers_of(form), save)
-    return states
-
-
-def _directly(first: Tensor, *others: Tensor | None) -> bool:
-    """Whether to go without the dispatcher."""
-    return first.device.type == "cpu" and plain(first, *others)
+        return states
+    return reference.adpt_scan(drive, state, constants, form, reset=reset, lengths=lengths)
 
 
 def _forward(
@@ -113,7 +110,8 @@ def _forward(
     constants = Constants(real, imag, weight, bias, beta, feed_real, feed_imag, decay, charge, norm_weight, norm_bias)
     form = form_of(numbers)
     if drive.device.type == "cpu" and cpu.ready(drive.dtype):
-        return cpu.forward(drive, state, constants, form, reset, lengths, Factors(left, right, outer, inner), save)
+        inputs = (drive, state, *constants, reset, lengths, left, right, outer, inner)
+        return cpu.forward(cpu.plan(inputs, form), inputs, save)
     kernel = _by_triton(drive, constants, form)
     if kernel is not None:
         return kernel.forward(drive, state, constants, form, reset, lengths), drive.new_empty(0)
@@ -149,11 +147,10 @@ def _backward(
     constants = Constants(real, imag, weight, bias, beta, feed_real, feed_imag, decay, charge, norm_weight, norm_bias)
     form = form_of(numbers)
     if drive.device.type == "cpu":
-        factors = Factors(left, right, outer, inner)
-        found = cpu.backward(gradient, drive, state, constants, form, reset, lengths, factors, states, projections)
-    else:
-        found = _by_triton(drive, constants, form).backward(gradient, states, state, constants, form, reset, lengths)
-    to_drive, to_state, to_constants = found
+        inputs = (drive, state, *constants, reset, lengths, left, right, outer, inner)
+        return cpu.backward(cpu.plan(inputs, form), gradient, inputs, states, projections)
+    kernel = _by_triton(drive, constants, form)
+    to_drive, to_state, to_constants = kernel.backward(gradient, states, state, constants, form, reset, lengths)
     return [to_drive, to_state, *(t for t in to_constants if t is not None)]
 
 
@@ -190,19 +187,9 @@ def _differentiate(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Any, ...
     elif torch.is_grad_enabled() or not ctx.by_kernel or transformed(gradient):
         found = _by_reference(gradient, inputs, ctx.form, ctx.needs_input_grad)
     else:
-        found = _derivatives(gradient, states, projections, inputs, ctx.form)
+        every = iter(_scan_backward(gradient, states, projections, *inputs, numbers_of(ctx.form)))
+        found = [None if t is None else next(every) for t in inputs[:_LEAVES]]
     return *found, *(None,) * (_HELD + 2)  # form and save too
-
-
-def _derivatives(
-    gradient: Tensor, states: Tensor, projections: Tensor, inputs: Sequence[Any], form: Form
-) -> list[Tensor | None]:
-    """Of drive, state and constants, by a kernel."""
-    if _directly(gradient):
-        found = iter(_backward(gradient, states, projections, *inputs, form))  # type: ignore[call-arg]
-    else:
-        found = iter(_scan_backward(gradient, states, projections, *inputs, numbers_of(form)))
-    return [None if t is None else next(found) for t in inputs[:_LEAVES]]
 
 
 def _has_backward(drive: Tensor, constants: Constants, form: Form) -> bool:
@@ -231,13 +218,12 @@ _scan.register_autograd(_differentiate, setup_context=_remember)
 
 
 class _Recorded(torch.autograd.Function):
-    """The operation on a CPU for autograd alone, which looks at every argument: only at those that there are."""
+    """The kernel of a CPU for autograd alone, which looks at every argument: only at those that there are."""
 
     @staticmethod
-    def forward(ctx: Any, about: tuple[Form, bool, list[int]], *given: Tensor) -> Tensor:
-        form, save, places = about
-        ctx.form, ctx.places, ctx.by_kernel = form, places, cpu.ready(given[0].dtype)
-        states, projections = _forward(*_placed(given, places), form, save)  # type: ignore[call-arg]
+    def forward(ctx: Any, about: tuple[cpu.Plan, cpu.Inputs, bool], *given: Tensor) -> Tensor:
+        ctx.plan = about[0]
+        states, projections = cpu.forward(*about)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*given, states, projections)
         return states
@@ -245,18 +231,21 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
         *given, states, projections = ctx.saved_tensors
-        inputs = _placed(given, ctx.places)
         if gradient is None:
             return (None,) * (1 + len(given))
-        if torch.is_grad_enabled() or not ctx.by_kernel or transformed(gradient):
-            found = _by_reference(gradient, inputs, ctx.form, _placed(ctx.needs_input_grad[1:], ctx.places))
-        else:
-            found = _derivatives(gradient, states, projections, inputs, ctx.form)
-        found += [None] * _HELD
-        return None, *[found[place] for place in ctx.places]
+        plan: cpu.Plan = ctx.plan
+        inputs = _placed(given, plan.places)
+        if not torch.is_grad_enabled() and plain(gradient):
+            found = cpu.backward(plan, gradient, inputs, states, projections)
+            return None, *found, *[None] * (len(given) - len(found))
+        if torch.is_grad_enabled() or transformed(gradient):
+            every = _by_reference(gradient, inputs, plan.form, _placed(ctx.needs_input_grad[1:], plan.places))
+            return None, *[every[place] if place < _LEAVES else None for place in plan.places]
+        found = _scan_backward(gradient, states, projections, *inputs, numbers_of(plan.form))
+        return None, *found, *[None] * (len(given) - len(found))
 
 
-def _placed(given: Sequence[Any], places: list[int]) -> list[Any]:
+def _placed(given: Sequence[Any], places: Sequence[int]) -> list[Any]:
     """All arguments, from those that there are."""
     found = [None] * (_LEAVES + _HELD)
     for place, one in zip(places, given, strict=True):

@@ -3,19 +3,20 @@
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from .. import memory, native
-from .form import DENSE, Constants, Factors, Form, Retracted
+from .form import Constants, Factors, Form, Retracted, check
 
-__all__ = ["backward", "forward", "kept", "products", "ready"]
+__all__ = ["Inputs", "Plan", "backward", "forward", "kept", "plan", "products", "ready"]
 
 FEW, FEWER, MANY = 12, 8, 64  # sequences that are run together: two groups of six, two of four, the most
 DOTS = 16  # numbers that are kept of a row beside its projections: `dots` of rotation.h
 SMALL = 256  # rows of K and V that fit well into the second cache
+PLANS = 64  # kinds of calls that are remembered
 
 _NAMES = {torch.float32: "float", torch.float64: "double"}
 
@@ -24,7 +25,9 @@ _NUMBERS += " coupled beta_given mixes norms factored rank outer_size inner_size
 _LEAVES = 2 + len(Constants._fields)  # drive, state and constants: what has a derivative
 _INPUTS = _LEAVES + 2 + len(Factors._fields)  # and reset, lengths, factors
 _IMAGINARY = [2 + Constants._fields.index(name) for name in ("imag", "feed_imag")]
-_DECAY = 2 + Constants._fields.index("decay")
+_DECAY, _BETA = (2 + Constants._fields.index(name) for name in ("decay", "beta"))
+
+Inputs: TypeAlias = Sequence[Any]  # drive, state, constants, reset, lengths, factors: each a tensor or None
 
 
 class _Scan(ctypes.Structure):
@@ -44,21 +47,20 @@ class _Scan(ctypes.Structure):
     )
 
 
-class _Plan(NamedTuple):
-    """What the sizes of a call decide."""
+class Plan(NamedTuple):
+    """What the kinds of all arguments decide."""
 
+    library: Any
+    form: Form
+    dtype: torch.dtype
     scan: _Scan  # without pointers
     forward: int  # bytes of the workspace
     backward: int
+    kept: tuple[int, ...]  # the shape of what a forward saves for the backward
+    places: list[int]  # of the inputs that there are, among all
 
 
-class _Call(NamedTuple):
-    """A `struct Scan` and the tensors that it points to."""
-
-    library: Any
-    plan: _Plan
-    scan: _Scan
-    inputs: list[Tensor | None]
+_plans: dict[Any, Plan] = {}
 
 
 def ready(dtype: torch.dtype) -> bool:
@@ -84,60 +86,37 @@ def _padded(size: int, dtype: torch.dtype) -> int:
     return -(-size // line) * line
 
 
-def forward(
-    drive: Tensor,
-    state: Tensor,
-    constants: Constants,
-    form: Form,
-    reset: Tensor | None,
-    lengths: Tensor | None,
-    factors: Factors,
-    save: bool,
-) -> tuple[Tensor, Tensor]:
+def forward(plan: Plan, inputs: Inputs, save: bool) -> tuple[Tensor, Tensor]:
     """The states, and K x and V x of every step if they are to be saved (nothing otherwise)."""
-    call = _call((drive, state, *constants, reset, lengths, *factors), form)
-    scan = call.scan
-    states = memory.empty(scan.batch, scan.steps, scan.width, dtype=drive.dtype)
-    projections = memory.empty(*kept(drive, constants, form, save), dtype=drive.dtype)
+    scan, dtype = _scan(plan, inputs), plan.dtype
+    states = memory.empty(scan.batch, scan.steps, scan.width, dtype=dtype)
+    projections = memory.empty(*plan.kept if save else (0,), dtype=dtype)
     scan.states, scan.projections = states.data_ptr(), projections.data_ptr()
-    _run(call.library.adpt_scan_forward, scan, call.plan.forward)
+    _run(plan.library.adpt_scan_forward, scan, plan.forward)
     return states, projections
 
 
-def backward(
-    gradient: Tensor,
-    drive: Tensor,
-    state: Tensor,
-    constants: Constants,
-    form: Form,
-    reset: Tensor | None,
-    lengths: Tensor | None,
-    factors: Factors,
-    states: Tensor,
-    projections: Tensor,
-) -> tuple[Tensor, Tensor, Constants]:
-    """Derivatives with respect to the drive, the initial state and each of the constants."""
-    call = _call((drive, state, *constants, reset, lengths, *factors), form)
-    scan = call.scan
+def backward(plan: Plan, gradient: Tensor, inputs: Inputs, states: Tensor, projections: Tensor) -> list[Tensor]:
+    """Derivatives with respect to the drive, the initial state and each of the constants that there are."""
+    scan = _scan(plan, inputs)
     # The kernel writes all of these, so that torch need not: its threads would stay busy for some milliseconds and be
     # in the way of the kernel's.
-    found = [None if t is None else memory.empty(*t.shape, dtype=drive.dtype) for t in call.inputs[:_LEAVES]]
+    found = [memory.empty(*t.shape, dtype=plan.dtype) for t in inputs[:_LEAVES] if t is not None]
     gradient, states, projections = _dense(gradient), _dense(states), _dense(projections)  # as hooks gave them back
     scan.states, scan.projections, scan.state_gradients = states.data_ptr(), projections.data_ptr(), gradient.data_ptr()
-    scan.gradients[:] = _pointers(found)
-    _run(call.library.adpt_scan_backward, scan, call.plan.backward)
-    to_drive, to_initial, *to_constants = found
-    assert to_drive is not None
-    assert to_initial is not None
-    return to_drive, to_initial, Constants(*to_constants)  # type: ignore[arg-type]
+    for place, one in zip(plan.places, found, strict=False):
+        scan.gradients[place] = one.data_ptr()
+    _run(plan.library.adpt_scan_backward, scan, plan.backward)
+    return found
 
 
-def products(drive: Tensor, state: Tensor, constants: Constants, form: Form, which: str) -> None:
+def products(inputs: Inputs, form: Form, which: str) -> None:
     """Only the matrix products of the "forward", of the "backward" or of the "weights": a limit to measure against."""
-    call = _call((drive, state, *constants, None, None, *DENSE), form)
-    call.scan.tile = min(MANY, drive.shape[0])  # their best
-    needed = call.library.adpt_scan_workspace(ctypes.byref(call.scan), which != "forward")
-    _run(call.library.adpt_scan_products, call.scan, needed, ("forward", "backward", "weights").index(which))
+    of_call = plan(inputs, form)
+    scan, library = _scan(of_call, inputs), of_call.library
+    scan.tile = min(MANY, scan.batch)  # their best
+    needed = library.adpt_scan_workspace(ctypes.byref(scan), which != "forward")
+    _run(library.adpt_scan_products, scan, needed, ("forward", "backward", "weights").index(which))
 
 
 def _run(function: Callable[..., None], scan: _Scan, needed: int, *numbers: int) -> None:
@@ -147,31 +126,20 @@ def _run(function: Callable[..., None], scan: _Scan, needed: int, *numbers: int)
     memory.give(workspace)
 
 
-def _call(given: Sequence[Tensor | None], form: Form) -> _Call:
-    drive, state, real = given[:3]
-    assert drive is not None
-    assert state is not None
-    assert real is not None
-    library = _declared(native.load("adpt_scan", _NAMES[drive.dtype]))
+def _scan(plan: Plan, given: Inputs) -> _Scan:
+    """What the kernel is told of the inputs."""
     inputs = [t if t is None or (t.is_contiguous() and not t.is_neg()) else _dense(t) for t in given]
     for at in _IMAGINARY:
         if (imag := inputs[at]) is not None:
             inputs[at] = _signed(imag)
-    rank, _, outer, inner = [0 if t is None else t.shape[-1] for t in given[-len(Factors._fields) :]]
-    sizes = *drive.shape, real.shape[0], state.shape[-1], rank, outer, inner
-    pairs, coupled = given[_IMAGINARY[0]] is not None, given[_DECAY] is not None
-    plan = _plan(library, form, sizes, pairs, coupled, torch.get_num_threads())
     scan = _Scan.from_buffer_copy(plan.scan)
-    scan.inputs[:] = _pointers(inputs)
-    return _Call(library, plan, scan, inputs)
+    scan.inputs[:] = [None if t is None else t.data_ptr() for t in inputs]
+    scan.held = inputs  # which live as long as the pointers to them
+    return scan
 
 
 def _dense(tensor: Tensor) -> Tensor:
     return tensor.resolve_neg().contiguous()
-
-
-def _pointers(tensors: Sequence[Tensor | None]) -> list[int | None]:
-    return [None if t is None else t.data_ptr() for t in tensors]
 
 
 def _signed(imag: Tensor) -> Tensor:
@@ -199,10 +167,27 @@ def _tile(batch: int, heads: int, size: int, threads: int) -> int:
     return FEWER if small and most[FEWER] <= most[equal] else equal
 
 
-@functools.lru_cache(maxsize=64)
-def _plan(library: Any, form: Form, sizes: tuple[int, ...], pairs: bool, coupled: bool, threads: int) -> _Plan:
-    batch, steps, features, n, width, rank, outer, inner = sizes
-    size, turns = n // form.heads, _turns(form)
+def plan(inputs: Inputs, form: Form) -> Plan:
+    """That of such arguments, which are looked at closely the first time, and refused if they do not fit together."""
+    fixed = form.linear and (beta := inputs[_BETA]) is not None and not beta.requires_grad
+    threads = torch.get_num_threads()
+    key = form, threads, fixed, *[None if t is None else (t.shape, t.dtype) for t in inputs]
+    found = _plans.get(key)
+    if found is None:
+        reset, lengths, *factors = inputs[_LEAVES:]
+        check(inputs[0], inputs[1], Constants(*inputs[2:_LEAVES]), form, reset, lengths, Factors(*factors))
+        if len(_plans) >= PLANS:
+            _plans.clear()
+        found = _plans[key] = _planned(inputs, form, threads)
+    return found
+
+
+def _planned(inputs: Inputs, form: Form, threads: int) -> Plan:
+    drive, state, real = inputs[:3]
+    library = _declared(native.load("adpt_scan", _NAMES[drive.dtype]))
+    batch, steps, features = drive.shape
+    rank, _, outer, inner = [0 if t is None else t.shape[-1] for t in inputs[-len(Factors._fields) :]]
+    size, turns = real.shape[0] // form.heads, _turns(form)
     work = batch * steps * form.heads * (2 * size * size + 16 * size)
     threads = max(1, min(threads, work // 1_000_000))  # which must have something to do
     tile = _tile(batch, form.heads, size, threads)
@@ -212,16 +197,16 @@ def _plan(library: Any, form: Form, sizes: tuple[int, ...], pairs: bool, coupled
         heads=form.heads,
         size=size,
         features=features,
-        width=width,
+        width=state.shape[-1],
         tile=tile,
         threads=max(1, min(threads, -(-batch // tile) * form.heads)),
-        complex_pairs=pairs,
+        complex_pairs=inputs[_IMAGINARY[0]] is not None,
         given=form.given,
         turns=turns,
         source=int(form.source),
         form=int(form.retracted),
         aware=form.aware and form.retracted in (Retracted.EXPONENTIAL, Retracted.CAYLEY),
-        coupled=coupled,
+        coupled=inputs[_DECAY] is not None,
         beta_given=form.beta_given,
         mixes=turns and form.dot is not None,
         norms=turns and form.norm is not None,
@@ -233,8 +218,16 @@ def _plan(library: Any, form: Form, sizes: tuple[int, ...], pairs: bool, coupled
         dot=0.0 if form.dot is None else form.dot,
         norm=0.0 if form.norm is None else form.norm,
     )
-    forward, backward = (library.adpt_scan_workspace(ctypes.byref(scan), way) for way in (False, True))
-    return _Plan(scan, forward, backward)
+    return Plan(
+        library,
+        form,
+        drive.dtype,
+        scan,
+        forward=library.adpt_scan_workspace(ctypes.byref(scan), False),
+        backward=library.adpt_scan_workspace(ctypes.byref(scan), True),
+        kept=kept(drive, Constants(real), form, True),
+        places=[i for i, t in enumerate(inputs) if t is not None],
+    )
 
 
 @functools.cache
