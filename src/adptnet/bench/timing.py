@@ -64,7 +64,8 @@ def interleaved(
     """Times of each side at each number of threads, by name and threads.
 
     Every side is run once before anything counts, which builds kernels and maps memory. Then each side is run in turn,
-    in every repeat: what disturbs the machine for a while disturbs all of them. Garbage is collected between repeats.
+    in every repeat: what disturbs the machine for a while disturbs all of them. Garbage is collected before the first
+    repeat and not until the end: it would leave the caches to whatever it looked at.
     """
     plan = [(side, count) for count in threads for side in sides if side.threads in (None, count)]
     calls = {}
@@ -72,8 +73,8 @@ def interleaved(
         with on_threads(count):
             calls[side.name, count] = _calls(side, now)
     samples: dict[tuple[str, int], list[tuple[float, float]]] = {key: [] for key in calls}
-    for _ in range(repeats):
-        with _uncollected():
+    with _uncollected():
+        for _ in range(repeats):
             before = None
             for side, count in plan:
                 if count != before:

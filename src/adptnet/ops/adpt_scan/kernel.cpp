@@ -480,11 +480,9 @@ template <class T, bool Pairs> void run_forward(const Scan& s, Task<T>& task, co
     T *const projections = projections_at(s, task, t), *const products = dots_at(s, task, t);
     ahead.clear();
     if (task.rows >= many_rows && t + 1 < s.steps) {
-      for (int64_t r = 0; r < task.rows; ++r) {
-        const int64_t at = (task.begin + r) * s.steps + t + 1;
-        ahead.add(static_cast<const T*>(s.drive) + at * s.features + offset, m);
-        ahead.add(static_cast<const T*>(s.states) + at * s.width + offset, m);
-      }
+      const int64_t at = task.begin * s.steps + t + 1;
+      ahead.add(static_cast<const T*>(s.drive) + at * s.features + offset, m, task.rows, s.steps * s.features);
+      ahead.add(static_cast<const T*>(s.states) + at * s.width + offset, m, task.rows, s.steps * s.width);
       if (s.projections) {
         ahead.add(projections_at(s, task, t + 1), task.rows * 2 * pad);
         ahead.add(dots_at(s, task, t + 1), task.rows * dots);
@@ -776,18 +774,19 @@ void step_backward(const Scan& s, Task<T>& task, const Weights<T>& transposed, i
   const T* normed = normed_rows<T>(s, task, projections);
   const T* pairs = mixed_rows<T>(s, task, normed);
   ahead.clear();
-  if (saved && task.rows >= many_rows && t > steps_ahead) ahead.add(dots_at(s, task, t - steps_ahead), task.rows * dots);
+  const int64_t first = task.begin * s.steps + t, then = first - steps_ahead, of_states = s.steps * s.width;
+  if (t > stretch)  // time runs backwards, which the processor does not expect
+    ahead.add(static_cast<const T*>(s.states) + (first - stretch - 1) * s.width + offset, m, task.rows, of_states);
+  if (t > steps_ahead) {
+    ahead.add(static_cast<const T*>(s.state_gradients) + then * s.width + offset, m, task.rows, of_states);
+    ahead.add(static_cast<const T*>(s.drive_gradients) + then * s.features + offset, m, task.rows, s.steps * s.features);
+    if (saved) ahead.add(projections - steps_ahead * s.batch * 2 * pad, task.rows * 2 * pad);
+    if (saved && task.rows >= many_rows) ahead.add(dots_at(s, task, t - steps_ahead), task.rows * dots);
+  }
   for (int64_t r = 0; r < task.rows; ++r) {  // the derivative at the step, and the drive where it is needed
     const int64_t sequence = task.begin + r, at = (sequence * s.steps + t) * s.width + offset;
     T *g = task.g + r * pad, *slow_g = task.slow_g + r * pad, *u = task.u + r * pad, *slow = task.slow + r * pad;
     const T* given = static_cast<const T*>(s.state_gradients) + at;
-    if (t > stretch)  // time runs backwards, which the processor does not expect
-      ahead.add(static_cast<const T*>(s.states) + at - (stretch + 1) * s.width, m);
-    if (t > steps_ahead) {
-      ahead.add(given - steps_ahead * s.width, m);
-      ahead.add(static_cast<const T*>(s.drive_gradients) + (sequence * s.steps + t - steps_ahead) * s.features + offset, m);
-      if (saved) ahead.add(projections + r * 2 * pad - steps_ahead * s.batch * 2 * pad, 2 * pad);
-    }
     if (ended<T>(s, sequence, t)) {
       for (T* vectors : {g, slow_g}) std::memset(vectors, 0, pad * sizeof(T));
     } else {

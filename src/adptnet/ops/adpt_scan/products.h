@@ -52,13 +52,13 @@ template <class T> struct Arena {
 // each other. They come into the second cache, so that the nearest one keeps what the product works on.
 class Ahead {
  public:
-  void clear() {
-    pieces.clear();
-    piece = line = lines = 0;
-  }
-  template <class T> void add(const T* from, int64_t count) {
-    pieces.push_back({reinterpret_cast<const char*>(from), int64_t((count * sizeof(T) + 63) / 64)});
-    lines += pieces.back().lines;
+  void clear() { places = lines = place = row = line = 0; }
+  // So many numbers of each of some rows, which are `apart`.
+  template <class T> INLINE void add(const T* from, int64_t count, int64_t rows = 1, int64_t apart = 0) {
+    const int64_t of_row = (count * int64_t(sizeof(T)) + 63) / 64;
+    if (!of_row) return;
+    all[places++] = {reinterpret_cast<const char*>(from), of_row, rows, apart * int64_t(sizeof(T))};
+    lines += rows * of_row;
   }
   // What was added is asked for by `parts` calls of `next`.
   void divide(int64_t parts) { share = (lines + parts - 1) / parts; }
@@ -67,25 +67,29 @@ class Ahead {
 
  private:
   void ask(int64_t count) {
-    while (count > 0 && piece < pieces.size()) {
-      const Piece& from = pieces[piece];
+    while (count > 0 && place < places) {
+      const Place& from = all[place];
+      const char* const begin = from.begin + row * from.apart;
       const int64_t end = std::min(line + count, from.lines);
       count -= end - line;
-      for (; line < end; ++line) __builtin_prefetch(from.begin + 64 * line, 0, 2);
-      if (line == from.lines) {
-        ++piece;
-        line = 0;
+      for (; line < end; ++line) __builtin_prefetch(begin + 64 * line, 0, 2);
+      if (line < from.lines) return;
+      line = 0;
+      if (++row == from.rows) {
+        row = 0;
+        ++place;
       }
     }
   }
 
-  struct Piece {
+  struct Place {
     const char* begin;
-    int64_t lines;
+    int64_t lines, rows, apart;  // lines of a row; rows; bytes from one to the next
   };
-  std::vector<Piece> pieces;
-  size_t piece = 0;                         // the next to ask for
-  int64_t line = 0, lines = 0, share = 0;  // its next line; of all pieces; of one call
+  Place all[8];
+  int64_t places = 0, lines = 0;
+  int64_t place = 0, row = 0, line = 0;  // the next to ask for
+  int64_t share = 0;                     // of one call
 };
 
 // Rows of x times a matrix in panels: out[r, :] (+)= sum_i x[r, i] W[i, :]. The reduction runs over two ranges of a row of
