@@ -209,6 +209,7 @@ template <class T> struct Weights {
 
 // Rows of the backward whose derivatives go into those of the weights together: long products, still in the cache.
 constexpr int64_t rows_held = 64;
+constexpr int64_t rows_summed = 128;  // before their sum goes to a sum in double
 INLINE int64_t steps_held(const Scan& s, int64_t rows) {
   return s.turns && !s.given && rows < rows_held ? rows_held / rows : 1;
 }
@@ -853,7 +854,7 @@ void run_backward(const Scan& s, Task<T>& task, const Weights<T>& weights, const
   const int64_t apart = spaced<T>(pad), gradients_apart = spaced<T>(2 * pad), stretch = steps_held(s, task.rows);
   const bool weighted = s.turns && !s.given;
   load_constants(s, task);
-  const int64_t summed = (s.norms ? of_bias : of_norm_weight) * pad;
+  const int64_t summed = (s.norms ? of_bias : of_norm_weight) * pad, together = std::max<int64_t>(1, rows_summed / task.rows);
   std::memset(task.sums, 0, summed * sizeof(T));
   for (T* vectors : {task.g, task.slow_g}) std::memset(vectors, 0, task.rows * pad * sizeof(T));
   if (s.source == identity) task.x = task.source;
@@ -868,7 +869,7 @@ void run_backward(const Scan& s, Task<T>& task, const Weights<T>& weights, const
       const T* projections = projections_at(s, task, t) + (s.projections ? 0 : at * 2 * pad);
       task.x = x + at * apart;
       step_backward<T, Pairs>(s, task, transposed, t, projections, task.gradients + at * gradients_apart, stretch, ahead);
-      if (t % 16 == 0) {  // sums of sixteen steps, then of those in double: the error does not grow with T
+      if (t % together == 0) {  // sums of some rows, then of those in double: the error does not grow with T
         for (int64_t i = pad; i < summed; ++i) task.totals[i] += task.sums[i];
         std::memset(task.sums, 0, summed * sizeof(T));
       }
