@@ -21,9 +21,9 @@ LAYER = "import torch, adptnet; layer = adptnet.ADPTNet(5, beta=1.0); y, _ = lay
 
 
 def python(code, **environment):
-    """Runs a program in an environment with these changes; its output and its messages."""
+    """Runs a program with kernels, in an environment with these changes; its output and its messages."""
     paths = os.pathsep.join([str(Path(adptnet.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": paths, **environment}
+    env = {**os.environ, "PYTHONPATH": paths, "ADPTNET_BACKEND": "auto", **environment}
     env.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

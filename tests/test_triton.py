@@ -116,6 +116,7 @@ def test_kernels_compile_ahead_of_time(target, binary, tmp_path):
 
 
 def test_a_device_without_a_kernel_is_named(monkeypatch):
+    monkeypatch.setenv("ADPTNET_BACKEND", "auto")
     assert gpu.why_not("mps") == "there is no kernel for mps."
     monkeypatch.setattr(gpu, "_installed", lambda: False)
     assert "pip install 'adptnet[triton]'" in gpu.why_not("cuda")

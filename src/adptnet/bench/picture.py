@@ -48,7 +48,9 @@ def _goals(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[M
 
 def _draw_goals(axis: "Axes", goals: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     if not goals:
-        axis.text(0.5, 0.5, "no goal was measured", ha="center", va="center")
+        axis.axis("off")
+        axis.text(0.5, 0.5, "no goal was measured", ha="center", va="center", transform=axis.transAxes)
+        return
     for place, verdicts in enumerate(goals.values()):
         for outcome, colour in COLOURS.items():
             shares = [v["share"] for v in verdicts if v["outcome"] == outcome]
