@@ -410,6 +410,58 @@ def test_what_does_not_fit_is_refused(wrong):
         adpt_scan(named["drive"], named["state"], constants, form, reset=named["reset"], lengths=named["lengths"])
 
 
+@pytest.mark.parametrize("how", ["create_graph", "is_grads_batched", "default device"])
+def test_inputs_that_depend_on_each_other_are_counted_once(how, monkeypatch):
+    given, _, constants, form = problem(2, 3, 4)
+    given.requires_grad_()
+    upstream = torch.ones(2, 3, 4)
+
+    def run(scan, upstream=upstream, **options):
+        made = given * 1
+        return torch.autograd.grad(scan(made, made.mean(1), constants, form), given, upstream, **options)[0]
+
+    expected = run(reference.adpt_scan)
+    if how == "create_graph":
+        found = run(adpt_scan, create_graph=True)
+    elif how == "is_grads_batched":
+        found = run(adpt_scan, upstream[None], is_grads_batched=True)[0]
+    else:  # a mode, before which the operation is one
+        monkeypatch.setenv("ADPTNET_BACKEND", "reference")
+        with torch.device("cpu"):
+            found = run(adpt_scan)
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    "unpack", [lambda t: t.to("meta"), lambda t: t.flatten()[:1], torch.Tensor.half], ids=["device", "shape", "type"]
+)
+def test_saved_tensors_that_came_back_as_others_are_refused(unpack):
+    drive, *others = problem(2, 3, 4)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        states = adpt_scan(drive.requires_grad_(), *others)
+    with pytest.raises(InputError, match="hooks"):
+        states.sum().backward()
+
+
+def test_tensors_without_memory_are_refused():
+    drive, state, constants, form = problem(2, 3, 4)
+    states = adpt_scan(drive.requires_grad_(), state, constants, form)
+    with pytest.raises(InputError, match="no memory"):
+        adpt_scan(torch._efficientzerotensor(2, 3, 4), state, constants, form)
+    with pytest.raises(InputError, match="no memory"):
+        torch.autograd.grad(states, drive, torch._efficientzerotensor(2, 3, 4))
+
+
+def test_equal_forms_share_no_types():
+    drive, state, constants, form = problem(2, 3, 4)
+    with torch.no_grad():
+        expected = adpt_scan(drive, state, constants, form)
+    cpu._plans.clear()
+    for heads in (True, 1.0, 1):
+        found = adpt_scan(drive, state, constants, form._replace(heads=heads))
+        assert_close(found.detach(), expected, atol=0, rtol=0)
+
+
 def test_more_kinds_of_calls_than_are_remembered():
     calls = [problem(1, steps, 3) for steps in range(1, cpu.PLANS + 2)]
     expected = [adpt_scan(*call) for call in calls]

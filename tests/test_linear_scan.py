@@ -90,6 +90,16 @@ def test_nan_is_kept_where_it_belongs():
     assert states.isnan().sum() == 13  # nothing enters a step with a reset
 
 
+def test_inputs_that_depend_on_each_other_are_counted_once():
+    offset, transition = torch.randn(2, 9, 3, requires_grad=True), torch.rand(3)
+
+    def run(scan, **options):
+        made = offset * 1
+        return torch.autograd.grad(scan(transition, made, made.mean(1)).sum(), offset, **options)[0]
+
+    assert_close(run(linear_scan, create_graph=True), run(reference.linear_scan))
+
+
 def test_further_derivatives_come_from_the_torch_program():
     given = [within_the_circle(17, 2) + 0.05, numbers(2, 17, 2), numbers(2, 2)]
     for tensor in given:

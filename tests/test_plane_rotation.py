@@ -157,6 +157,16 @@ def test_turning_in_single_precision_rounds_as_the_reference_does(always):
         assert float((found - right).abs().max()) <= 97 * torch.finfo(torch.float32).eps * float(right.abs().max())
 
 
+def test_a_key_that_is_made_from_the_vector_is_counted_once(always):
+    def run(turn_by, **options):
+        x, *others = turning(5)
+        made = x * 1
+        return torch.autograd.grad(turn_by(made, made * 2, *others[1:]).sum(), x, **options)[0]
+
+    assert_close(run(turned, create_graph=True), run(reference.turned))
+    assert always
+
+
 def test_turning_does_not_depend_on_threads(always, monkeypatch):
     monkeypatch.setattr(cpu, "LEAST", 1)
     inputs, before = turning(37, size=61), torch.get_num_threads()

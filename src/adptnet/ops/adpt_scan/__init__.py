@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import InputError
 from .. import gpu, native
 from ..transforms import constant_when_compiled, plain, transformed
 from . import cpu, reference
@@ -61,6 +62,8 @@ def adpt_scan(
         lean: Keep only the states for the backward and compute the projections K x and V x again; otherwise they are
             kept, which is faster and takes twice as much memory again.
     """
+    if form.linear and (constants.beta is None or constants.beta.requires_grad):
+        raise InputError(f"adpt_scan: linear=True is for a β that is fixed at zero; got {form}, beta={constants.beta}.")
     inputs = (drive, state, *constants, reset, lengths, *factors)
     given = [t for t in inputs if t is not None]
     leaves = [t for t in inputs[:_LEAVES] if t is not None]
@@ -205,11 +208,13 @@ def _by_reference(gradient: Tensor, inputs: Sequence[Any], form: Form, needed: S
     elif transformed(gradient):
         native.notice(_TRANSFORMED)
     again = torch.is_grad_enabled()
-    drive, state, *constants = inputs[:_LEAVES]
     reset, lengths = inputs[_LEAVES : _LEAVES + 2]
     with torch.enable_grad():
+        # Views, each with a place of its own in the graph: inputs may depend on each other, or be the same.
+        leaves = [None if t is None else t.view_as(t) for t in inputs[:_LEAVES]]
+        drive, state, *constants = leaves
         states = reference.adpt_scan(drive, state, Constants(*constants), form, reset=reset, lengths=lengths)
-        wanted = [t for t, need in zip(inputs[:_LEAVES], needed, strict=False) if need]
+        wanted = [t for t, need in zip(leaves, needed, strict=False) if need]
         found = iter(torch.autograd.grad(states, wanted, gradient, create_graph=again, allow_unused=True))
     return [next(found) if need else None for need in needed[:_LEAVES]]
 

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from ...errors import InputError
 from .. import memory, native
-from .form import Constants, Factors, Form, Retracted, check
+from .form import Constants, Factors, Form, Retracted, check, form_of, numbers_of
 
 __all__ = ["Inputs", "Plan", "backward", "forward", "kept", "plan", "products", "ready"]
 
@@ -25,7 +26,7 @@ _NUMBERS += " coupled beta_given mixes norms factored rank outer_size inner_size
 _LEAVES = 2 + len(Constants._fields)  # drive, state and constants: what has a derivative
 _INPUTS = _LEAVES + 2 + len(Factors._fields)  # and reset, lengths, factors
 _IMAGINARY = [2 + Constants._fields.index(name) for name in ("imag", "feed_imag")]
-_DECAY, _BETA = (2 + Constants._fields.index(name) for name in ("decay", "beta"))
+_DECAY = 2 + Constants._fields.index("decay")
 
 Inputs: TypeAlias = Sequence[Any]  # drive, state, constants, reset, lengths, factors: each a tensor or None
 
@@ -58,6 +59,8 @@ class Plan(NamedTuple):
     backward: int
     kept: tuple[int, ...]  # the shape of what a forward saves for the backward
     places: list[int]  # of the inputs that there are, among all
+    kinds: list[Any]  # of these inputs, the gradient and the states
+    kept_kinds: list[Any]  # what was kept, or nothing
 
 
 _plans: dict[Any, Plan] = {}
@@ -98,12 +101,15 @@ def forward(plan: Plan, inputs: Inputs, save: bool) -> tuple[Tensor, Tensor]:
 
 def backward(plan: Plan, gradient: Tensor, inputs: Inputs, states: Tensor, projections: Tensor) -> list[Tensor]:
     """Derivatives with respect to the drive, the initial state and each of the constants that there are."""
+    *kinds, kind = _kinds((*inputs, gradient, states, projections))
+    if kinds != plan.kinds or kind not in plan.kept_kinds:
+        raise InputError("adpt_scan: saved tensors came back with other shapes, types or devices: look at the hooks.")
     scan = _scan(plan, inputs)
     # The kernel writes all of these, so that torch need not: its threads would stay busy for some milliseconds and be
     # in the way of the kernel's.
     found = [memory.empty(*t.shape, dtype=plan.dtype) for t in inputs[:_LEAVES] if t is not None]
     gradient, states, projections = _dense(gradient), _dense(states), _dense(projections)  # as hooks gave them back
-    scan.states, scan.projections, scan.state_gradients = states.data_ptr(), projections.data_ptr(), gradient.data_ptr()
+    scan.states, scan.projections, scan.state_gradients = _address(states), _address(projections), _address(gradient)
     for place, one in zip(plan.places, found, strict=False):
         scan.gradients[place] = one.data_ptr()
     _run(plan.library.adpt_scan_backward, scan, plan.backward)
@@ -133,13 +139,24 @@ def _scan(plan: Plan, given: Inputs) -> _Scan:
         if (imag := inputs[at]) is not None:
             inputs[at] = _signed(imag)
     scan = _Scan.from_buffer_copy(plan.scan)
-    scan.inputs[:] = [None if t is None else t.data_ptr() for t in inputs]
+    scan.inputs[:] = [None if t is None else _address(t) for t in inputs]
     scan.held = inputs  # which live as long as the pointers to them
     return scan
 
 
 def _dense(tensor: Tensor) -> Tensor:
     return tensor.resolve_neg().contiguous()
+
+
+def _address(tensor: Tensor) -> int:
+    address = tensor.data_ptr()
+    if not address and tensor.numel():
+        raise InputError(f"adpt_scan: a tensor of shape {tuple(tensor.shape)} has no memory; pass a copy of it.")
+    return address
+
+
+def _kinds(tensors: Inputs) -> list[Any]:
+    return [(t.shape, t.dtype, t.is_cpu) for t in tensors if t is not None]
 
 
 def _signed(imag: Tensor) -> Tensor:
@@ -169,16 +186,16 @@ def _tile(batch: int, heads: int, size: int, threads: int) -> int:
 
 def plan(inputs: Inputs, form: Form) -> Plan:
     """That of such arguments, which are looked at closely the first time, and refused if they do not fit together."""
-    fixed = form.linear and (beta := inputs[_BETA]) is not None and not beta.requires_grad
     threads = torch.get_num_threads()
-    key = form, threads, fixed, *[None if t is None else (t.shape, t.dtype) for t in inputs]
+    key = form, threads, *[None if t is None else (t.shape, t.dtype) for t in inputs]
     found = _plans.get(key)
     if found is None:
         reset, lengths, *factors = inputs[_LEAVES:]
         check(inputs[0], inputs[1], Constants(*inputs[2:_LEAVES]), form, reset, lengths, Factors(*factors))
         if len(_plans) >= PLANS:
             _plans.clear()
-        found = _plans[key] = _planned(inputs, form, threads)
+        # An equal form may have other types of numbers, which its plan would keep.
+        found = _plans[key] = _planned(inputs, form_of(numbers_of(form)), threads)
     return found
 
 
@@ -218,6 +235,7 @@ def _planned(inputs: Inputs, form: Form, threads: int) -> Plan:
         dot=0.0 if form.dot is None else form.dot,
         norm=0.0 if form.norm is None else form.norm,
     )
+    whole, projections = (batch, steps, state.shape[-1]), kept(drive, Constants(real), form, True)
     return Plan(
         library,
         form,
@@ -225,8 +243,10 @@ def _planned(inputs: Inputs, form: Form, threads: int) -> Plan:
         scan,
         forward=library.adpt_scan_workspace(ctypes.byref(scan), False),
         backward=library.adpt_scan_workspace(ctypes.byref(scan), True),
-        kept=kept(drive, Constants(real), form, True),
+        kept=projections,
         places=[i for i, t in enumerate(inputs) if t is not None],
+        kinds=[*_kinds(inputs), *[(whole, drive.dtype, True)] * 2],
+        kept_kinds=[(shape, drive.dtype, True) for shape in (projections, (0,))],
     )
 
 

@@ -190,8 +190,6 @@ def check(
         _fits("inner", factors.inner, (heads, 2, b, b), dtype, device)
     if form.norm is not None and (heads > 1 or not matrices):
         raise InputError(f"adpt_scan: norm={form.norm} is for one head with K and V of the state; got {form}.")
-    if form.linear and (constants.beta is None or constants.beta.requires_grad):
-        raise InputError(f"adpt_scan: linear=True is for a β that is fixed at zero; got {form}, beta={constants.beta}.")
     if form.beta_given and heads > 1:
         raise InputError(f"adpt_scan: a β that comes with the drive is for one head; got {form}.")
     if not slow and (constants.feed_real is not None or constants.charge is not None):
