@@ -52,7 +52,7 @@ def forward(
     over: bool = False,
 ) -> Tensor:
     """The states, in new memory or over the offset."""
-    call = _Call(transition, offset, reset, reverse)
+    call = _Call(transition, offset, reset, reverse, piece=PAGE)
     states = call.offset if over else memory.empty(*call.offset.shape, dtype=call.offset.dtype)
     call.set(initial=_numbers(initial))
     call.set_rows("offset", call.offset)
@@ -76,7 +76,7 @@ def backward(
     to_transition: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Derivatives with respect to the transition (empty if not wanted), the offset and what enters."""
-    call = _Call(transition, gradient, reset, reverse)
+    call = _Call(transition, gradient, reset, reverse, piece=LINE)
     batch, steps, size = call.offset.shape
     dtype = call.offset.dtype
     to_offset, to_initial = memory.empty(batch, steps, size, dtype=dtype), call.offset.new_zeros(batch, size)
@@ -118,7 +118,7 @@ def _as(values: Tensor, like: Tensor) -> Tensor:
 class _Call:
     """A `struct Scan` and the tensors it points to."""
 
-    def __init__(self, transition: Tensor, rows: Tensor, reset: Tensor | None, reverse: bool):
+    def __init__(self, transition: Tensor, rows: Tensor, reset: Tensor | None, reverse: bool, *, piece: int):
         self.library = _declared(native.load("linear_scan", NAMES[rows.dtype]))
         lead, (steps, width) = rows.shape[:-2], rows.shape[-2:]
         whole = _numbers(rows)
@@ -141,14 +141,18 @@ class _Call:
         self.set_rows("transition", factors)
         if reset is not None:
             self.set_rows("reset", reset.reshape(batch, steps, 1).contiguous())
-        self._share(batch, size, self.offset.itemsize)
+        self._share(batch, size, self.offset.itemsize, piece)
 
-    def _share(self, batch: int, size: int, itemsize: int) -> None:
-        """How many threads, and how many tasks a row is cut into."""
+    def _share(self, batch: int, size: int, itemsize: int, piece: int) -> None:
+        """How many threads, and how many tasks a row is cut into: each has so many bytes of it, or more.
+
+        A forward reads and writes one row after another and does next to nothing with it: two threads with a part of
+        every page each would read most of it twice.
+        """
         threads = max(1, min(torch.get_num_threads(), batch * self.steps * size * itemsize // LEAST))
         line = LINE // itemsize
         lines = -(-size // line)
-        pieces = min(lines, -(-threads // batch))
+        pieces = max(1, min(size * itemsize // piece, -(-threads // batch)))
         self.scan.columns = -(-lines // pieces) * line
         self.scan.tasks_of_row = -(-size // self.scan.columns)
         self.scan.threads = max(1, min(threads, batch * self.scan.tasks_of_row))
