@@ -211,7 +211,7 @@ def _by_reference(gradient: Tensor, inputs: Sequence[Any], form: Form, needed: S
     reset, lengths = inputs[_LEAVES : _LEAVES + 2]
     with torch.enable_grad():
         # Views, each with a place of its own in the graph: inputs may depend on each other, or be the same.
-        leaves = [None if t is None else t.view_as(t) for t in inputs[:_LEAVES]]
+        leaves: list[Any] = [None if t is None else t.view_as(t) for t in inputs[:_LEAVES]]
         drive, state, *constants = leaves
         states = reference.adpt_scan(drive, state, Constants(*constants), form, reset=reset, lengths=lengths)
         wanted = [t for t, need in zip(leaves, needed, strict=False) if need]

@@ -129,9 +129,9 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     needed = ctx.needs_input_grad[:3]
     if torch.is_grad_enabled():  # a derivative of a derivative, of which the kernel has one only
         # Views, each with a place of its own in the graph: inputs may depend on each other, or be the same.
-        transition, offset, initial = (t if t is None else t.view_as(t) for t in (transition, offset, initial))
-        wanted = [t for t, need in zip((transition, offset, initial), needed, strict=True) if need]
-        again = chunked.linear_scan(transition, offset, initial, reset=reset, reverse=ctx.reverse)
+        inputs: list[Any] = [None if t is None else t.view_as(t) for t in (transition, offset, initial)]
+        wanted = [t for t, need in zip(inputs, needed, strict=True) if need]
+        again = chunked.linear_scan(*inputs, reset=reset, reverse=ctx.reverse)
         found = iter(torch.autograd.grad(again, wanted, gradient, create_graph=True, materialize_grads=True))
         return *(next(found) if need else None for need in needed), None, None
     every = _scan_backward(gradient, states, transition, initial, reset, ctx.reverse, needed[0])
