@@ -66,8 +66,7 @@ def adpt_scan(
         raise InputError(f"adpt_scan: linear=True is for a β that is fixed at zero; got {form}, beta={constants.beta}.")
     inputs = (drive, state, *constants, reset, lengths, *factors)
     given = [t for t in inputs if t is not None]
-    leaves = [t for t in inputs[:_LEAVES] if t is not None]
-    recorded = torch.is_grad_enabled() and True in [t.requires_grad for t in leaves]
+    recorded = torch.is_grad_enabled() and True in [t.requires_grad for t in inputs[:_LEAVES] if t is not None]
     save = recorded and not lean
     states: Tensor
     directly = plain(*given) and False not in [t.is_cpu for t in given]
@@ -114,7 +113,8 @@ def _forward(
     form = form_of(numbers)
     if drive.device.type == "cpu" and cpu.ready(drive.dtype):
         inputs = (drive, state, *constants, reset, lengths, left, right, outer, inner)
-        return cpu.forward(cpu.plan(inputs, form), inputs, save)
+        states, projections = cpu.forward(cpu.plan(inputs, form), inputs, save)
+        return states, projections if save else drive.new_empty(0)  # an operation returns no tensor twice
     kernel = _by_triton(drive, constants, form)
     if kernel is not None:
         return kernel.forward(drive, state, constants, form, reset, lengths), drive.new_empty(0)

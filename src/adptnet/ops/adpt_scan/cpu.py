@@ -58,6 +58,7 @@ class Plan(NamedTuple):
     forward: int  # bytes of the workspace
     backward: int
     kept: tuple[int, ...]  # the shape of what a forward saves for the backward
+    nothing: Tensor
     places: list[int]  # of the inputs that there are, among all
     kinds: list[Any]  # of these inputs, the gradient and the states
     kept_kinds: list[Any]  # what was kept, or nothing
@@ -90,10 +91,10 @@ def _padded(size: int, dtype: torch.dtype) -> int:
 
 
 def forward(plan: Plan, inputs: Inputs, save: bool) -> tuple[Tensor, Tensor]:
-    """The states, and K x and V x of every step if they are to be saved (nothing otherwise)."""
+    """The states, and K x and V x of every step if they are to be saved; otherwise nothing, always the same."""
     scan, dtype = _scan(plan, inputs), plan.dtype
     states = memory.empty(scan.batch, scan.steps, scan.width, dtype=dtype)
-    projections = memory.empty(*plan.kept if save else (0,), dtype=dtype)
+    projections = memory.empty(*plan.kept, dtype=dtype) if save else plan.nothing
     scan.states, scan.projections = states.data_ptr(), projections.data_ptr()
     _run(plan.library.adpt_scan_forward, scan, plan.forward)
     return states, projections
@@ -109,7 +110,7 @@ def backward(plan: Plan, gradient: Tensor, inputs: Inputs, states: Tensor, proje
     # in the way of the kernel's.
     found = [memory.empty(*t.shape, dtype=plan.dtype) for t in inputs[:_LEAVES] if t is not None]
     gradient, states, projections = _dense(gradient), _dense(states), _dense(projections)  # as hooks gave them back
-    scan.states, scan.projections, scan.state_gradients = _address(states), _address(projections), _address(gradient)
+    scan.states, scan.projections, scan.state_gradients = _addresses((states, projections, gradient))
     for place, one in zip(plan.places, found, strict=False):
         scan.gradients[place] = one.data_ptr()
     _run(plan.library.adpt_scan_backward, scan, plan.backward)
@@ -139,7 +140,7 @@ def _scan(plan: Plan, given: Inputs) -> _Scan:
         if (imag := inputs[at]) is not None:
             inputs[at] = _signed(imag)
     scan = _Scan.from_buffer_copy(plan.scan)
-    scan.inputs[:] = [None if t is None else _address(t) for t in inputs]
+    scan.inputs[:] = _addresses(inputs)
     scan.held = inputs  # which live as long as the pointers to them
     return scan
 
@@ -148,11 +149,13 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor.resolve_neg().contiguous()
 
 
-def _address(tensor: Tensor) -> int:
-    address = tensor.data_ptr()
-    if not address and tensor.numel():
-        raise InputError(f"adpt_scan: a tensor of shape {tuple(tensor.shape)} has no memory; pass a copy of it.")
-    return address
+def _addresses(tensors: Inputs) -> list[int | None]:
+    found = [None if t is None else t.data_ptr() for t in tensors]
+    if 0 in found:
+        for t in tensors:
+            if t is not None and t.numel() and not t.data_ptr():
+                raise InputError(f"adpt_scan: a tensor of shape {tuple(t.shape)} has no memory; pass a copy of it.")
+    return found
 
 
 def _kinds(tensors: Inputs) -> list[Any]:
@@ -244,6 +247,7 @@ def _planned(inputs: Inputs, form: Form, threads: int) -> Plan:
         forward=library.adpt_scan_workspace(ctypes.byref(scan), False),
         backward=library.adpt_scan_workspace(ctypes.byref(scan), True),
         kept=projections,
+        nothing=torch.empty(0, dtype=drive.dtype, device="cpu"),
         places=[i for i, t in enumerate(inputs) if t is not None],
         kinds=[*_kinds(inputs), *[(whole, drive.dtype, True)] * 2],
         kept_kinds=[(shape, drive.dtype, True) for shape in (projections, (0,))],
