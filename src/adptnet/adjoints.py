@@ -14,6 +14,7 @@ from .cells.base import Cell
 from .errors import IncompatibleError, InputError
 from .fixed_point import Tolerance, default_rtol
 from .ops import memory
+from .ops.transforms import apart
 from .system import Loop, System, stretch
 from .transitions import Transition
 
@@ -285,8 +286,7 @@ class _Backward:
         """The gradient with a graph of its own, by back-propagation through time."""
         self._refuse_captured()
         names = [f"cell.{name}" for name, _ in self.cell.named_parameters()]
-        # views, so that the derivative is along each argument alone and not along what it was made from
-        inputs = [value.view_as(value) for value in (drive, initial, fresh, *parameters)]
+        inputs = apart((drive, initial, fresh, *parameters))
         with torch.enable_grad():
             states = torch.func.functional_call(
                 _Steps(self.cell), dict(zip(names, inputs[3:], strict=True)), (self.system, *inputs[:3])

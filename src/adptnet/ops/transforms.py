@@ -1,13 +1,13 @@
 """What a kernel must know of torch: whether it looks into every operation, and what its compiler may take as given."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, _ops, nn
 from torch.autograd import forward_ad
 
-__all__ = ["constant_when_compiled", "plain", "transformed", "watched"]
+__all__ = ["apart", "constant_when_compiled", "plain", "transformed", "watched"]
 
 _TYPES = {Tensor, nn.Parameter, type(None)}
 _wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -23,6 +23,14 @@ def constant_when_compiled(function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def apart(tensors: Iterable[Any]) -> list[Any]:
+    """Views, each with a place of its own in the graph.
+
+    A derivative with respect to one of them is along it alone, not along what it was made from, which may be another.
+    """
+    return [None if t is None else t.view_as(t) for t in tensors]
 
 
 def transformed(*tensors: Tensor | None) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...errors import InputError
 from .. import gpu, native
-from ..transforms import constant_when_compiled, plain, transformed
+from ..transforms import apart, constant_when_compiled, plain, transformed
 from . import cpu, reference
 from .form import DENSE, PLAIN, Constants, Factors, Form, Retracted, Source, check, form_of, numbers_of
 
@@ -62,6 +62,7 @@ def adpt_scan(
         lean: Keep only the states for the backward and compute the projections K x and V x again; otherwise they are
             kept, which is faster and takes twice as much memory again.
     """
+    # Not for `check`: whether a tensor asks for a derivative is no part of the kind of a call.
     if form.linear and (constants.beta is None or constants.beta.requires_grad):
         raise InputError(f"adpt_scan: linear=True is for a β that is fixed at zero; got {form}, beta={constants.beta}.")
     inputs = (drive, state, *constants, reset, lengths, *factors)
@@ -210,8 +211,7 @@ def _by_reference(gradient: Tensor, inputs: Sequence[Any], form: Form, needed: S
     again = torch.is_grad_enabled()
     reset, lengths = inputs[_LEAVES : _LEAVES + 2]
     with torch.enable_grad():
-        # Views, each with a place of its own in the graph: inputs may depend on each other, or be the same.
-        leaves: list[Any] = [None if t is None else t.view_as(t) for t in inputs[:_LEAVES]]
+        leaves = apart(inputs[:_LEAVES])
         drive, state, *constants = leaves
         states = reference.adpt_scan(drive, state, Constants(*constants), form, reset=reset, lengths=lengths)
         wanted = [t for t, need in zip(leaves, needed, strict=False) if need]

@@ -58,7 +58,7 @@ class Plan(NamedTuple):
     forward: int  # bytes of the workspace
     backward: int
     kept: tuple[int, ...]  # the shape of what a forward saves for the backward
-    nothing: Tensor
+    nothing: Tensor  # what it saves otherwise
     places: list[int]  # of the inputs that there are, among all
     kinds: list[Any]  # of these inputs, the gradient and the states
     kept_kinds: list[Any]  # what was kept, or nothing
@@ -119,8 +119,8 @@ def backward(plan: Plan, gradient: Tensor, inputs: Inputs, states: Tensor, proje
 
 def products(inputs: Inputs, form: Form, which: str) -> None:
     """Only the matrix products of the "forward", of the "backward" or of the "weights": a limit to measure against."""
-    of_call = plan(inputs, form)
-    scan, library = _scan(of_call, inputs), of_call.library
+    found = plan(inputs, form)
+    scan, library = _scan(found, inputs), found.library
     scan.tile = min(MANY, scan.batch)  # their best
     needed = library.adpt_scan_workspace(ctypes.byref(scan), which != "forward")
     _run(library.adpt_scan_products, scan, needed, ("forward", "backward", "weights").index(which))

@@ -86,7 +86,7 @@ class Ahead {
     const char* begin;
     int64_t lines, rows, apart;  // lines of a row; rows; bytes from one to the next
   };
-  Place all[8];
+  Place all[8];  // more than any step adds
   int64_t places = 0, lines = 0;
   int64_t place = 0, row = 0, line = 0;  // the next to ask for
   int64_t share = 0;                     // of one call

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import gpu
-from ..transforms import constant_when_compiled, transformed
+from ..transforms import apart, constant_when_compiled, transformed
 from . import chunked, cpu
 
 __all__ = ["linear_scan"]
@@ -128,8 +128,7 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     transition, offset, initial, reset, states = ctx.saved_tensors
     needed = ctx.needs_input_grad[:3]
     if torch.is_grad_enabled():  # a derivative of a derivative, of which the kernel has one only
-        # Views, each with a place of its own in the graph: inputs may depend on each other, or be the same.
-        inputs: list[Any] = [None if t is None else t.view_as(t) for t in (transition, offset, initial)]
+        inputs = apart((transition, offset, initial))
         wanted = [t for t, need in zip(inputs, needed, strict=True) if need]
         again = chunked.linear_scan(*inputs, reset=reset, reverse=ctx.reverse)
         found = iter(torch.autograd.grad(again, wanted, gradient, create_graph=True, materialize_grads=True))

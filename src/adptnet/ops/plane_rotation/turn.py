@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..transforms import transformed, watched
+from ..transforms import apart, transformed, watched
 from . import cpu, reference
 
 __all__ = ["turned"]
@@ -70,8 +70,7 @@ def _remember(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     inputs, needed = ctx.saved_tensors, ctx.needs_input_grad
     if torch.is_grad_enabled():  # a derivative of a derivative, of which the kernel has one only
-        # Views, each with a place of its own in the graph: inputs may depend on each other, or be the same.
-        inputs = [t.view_as(t) for t in inputs]
+        inputs = apart(inputs)
         wanted = [t for t, need in zip(inputs, needed, strict=True) if need]
         again = reference.turned(*inputs)
         every = iter(torch.autograd.grad(again, wanted, gradient, create_graph=True, materialize_grads=True))
