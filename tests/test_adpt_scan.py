@@ -364,6 +364,28 @@ def test_rows_with_small_and_large_angles_side_by_side(beta):
     assert_agree(drive, state, constants, form, tolerance=1e-9)  # an angle of 60 loses a digit
 
 
+@pytest.mark.parametrize("batch", [1, 9])
+@pytest.mark.parametrize(
+    ("squared", "digits"), [(0.1249, 3), (0.1251, 3), (0.999, 16), (1.001, 16), (3.99, 16), (4.01, 16)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_way_to_the_coefficients_has_all_digits(dtype, squared, digits, batch):
+    size = 8  # V is a quarter turn, so that the squared angle is that of beta
+    quarter = torch.block_diag(*[torch.tensor([[0.0, -1.0], [1.0, 0.0]])] * (size // 2))
+    weight = torch.stack((torch.eye(size), quarter)).unsqueeze(0)
+    numbers = [torch.randn(batch, size), torch.rand(size), torch.tensor([squared]).sqrt()]
+    upstream = torch.randn(batch, 1, size)
+
+    def derived(run, as_type):
+        state, real, beta = (t.to(dtype).to(as_type).requires_grad_() for t in numbers)
+        constants = Constants(real, weight=weight.to(as_type), beta=beta)
+        states = run(torch.zeros(batch, 1, size, dtype=as_type), state, constants, Form())
+        return states, *torch.autograd.grad(states, (state, real), upstream.to(as_type))
+
+    for found, exact in zip(derived(adpt_scan, dtype), derived(reference.adpt_scan, torch.float64), strict=True):
+        assert (found.double() - exact).abs().max() <= digits * torch.finfo(dtype).eps * exact.abs().max()
+
+
 def test_a_beta_beside_that_of_the_drive_has_no_part_in_it():
     drive, state, constants, form = problem(3, 5, 6, beta_given=True)
     assert_agree(drive, state, constants._replace(beta=torch.ones(1)), form)

@@ -85,6 +85,19 @@ def test_sides_are_timed_in_turn_after_a_run_that_does_not_count():
     assert times["b", 2].calls == 1
 
 
+def test_sides_are_repeated_until_time_has_passed_and_no_less_often_than_asked():
+    def repeats(**asked):
+        spend, now = clock({"a": 1.0, "b": 3.0})
+        times = interleaved([Side(name, lambda name=name: spend(name)) for name in "ab"], now=now, **asked)
+        assert {len(spent.cpu.every) for spent in times.values()} == {len(times["a", 1].wall.every)}
+        return len(times["a", 1].wall.every)
+
+    assert repeats(repeats=2, seconds=13.0) == 4  # of four seconds each
+    assert repeats(repeats=2, seconds=7.0) == 2
+    assert repeats(repeats=2) == 2
+    assert interleaved([], repeats=2, seconds=1.0) == {}
+
+
 def test_a_short_run_is_repeated_within_a_sample():
     spend, now = clock({"a": 1e-3})
     times = interleaved([Side("a", lambda: spend("a"))], repeats=2, now=now)
@@ -304,6 +317,7 @@ def test_the_list_names_every_subject(capsys):
         (["widths", "--sizes", "8,1024"], "batch,steps,state"),
         (["widths", "--sizes", "8,0,2"], "batch,steps,state"),
         (["widths", "--repeats", "-1"], "--repeats -1"),
+        (["widths", "--repeats", "0"], "--repeats 0"),
         (["widths", "--threads", "0"], "whole numbers from 1"),
     ],
 )

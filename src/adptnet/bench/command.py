@@ -21,7 +21,8 @@ from .timing import interleaved
 
 __all__ = ["Bench", "run"]
 
-FAST_REPEATS = 3
+REPEATS, FAST_REPEATS = 7, 3
+SECONDS = 20.0  # of a size: longer than most of what disturbs a shared machine
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Bench:
     sizes: tuple[str, ...] = ()
     """Sizes to measure at, batch,steps,state each (8,1024,128), instead of the subject's own."""
     repeats: int | None = None
-    """Times that each side is run; 7 if not given, 3 with --fast."""
+    """Times that each side is run; if not given 7, and more until 20 seconds have passed; 3 with --fast."""
     threads: tuple[int, ...] = (1, 2)
     """Numbers of threads to measure with."""
     output: Path = Path("runs/bench")
@@ -57,8 +58,7 @@ def run(options: Bench) -> None:
         return
     chosen = {name: _subject(name) for name in options.subjects or SUBJECTS}
     sizes = [parsed(size) for size in options.sizes]
-    repeats = options.repeats or (FAST_REPEATS if options.fast else 7)
-    if repeats < 1 or not options.threads or min(options.threads) < 1:
+    if (options.repeats is not None and options.repeats < 1) or not options.threads or min(options.threads) < 1:
         raise InputError(f"--repeats {options.repeats} --threads {options.threads}: both are whole numbers from 1.")
     options.output.mkdir(parents=True, exist_ok=True)
     facts = machine.facts()  # once: a result that is written may itself change the state of the repository
@@ -77,7 +77,7 @@ def run(options: Bench) -> None:
             _written(options.output, name)
             continue
         for size in sizes or (subject.quick if options.fast else subject.sizes):
-            _measured(name, subject, size, repeats, options, facts)
+            _measured(name, subject, size, options, facts)
     for path in _summarised(options.output):
         print(f"wrote {path}")
     if refused:
@@ -90,14 +90,17 @@ def _subject(name: str) -> Subject:
     return SUBJECTS[name]
 
 
-def _measured(name: str, subject: Subject, size: Size, repeats: int, options: Bench, facts: dict[str, Any]) -> None:
+def _measured(name: str, subject: Subject, size: Size, options: Bench, facts: dict[str, Any]) -> None:
     """One case, written as soon as it is there."""
     threads = [count for count in options.threads if subject.threads is None or count in subject.threads]
+    repeats = options.repeats or (FAST_REPEATS if options.fast else REPEATS)
+    seconds = 0.0 if options.repeats or options.fast else SECONDS
     with machine.watched() as neighbours, _single_precision():
         case = subject.case(size, options.fast)
-        found = Found(interleaved(case.sides, repeats=repeats, threads=threads or [1]), case.numbers)
+        times = interleaved(case.sides, repeats=repeats, seconds=seconds, threads=threads or [1])
+    found = Found(times, case.numbers)
     verdicts = judged(case.goals, found, neighbours.others)
-    how = {"fast": options.fast, "repeats": repeats}
+    how = {"fast": options.fast, "repeats": max((len(spent.cpu.every) for spent in times.values()), default=repeats)}
     row = record.row(size, found, verdicts, dict(case.skipped), neighbours, facts, **how)
     before = record.read(options.output, name)
     record.write(options.output, name, subject.about, record.merged(before["cases"] if before else [], row))

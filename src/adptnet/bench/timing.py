@@ -59,13 +59,14 @@ def _now() -> tuple[float, float]:
 
 
 def interleaved(
-    sides: Sequence[Side], *, repeats: int, threads: Sequence[int] = (1,), now: Now = _now
+    sides: Sequence[Side], *, repeats: int, seconds: float = 0.0, threads: Sequence[int] = (1,), now: Now = _now
 ) -> dict[tuple[str, int], Timed]:
     """Times of each side at each number of threads, by name and threads.
 
     Every side is run once before anything counts, which builds kernels and maps memory. Then each side is run in turn,
-    in every repeat: what disturbs the machine for a while disturbs all of them. Garbage is collected before the first
-    repeat and not until the end: it would leave the caches to whatever it looked at.
+    in every repeat: what disturbs the machine for a while disturbs all of them. There are `repeats` of them, and more
+    until `seconds` have passed: a disturbance may last longer than all repeats of something short. Garbage is collected
+    before the first repeat and not until the end: it would leave the caches to whatever it looked at.
     """
     plan = [(side, count) for count in threads for side in sides if side.threads in (None, count)]
     calls = {}
@@ -74,7 +75,9 @@ def interleaved(
             calls[side.name, count] = _calls(side, now)
     samples: dict[tuple[str, int], list[tuple[float, float]]] = {key: [] for key in calls}
     with _uncollected():
-        for _ in range(repeats):
+        begin, done = now()[1], 0
+        while samples and (done < repeats or now()[1] - begin < seconds):
+            done += 1
             before = None
             for side, count in plan:
                 if count != before:

@@ -31,6 +31,7 @@ FLAGS += ["-ffp-contract=fast", "-fopenmp-simd", "-falign-loops=64"]
 OPERATIONS = ["adpt_scan", "adpt_step", "linear_scan", "matrix_chain", "plane_rotation"]
 NUMBERS = ["float", "double"]
 
+_CHOSEN = os.environ.encodekey("ADPTNET_BACKEND")  # as it is kept in os.environ
 _log = logging.getLogger("adptnet")
 _lock = threading.Lock()
 _loaded: dict[tuple[str, str], "Kernel"] = {}
@@ -55,7 +56,9 @@ class Kernel(NamedTuple):
 
 def wanted() -> bool:
     """Whether kernels may be used: ADPTNET_BACKEND is not `reference`."""
-    chosen = os.environ.get("ADPTNET_BACKEND", "auto")
+    if _CHOSEN not in os.environ._data:  # type: ignore[attr-defined]
+        return True  # without the error that os.environ itself would raise and catch, in every call of an operation
+    chosen = os.environ["ADPTNET_BACKEND"]
     if chosen not in ("auto", "cpu", "reference"):
         raise IncompatibleError(f"ADPTNET_BACKEND={chosen}: must be auto, cpu or reference.")
     return chosen != "reference"

@@ -4,14 +4,20 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, _ops, nn
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 __all__ = ["apart", "constant_when_compiled", "plain", "transformed", "watched"]
 
-_TYPES = {Tensor, nn.Parameter, type(None)}
+_TYPES = {Tensor, nn.Parameter}
 _wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_of_batches = torch._C._functorch.is_legacy_batchedtensor
+_of_batches = torch._C._functorch.is_legacy_batchedtensor  # of gradients, in torch.autograd
+_transforms = torch._C._are_functorch_transforms_active
+_modes = torch._C._len_torch_dispatch_stack
+_functions = torch._C._len_torch_function_stack
+_tracer = torch._C._get_tracing_state
+_included = torch._C._dispatch_tls_is_dispatch_key_included
+_BEFORE_DISPATCH = torch._C.DispatchKey.PreDispatch
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -35,32 +41,22 @@ def apart(tensors: Iterable[Any]) -> list[Any]:
 
 def transformed(*tensors: Tensor | None) -> bool:
     """Whether a tensor is inside vmap, jvp or another transform, or carries a forward-mode derivative."""
-    return not torch.compiler.is_compiling() and _transformed(tensors)
+    return not torch.compiler.is_compiling() and _transformed([t for t in tensors if t is not None])
 
 
-def _transformed(tensors: Sequence[Tensor | None]) -> bool:
-    forward_mode = forward_ad._current_level >= 0
-    for t in tensors:
-        if t is not None and (
-            _wrapped(t)
-            or _of_batches(t)  # of gradients, in torch.autograd
-            or (forward_mode and forward_ad.unpack_dual(t).tangent is not None)
-        ):
-            return True
-    return False
+def _transformed(tensors: Sequence[Tensor]) -> bool:
+    if True in map(_wrapped, tensors) or True in map(_of_batches, tensors):
+        return True
+    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
 def watched() -> bool:
     """Whether a dispatch mode is to see every operation: one that counts them, or that has no numbers."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        return True
-    return _ops._len_torch_dispatch_stack_pre_dispatch() > 0  # type: ignore[no-any-return]
+    return torch.compiler.is_compiling() or _modes() > 0 or _included(_BEFORE_DISPATCH)
 
 
-def plain(*tensors: Tensor | None) -> bool:
+def plain(*tensors: Tensor) -> bool:
     """Whether nobody but autograd need know what is done with these tensors: no compiler, mode, tracer or subclass."""
-    if watched() or torch._C._get_tracing_state() is not None or torch._C._len_torch_function_stack() > 0:
+    if watched() or _functions() > 0 or _transforms() or _tracer() is not None or _transformed(tensors):
         return False
-    if torch._C._are_functorch_transforms_active() or _transformed(tensors):
-        return False
-    return {*map(type, tensors)} <= _TYPES
+    return _TYPES.issuperset(map(type, tensors))

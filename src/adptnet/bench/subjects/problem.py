@@ -25,10 +25,10 @@ class Problem:
         weight = (torch.rand(1, 2, n, n) * 2 - 1) / n**0.5
         self.form = Form()
         self.state = torch.zeros(size.batch, n)
-        self.drive = (torch.randn(size.batch, size.steps, n) * (1 - real)).requires_grad_()
-        self.constants = Constants(
-            real.requires_grad_(), weight=weight.requires_grad_(), beta=torch.tensor([0.125], requires_grad=True)
-        )
+        drive, beta = torch.randn(size.batch, size.steps, n) * (1 - real), torch.tensor([0.125])
+        self._fixed = drive, Constants(real, weight=weight, beta=beta)
+        self.drive, real, weight, beta = (t.detach().requires_grad_() for t in (drive, real, weight, beta))
+        self.constants = Constants(real, weight=weight, beta=beta)
         self.upstream = torch.randn(size.batch, size.steps, n)
         self._inputs = (self.drive, self.state, *self.constants, None, None, *DENSE)
 
@@ -42,8 +42,9 @@ class Problem:
         return self.constants.weight.detach()
 
     def forward(self) -> Tensor:
-        with torch.no_grad():
-            return adpt_scan(self.drive, self.state, self.constants, self.form)
+        """Of tensors that ask for no derivative: what switches it off would be measured with it."""
+        drive, constants = self._fixed
+        return adpt_scan(drive, self.state, constants, self.form)
 
     def training(self, *, lean: bool = False) -> None:
         states = adpt_scan(self.drive, self.state, self.constants, self.form, lean=lean)

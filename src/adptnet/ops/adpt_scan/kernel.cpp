@@ -441,12 +441,13 @@ template <class T, bool Pairs> void run_alone(const Scan& s, Task<T>& task, cons
   const T beta = static_cast<const T*>(s.beta)[task.head];
   const T* u = static_cast<const T*>(s.drive) + task.begin * s.steps * s.features + offset;
   T *state = static_cast<T*>(s.states) + task.begin * s.steps * s.width + offset, *x = task.x;
+  T *p = projections_at(s, task, 0), *products = dots_at(s, task, 0);
+  const int64_t to_next = s.projections ? s.batch : 0, panels = 2 * pad / panel<T>;
   load_constants(s, task);
   fetch<T>(static_cast<const T*>(s.initial) + task.begin * s.width + offset, m, x, pad);
-  for (int64_t t = 0; t < s.steps; ++t, u += s.features, state += s.width) {
+  for (int64_t t = 0; t < s.steps; ++t) {
     if (s.reset && s.reset[task.begin * s.steps + t]) std::memset(x, 0, pad * sizeof(T));
-    T *const p = projections_at(s, task, t), *const products = dots_at(s, task, t);
-    product_of_one<T>(x, m, weights.panels, 2 * pad / panel<T>, p);
+    product_of_one<T>(x, m, weights.panels, panels, p);
     Group<T, T> group;
     auto place = [&](int) -> Place<T> { return {p, x, nullptr}; };
     directions<T, T, Pairs>(eigen, place, 1, pad, products, false, task.scratch, group);
@@ -454,6 +455,10 @@ template <class T, bool Pairs> void run_alone(const Scan& s, Task<T>& task, cons
       advance<T, Pairs>(eigen, m, u, task.real, task.real, {0, 0, 0, 0}, x, state);  // anything, times zero
     else
       advance<T, Pairs>(eigen, m, u, group.p[0], group.q[0], on_pairs(group, turn<T>(s.form, group.plane, beta)), x, state);
+    u += s.features;
+    state += s.width;
+    p += to_next * 2 * pad;
+    products += to_next * dots;
   }
 }
 

@@ -62,7 +62,8 @@ template <class T, int Columns> INLINE void across(const T* rows, int count, Vec
 }
 
 // Whether a comparison holds in all lanes.
-INLINE bool all(int holds) { return holds; }
+INLINE bool all(bool holds) { return holds; }
+INLINE bool all(int holds) { return holds; }  // of bools with & between them
 template <class Mask> INLINE bool all(Mask mask) {
   int64_t parts[sizeof(Mask) / 8], both = -1;
   std::memcpy(parts, &mask, sizeof mask);
@@ -116,17 +117,16 @@ template <class T> __attribute__((noinline)) Coefficients<T> coefficients_by_sin
   return from_remainders<T>(linear, quadratic, (1 - linear) / s, (T(0.5) - quadratic) / s);
 }
 
-template <class N> INLINE Coefficients<N> coefficients_by_series(N s) {
+template <class N, int Terms> INLINE Coefficients<N> coefficients_by_series(N s) {
   typedef typename Lane<N>::type T;
-  constexpr int terms = sizeof(T) == 4 ? 7 : 9;
   // 1 / (2 i + 3)! and 1 / (2 i + 4)!
   constexpr double odd[] = {1 / 6.0, 1 / 120.0, 1 / 5040.0, 1 / 362880.0, 1 / 39916800.0, 1 / 6227020800.0,
                             1 / 1307674368000.0, 1 / 355687428096000.0, 1 / 121645100408832000.0};
   constexpr double even[] = {1 / 24.0, 1 / 720.0, 1 / 40320.0, 1 / 3628800.0, 1 / 479001600.0, 1 / 87178291200.0,
                              1 / 20922789888000.0, 1 / 6402373705728000.0, 1 / 2432902008176640000.0};
-  N third = N{} + T(odd[terms - 1]), fourth = N{} + T(even[terms - 1]);
+  N third = N{} + T(odd[Terms - 1]), fourth = N{} + T(even[Terms - 1]);
 #pragma GCC unroll 8
-  for (int i = terms - 2; i >= 0; --i) {
+  for (int i = Terms - 2; i >= 0; --i) {
     third = T(odd[i]) - s * third;
     fourth = T(even[i]) - s * fourth;
   }
@@ -139,11 +139,15 @@ template <class N> INLINE Coefficients<N> coefficients(int64_t form, N s) {
     N linear = T(1) / (T(1) + s / 4), slope = -linear * linear / 4;
     return {linear, linear / 2, slope, slope / 2};
   }
-  constexpr T limit = sizeof(T) == 4 ? 4 : 1;
+  // Terms that are enough for small angles, for which a row by itself need not wait long, and up to a limit.
+  constexpr bool single = sizeof(T) == 4;
+  constexpr int few = single ? 3 : 6, many = single ? 7 : 9;
+  constexpr T small = T(0.125), limit = single ? 4 : 1;
+  if (__builtin_expect(all(s < small), 1)) return coefficients_by_series<N, few>(s);
   if constexpr (rows_in<N> == 1) {
-    return s < limit ? coefficients_by_series<T>(s) : coefficients_by_sine<T>(s);
+    return s < limit ? coefficients_by_series<T, many>(s) : coefficients_by_sine<T>(s);
   } else {
-    Coefficients<N> out = coefficients_by_series<N>(s);
+    Coefficients<N> out = coefficients_by_series<N, many>(s);
     if (__builtin_expect(all(s < limit), 1)) return out;
     for (int l = 0; l < lanes<T>; ++l) {
       if (s[l] < limit) continue;
@@ -178,7 +182,7 @@ template <class N> INLINE Turn<N> turn(int64_t form, const Plane<N>& d, N beta) 
   a = beta * q.linear;
   b = beta * beta * q.quadratic;
   N y1 = -a * d.wx - b * d.ww * d.kx, y2 = a * d.kx - b * d.wx;
-  N kz = d.kLx + y1 * d.kLk + y2 * d.kLw + d.ku, wz = d.wLx + y1 * d.wLk + y2 * d.wLw + d.wu;
+  N kz = d.kLx + d.ku + y1 * d.kLk + y2 * d.kLw, wz = d.wLx + d.wu + y1 * d.wLk + y2 * d.wLw;
   return {y1, y2, a * wz - b * d.ww * kz, -a * kz - b * wz};
 }
 
@@ -218,7 +222,7 @@ INLINE Plane<N> turn_backward(int64_t form, const Plane<N>& d, N beta, const Tur
   a = beta * q.linear;
   b = beta * beta * q.quadratic;
   N y1 = -a * d.wx - b * d.ww * d.kx, y2 = a * d.kx - b * d.wx;
-  N kz = d.kLx + y1 * d.kLk + y2 * d.kLw + d.ku, wz = d.wLx + y1 * d.wLk + y2 * d.wLw + d.wu;
+  N kz = d.kLx + d.ku + y1 * d.kLk + y2 * d.kLw, wz = d.wLx + d.wu + y1 * d.wLk + y2 * d.wLw;
   N gkz = -b * d.ww * g.m1 - a * g.m2, gwz = a * g.m1 - b * g.m2;
   N g1 = g.y1 + d.kLk * gkz + d.wLk * gwz, g2 = g.y2 + d.kLw * gkz + d.wLw * gwz;
   ga = wz * g.m1 - kz * g.m2 - d.wx * g1 + d.kx * g2;
@@ -343,8 +347,8 @@ INLINE void dot_products(const Eigen<T> eigen, const T* p, const T* q, const T* 
       sum[pu] += load<T>(p + i) * load<T>(u + i);
       sum[qu] += load<T>(q + i) * load<T>(u + i);
     }
+  if constexpr (!Pairs) sum[qLp] = sum[pLq];
   sum_lanes<T, dots>(sum, out);
-  if constexpr (!Pairs) out[qLp] = out[pLq];
 }
 
 // Whether a sum of squares kept its digits, and a vector of that length may multiply others and be divided by it again.
@@ -424,7 +428,7 @@ INLINE void directions(const Eigen<T>& eigen, Where place, int count, int64_t pa
   N d[dots];
   if (rows_in<N> == 1 && !known) {
     across<T, dots>(alone, count, d);
-    std::memcpy(products, alone, sizeof alone);
+    for (int i = 0; i < dots; i += lanes<T>) store<T>(products + i, load<T>(alone + i));
   } else {
     across<T, dots>(products, count, d);
   }
