@@ -98,6 +98,15 @@ struct Ranges {
   int64_t first, gap, second;  // entries, then a gap, then entries
 };
 
+// What is used twice GCC would rather load twice, and of loads a product of two rows has too many already.
+template <class V> INLINE void keep_loaded(V& vector) {
+#if defined(__x86_64__)
+  asm("" : "+x"(vector));
+#elif defined(__aarch64__)
+  asm("" : "+w"(vector));
+#endif
+}
+
 // Some vectors of the result, from the first of a panel on, or from its second if `Odd`.
 template <class T, int Rows, int Vectors, bool Odd, bool Add>
 INLINE void multiply(const T* x, int64_t x_stride, const Ranges& over, const T* weights, int64_t depth, T* out,
@@ -106,15 +115,26 @@ INLINE void multiply(const T* x, int64_t x_stride, const Ranges& over, const T* 
   const T* w = weights;
   auto range = [&](const T* row, int64_t count) {
     for (int64_t i = 0; i < count; ++i, w += panel<T>) {
-      Vec<T> column[Vectors];
+      auto column = [&](int j) { return load<T>(w + ((Odd + j) / 2) * depth * panel<T> + ((Odd + j) % 2) * lanes<T>); };
+      if constexpr (Rows == 2) {
+        const T first = row[i], second = row[x_stride + i];
 #pragma GCC unroll 8
-      for (int j = 0; j < Vectors; ++j)
-        column[j] = load<T>(w + ((Odd + j) / 2) * depth * panel<T> + ((Odd + j) % 2) * lanes<T>);
+        for (int j = 0; j < Vectors; ++j) {
+          Vec<T> by = column(j);
+          keep_loaded(by);
+          sum[0][j] += first * by;
+          sum[1][j] += second * by;
+        }
+      } else {
+        Vec<T> by[Vectors];
 #pragma GCC unroll 8
-      for (int r = 0; r < Rows; ++r) {
-        T value = row[r * x_stride + i];
+        for (int j = 0; j < Vectors; ++j) by[j] = column(j);
 #pragma GCC unroll 8
-        for (int j = 0; j < Vectors; ++j) sum[r][j] += value * column[j];
+        for (int r = 0; r < Rows; ++r) {
+          T value = row[r * x_stride + i];
+#pragma GCC unroll 8
+          for (int j = 0; j < Vectors; ++j) sum[r][j] += value * by[j];
+        }
       }
     }
   };
@@ -130,30 +150,33 @@ INLINE void multiply(const T* x, int64_t x_stride, const Ranges& over, const T* 
     }
 }
 
-constexpr int64_t panels_together(int64_t rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }  // that fill the registers
+// That fill the registers with sums.
+constexpr int64_t most_panels(int64_t rows) { return rows == 1 ? 4 : rows == 2 ? 3 : rows == 3 ? 2 : 1; }
+// How many of those that are left to multiply at once. One alone would wait for its own sums: three and two are better than
+// four and one.
+constexpr int64_t panels_together(int64_t left, int64_t most) {
+  return left == most + 1 ? (left + 1) / 2 : std::min(left, most);
+}
+
+template <class T, int Rows, int Panels, bool Add>
+INLINE void multiply_panels(int64_t count, const T* x, int64_t x_stride, const Ranges& over, const T* weights, int64_t depth,
+                            T* out, int64_t out_stride) {
+  if (count == Panels)
+    multiply<T, Rows, 2 * Panels, false, Add>(x, x_stride, over, weights, depth, out, out_stride);
+  else if constexpr (Panels > 1)
+    multiply_panels<T, Rows, Panels - 1, Add>(count, x, x_stride, over, weights, depth, out, out_stride);
+}
 
 template <class T, int Rows, bool Add>
 void multiply_rows(const T* x, int64_t x_stride, const Ranges& over, const T* weights, int64_t panels, T* out,
                    int64_t out_stride, Ahead* ahead) {
-  constexpr int together = panels_together(Rows);
   const int64_t depth = over.first + over.second;
-  int64_t j = 0;
-  auto from = [&] { return weights + j * depth * panel<T>; };
-  for (; j + together <= panels && (together < 4 || panels - j != 5); j += together) {
-    multiply<T, Rows, 2 * together, false, Add>(x, x_stride, over, from(), depth, out + j * panel<T>, out_stride);
+  for (int64_t j = 0, some; j < panels; j += some) {
+    some = panels_together(panels - j, most_panels(Rows));
+    multiply_panels<T, Rows, most_panels(Rows), Add>(some, x, x_stride, over, weights + j * depth * panel<T>, depth,
+                                                     out + j * panel<T>, out_stride);
     if (ahead) ahead->next();
   }
-  if constexpr (together == 4) {  // a panel alone would wait for its own sums: three and two are better than four and one
-    if (panels - j == 5 || panels - j == 3) {
-      multiply<T, Rows, 6, false, Add>(x, x_stride, over, from(), depth, out + j * panel<T>, out_stride);
-      j += 3;
-    }
-    if (panels - j == 2) {
-      multiply<T, Rows, 4, false, Add>(x, x_stride, over, from(), depth, out + j * panel<T>, out_stride);
-      j += 2;
-    }
-  }
-  if (j < panels) multiply<T, Rows, 2, false, Add>(x, x_stride, over, from(), depth, out + j * panel<T>, out_stride);
 }
 
 // Four rows fill the registers with three vectors, one and a half panels; at the end there may be two, or twice two.
@@ -188,12 +211,12 @@ __attribute__((noinline)) void product(int64_t rows, const T* x, int64_t x_strid
   int64_t depth = over.first + over.second;
   int64_t groups = (rows + 5) / 6, block = rows > 6 ? 1 : panels;
   if (rows == 1) {
-    if (ahead) ahead->divide(std::max(int64_t(1), panels / panels_together(1)));
+    if (ahead) ahead->divide(std::max(int64_t(1), panels / most_panels(1)));
     return multiply_rows<T, 1, Add>(x, x_stride, over, weights, panels, out, out_stride, ahead);
   }
   if (rows == 4 || rows == 8)
     return multiply_fours<T, Add>(rows / 4, x, x_stride, over, weights, panels, out, out_stride, ahead);
-  if (ahead) ahead->divide(std::max(int64_t(1), groups * panels / panels_together(rows)));
+  if (ahead) ahead->divide(std::max(int64_t(1), groups * panels / most_panels(rows)));
   for (int64_t j = 0; j < panels; j += block) {
     const T* from = weights + j * depth * panel<T>;
     T* to = out + j * panel<T>;
@@ -260,9 +283,7 @@ __attribute__((noinline)) void add_outer_products(int64_t count, const T* left, 
 
 // ---- One row --------------------------------------------------------------------------------------------------------
 
-// Its product reads every weight once, so they lie in the order in which they are read: some panels side by side, as many as
-// fill the registers with sums. A panel alone would wait for its own sums: three and two are better than four and one.
-constexpr int64_t side_by_side(int64_t panels_left) { return panels_left == 5 ? 3 : panels_left < 4 ? panels_left : 4; }
+// Its product reads every weight once, so they lie in the order in which they are read: some panels side by side.
 
 // Returns where the next weights are.
 template <class T, int Vectors> INLINE const T* multiply_one(const T* x, int64_t depth, const T* w, T* out) {
@@ -280,7 +301,7 @@ template <class T, int Vectors> INLINE const T* multiply_one(const T* x, int64_t
 template <class T>
 __attribute__((noinline)) void product_of_one(const T* x, int64_t depth, const T* weights, int64_t panels, T* out) {
   for (int64_t left = panels, some; left > 0; left -= some, out += some * panel<T>) {
-    some = side_by_side(left);
+    some = panels_together(left, most_panels(1));
     if (some == 4)
       weights = multiply_one<T, 8>(x, depth, weights, out);
     else if (some == 3)
@@ -298,7 +319,7 @@ __attribute__((noinline)) void product_of_one(const T* x, int64_t depth, const T
 // returns where they end.
 template <class T, class Entry> T* pack(int64_t depth, int64_t width, T* out, Entry entry, bool for_one = false) {
   for (int64_t panels = padded<T>(width) / panel<T>, j = 0, some; j < panels; j += some) {
-    some = for_one ? side_by_side(panels - j) : 1;
+    some = for_one ? panels_together(panels - j, most_panels(1)) : 1;
     for (int64_t i = 0; i < depth; ++i)
       for (int64_t l = j * panel<T>; l < (j + some) * panel<T>; ++l, ++out) *out = l < width ? entry(i, l) : T(0);
   }
