@@ -364,6 +364,23 @@ def test_rows_with_small_and_large_angles_side_by_side(beta):
     assert_agree(drive, state, constants, form, tolerance=1e-9)  # an angle of 60 loses a digit
 
 
+@pytest.mark.parametrize("lean", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("kind", ["exponential", "bias", "heads", "given heads", "coupled", "normed"])
+def test_a_derivative_is_the_same_whether_others_are_asked_for_or_not(kind, batch, lean):
+    drive, state, constants, form = problem(batch, 70, 12, **KINDS[kind])
+    leaves = [t for t in (drive, state, *constants) if t is not None]
+    upstream = torch.randn(batch, 70, state.shape[-1])
+
+    def derived(wanted):
+        for leaf in leaves:
+            leaf.requires_grad_(any(leaf is t for t in wanted))
+        return torch.autograd.grad(adpt_scan(drive, state, constants, form, lean=lean), wanted, upstream)
+
+    for leaf, together in zip(leaves, derived(leaves), strict=True):
+        assert torch.equal(*derived([leaf]), together)
+
+
 @pytest.mark.parametrize("batch", [1, 9])
 @pytest.mark.parametrize(
     ("squared", "digits"), [(0.1249, 3), (0.1251, 3), (0.999, 16), (1.001, 16), (3.99, 16), (4.01, 16)]

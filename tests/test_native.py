@@ -171,7 +171,7 @@ for size, batch in ((1, 1), (13, 3), (12, 7)):
                 inputs = (drive, state, *constants, reset, lengths, *way)
                 plan = cpu.plan(inputs, form)
                 kept = cpu.forward(plan, inputs, save)
-                cpu.backward(plan, torch.randn_like(kept[0]), inputs, *kept)
+                cpu.backward(plan, torch.randn_like(kept[0]), inputs, *kept, needed=[True] * len(inputs))
 """,
     "adpt_step": """
 from adptnet.ops.adpt_step import Jacobians, newton_pass

@@ -152,7 +152,8 @@ def _backward(
     form = form_of(numbers)
     if drive.device.type == "cpu":
         inputs = (drive, state, *constants, reset, lengths, left, right, outer, inner)
-        return cpu.backward(cpu.plan(inputs, form), gradient, inputs, states, projections)
+        found = cpu.backward(cpu.plan(inputs, form), gradient, inputs, states, projections, [True] * _LEAVES)
+        return [t for t in found if t is not None]
     kernel = _by_triton(drive, constants, form)
     to_drive, to_state, to_constants = kernel.backward(gradient, states, state, constants, form, reset, lengths)
     return [to_drive, to_state, *(t for t in to_constants if t is not None)]
@@ -241,7 +242,7 @@ class _Recorded(torch.autograd.Function):
         plan: cpu.Plan = ctx.plan
         inputs = _placed(given, plan.places)
         if not torch.is_grad_enabled() and plain(gradient):
-            found = cpu.backward(plan, gradient, inputs, states, projections)
+            found = cpu.backward(plan, gradient, inputs, states, projections, ctx.needs_input_grad[1:])
             return None, *found, *[None] * (len(given) - len(found))
         if torch.is_grad_enabled() or transformed(gradient):
             every = _by_reference(gradient, inputs, plan.form, _placed(ctx.needs_input_grad[1:], plan.places))

@@ -100,19 +100,28 @@ def forward(plan: Plan, inputs: Inputs, save: bool) -> tuple[Tensor, Tensor]:
     return states, projections
 
 
-def backward(plan: Plan, gradient: Tensor, inputs: Inputs, states: Tensor, projections: Tensor) -> list[Tensor]:
-    """Derivatives with respect to the drive, the initial state and each of the constants that there are."""
+def backward(
+    plan: Plan, gradient: Tensor, inputs: Inputs, states: Tensor, projections: Tensor, needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """Derivatives with respect to the drive, the initial state and each of the constants that there are.
+
+    `needed` says of which of these; that of the drive is always found.
+    """
     *kinds, kind = _kinds((*inputs, gradient, states, projections))
     if kinds != plan.kinds or kind not in plan.kept_kinds:
         raise InputError("adpt_scan: saved tensors came back with other shapes, types or devices: look at the hooks.")
     scan = _scan(plan, inputs)
     # The kernel writes all of these, so that torch need not: its threads would stay busy for some milliseconds and be
     # in the way of the kernel's.
-    found = [memory.empty(*t.shape, dtype=plan.dtype) for t in inputs[:_LEAVES] if t is not None]
+    leaves, wanted = [t for t in inputs[:_LEAVES] if t is not None], (True, *needed[1:])
+    found = [
+        memory.empty(*t.shape, dtype=plan.dtype) if want else None for t, want in zip(leaves, wanted, strict=False)
+    ]
     gradient, states, projections = _dense(gradient), _dense(states), _dense(projections)  # as hooks gave them back
     scan.states, scan.projections, scan.state_gradients = _addresses((states, projections, gradient))
     for place, one in zip(plan.places, found, strict=False):
-        scan.gradients[place] = one.data_ptr()
+        if one is not None:
+            scan.gradients[place] = one.data_ptr()
     _run(plan.library.adpt_scan_backward, scan, plan.backward)
     return found
 

@@ -26,7 +26,7 @@ struct Scan {
   const void *left, *right, *outer, *inner;
   void *states, *projections;  // projections: (heads, steps, batch, 2 pad), then their dot products; may be null
   const void* state_gradients;
-  // Derivatives of the first thirteen inputs; but for the first two any may be null.
+  // Derivatives of the first thirteen inputs; but for the first any may be null: nobody asks for it.
   void *drive_gradients, *initial_gradients;
   void *real_gradients, *imag_gradients, *weight_gradients, *bias_gradients, *beta_gradients;
   void *feed_real_gradients, *feed_imag_gradients, *decay_gradients, *charge_gradients;
@@ -740,16 +740,19 @@ void backward_rows(const Scan& s, const Task<T>& task, const Eigen<T>& eigen, co
 }
 
 // The derivatives of the weights, and of the bias, by those of the projections of some rows.
-template <class T>
-void add_weights(const Scan& s, const Task<T>& task, int64_t rows, const T* sources, double* bias_totals) {
+template <class T> void add_weights(const Scan& s, const Task<T>& task, int64_t rows, const T* sources) {
   const int64_t m = s.size, pad = padded<T>(m), apart = spaced<T>(2 * pad);
   for (int64_t half = 0; half < 2; ++half)
     add_outer_products<T>(rows, task.gradients + half * pad, apart, m, sources, spaced<T>(pad), pad / panel<T>,
                           task.weight_sums + half * pad * pad, pad);
-  for (int64_t i = 0; s.bias && bias_totals && i < 2 * pad; i += lanes<T>) {
+}
+template <class T> void add_bias(const Scan& s, const Task<T>& task, int64_t rows) {
+  const int64_t pad = padded<T>(s.size), apart = spaced<T>(2 * pad);
+  double* const totals = task.totals + of_bias * pad;
+  for (int64_t i = 0; i < 2 * pad; i += lanes<T>) {
     Vec<T> sum = {};
     for (int64_t r = 0; r < rows; ++r) sum += load<T>(task.gradients + r * apart + i);
-    for (int64_t l = 0; l < lanes<T>; ++l) bias_totals[i + l] += sum[l];
+    for (int64_t l = 0; l < lanes<T>; ++l) totals[i + l] += sum[l];
   }
 }
 
@@ -879,9 +882,10 @@ void run_backward(const Scan& s, Task<T>& task, const Weights<T>& weights, const
         std::memset(task.sums, 0, summed * sizeof(T));
       }
     }
-    if (weighted) add_weights<T>(s, task, held * task.rows, task.source, task.totals + of_bias * pad);
+    if (weighted && s.weight_gradients) add_weights<T>(s, task, held * task.rows, task.source);
+    if (weighted && s.bias_gradients) add_bias<T>(s, task, held * task.rows);
   }
-  for (int64_t r = 0; r < task.rows; ++r) {
+  for (int64_t r = 0; s.initial_gradients && r < task.rows; ++r) {
     T* to = static_cast<T*>(s.initial_gradients) + (task.begin + r) * s.width + offset;
     std::memcpy(to, task.g + r * pad, m * sizeof(T));
     if (s.coupled) std::memcpy(to + n, task.slow_g + r * pad, m * sizeof(T));
@@ -904,7 +908,7 @@ void run_products(const Scan& s, Task<T>& task, const Weights<T>& weights, const
       product<T, false>(task.rows, task.gradients, gradients_apart, {m, pad - m, m}, transposed.panels, pad / panel<T>,
                         task.partial, pad);
     else if (t % held == 0)
-      add_weights<T>(s, task, std::min(held, s.steps - t) * task.rows, task.source, nullptr);
+      add_weights<T>(s, task, std::min(held, s.steps - t) * task.rows, task.source);
 }
 
 template <class T> int64_t task_memory(const Scan& s, bool backward) {
