@@ -81,16 +81,26 @@ def assert_agree(*arguments, tolerance=1e-10, **options):
 
 @pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 13, 50, 97])
-@pytest.mark.parametrize("batch", [1, 3, 4, 8, 17])
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 8, 17])
 @pytest.mark.parametrize("norm", [None, 1e-5], ids=["plain", "normed"])
 def test_any_width_and_batch(batch, size, norm, lean):
     assert_agree(*problem(batch, 6, size, norm=norm), lean=lean)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("size", [17, 33, 40, 70, 81, 140])
-def test_one_sequence_of_any_width(size):
-    """Its products take up to four panels at a time, and what is left in twos and threes."""
-    assert_agree(*problem(1, 3, size))
+def test_one_or_two_sequences_of_any_width(size, batch):
+    """Their products take up to four or three panels at a time, and what is left in twos and threes."""
+    assert_agree(*problem(batch, 3, size))
+
+
+def test_no_row_moves_the_digits_of_another():
+    drive, state, constants, form = problem(8, 9, 6, beta_given=True, dtype=torch.float32)
+    drive[..., -1] = 0.33
+    alone = adpt_scan(drive, state, constants, form)[0]
+    for other in (0.8, 40.0):
+        drive[1:, :, -1] = other
+        assert torch.equal(adpt_scan(drive, state, constants, form)[0], alone)
 
 
 KINDS = {
@@ -836,6 +846,8 @@ again = torch.compile(lambda x: layer(x)[0], fullgraph=True, backend="aot_eager"
 parameters = [*layer.parameters()]
 gradients = torch.autograd.grad(again(x).sum(), parameters)
 torch.testing.assert_close(gradients, torch.autograd.grad(layer(x)[0].sum(), parameters))
+other = adptnet.ADPTNet(6, beta=1.0, conjugate=adptnet.conjugates.Product(2), dtype=torch.float64)  # without a kernel
+torch.testing.assert_close(torch.compile(lambda x: other(x)[0], fullgraph=True, backend="eager")(x), other(x)[0])
 print(len(nodes))
 """
 

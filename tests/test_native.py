@@ -78,6 +78,9 @@ def test_the_switch(monkeypatch, tmp_path):
     assert shown == "reference: ADPTNET_BACKEND=reference"
     assert "Warning" not in said
     assert not list(tmp_path.iterdir())
+    with monkeypatch.context() as replaced:
+        replaced.setattr(os, "environ", {**os.environ, "ADPTNET_BACKEND": "reference"})
+        assert not native.wanted()
     monkeypatch.setenv("ADPTNET_BACKEND", "gpu")
     with pytest.raises(IncompatibleError, match="must be auto, cpu or reference"):
         adptnet.backends()

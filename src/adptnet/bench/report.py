@@ -63,15 +63,18 @@ def _machine(cases: Sequence[Mapping[str, Any]]) -> list[str]:
         said = (
             f"{m['processor']} ({m['machine']}, {m['cores']} cores, {m['instructions']}{cache}), {m['system']}; "
             f"Python {m['python']}, torch {m['torch']} ({m['blas']}), numpy {m['numpy']}, adptnet {m['adptnet']}"
-            f"{' at ' + m['git'][:12] if m['git'] else ''}; kernels {', '.join(kernels)}; "
-            f"{case['repeats']} repeats{'; **--fast: a look, not a result**' if case['fast'] else ''}."
+            f"{' at ' + m['git'][:12] if m['git'] else ''}; kernels {', '.join(kernels)}"
+            f"{'; **--fast: a look, not a result**' if case['fast'] else ''}."
         )
         if said not in lines:
             lines.append(said)
     loads = [case["neighbours"] for case in cases]
     if loads:
         spans = [_span([n[key] for n in loads]) for key in ("load_before", "load_after", "others")]
-        lines.append(f"Load average {spans[0]} before and {spans[1]} after a case; others {spans[2]} cores.")
+        least, most = (pick(case["repeats"] for case in cases) for pick in (min, max))
+        repeats = f"{least}" if least == most else f"{least} to {most}"
+        load = f"Load average {spans[0]} before and {spans[1]} after a case"
+        lines.append(f"{load}; others {spans[2]} cores; {repeats} repeats.")
     return lines
 
 

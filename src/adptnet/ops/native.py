@@ -56,9 +56,10 @@ class Kernel(NamedTuple):
 
 def wanted() -> bool:
     """Whether kernels may be used: ADPTNET_BACKEND is not `reference`."""
-    if _CHOSEN not in os.environ._data:  # type: ignore[attr-defined]
-        return True  # without the error that os.environ itself would raise and catch, in every call of an operation
-    chosen = os.environ["ADPTNET_BACKEND"]
+    # Not set: without the error that os.environ itself would raise and catch, in every call of an operation.
+    if _CHOSEN not in getattr(os.environ, "_data", {_CHOSEN}):
+        return True
+    chosen = os.environ.get("ADPTNET_BACKEND", "auto")
     if chosen not in ("auto", "cpu", "reference"):
         raise IncompatibleError(f"ADPTNET_BACKEND={chosen}: must be auto, cpu or reference.")
     return chosen != "reference"
@@ -93,8 +94,8 @@ def backends() -> dict[str, str]:
 
 
 def notice(reason: str) -> None:
-    """Says once why an operation runs as its reference."""
-    if reason not in _said:
+    """Says once why an operation runs as its reference; in a program that is being compiled, nothing."""
+    if not torch.compiler.is_compiling() and reason not in _said:
         _said.add(reason)
         _log.warning("adptnet runs the slow reference loop here: %s", reason)
 

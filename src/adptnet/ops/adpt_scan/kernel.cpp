@@ -441,12 +441,13 @@ template <class T, bool Pairs> void run_alone(const Scan& s, Task<T>& task, cons
   const T beta = static_cast<const T*>(s.beta)[task.head];
   const T* u = static_cast<const T*>(s.drive) + task.begin * s.steps * s.features + offset;
   T *state = static_cast<T*>(s.states) + task.begin * s.steps * s.width + offset, *x = task.x;
-  T *p = projections_at(s, task, 0), *products = dots_at(s, task, 0);
+  T *const projections = projections_at(s, task, 0), *const all_products = dots_at(s, task, 0);
   const int64_t to_next = s.projections ? s.batch : 0, panels = 2 * pad / panel<T>;
   load_constants(s, task);
   fetch<T>(static_cast<const T*>(s.initial) + task.begin * s.width + offset, m, x, pad);
   for (int64_t t = 0; t < s.steps; ++t) {
     if (s.reset && s.reset[task.begin * s.steps + t]) std::memset(x, 0, pad * sizeof(T));
+    T *const p = projections + t * to_next * 2 * pad, *const products = all_products + t * to_next * dots;
     product_of_one<T>(x, m, weights.panels, panels, p);
     Group<T, T> group;
     auto place = [&](int) -> Place<T> { return {p, x, nullptr}; };
@@ -457,8 +458,6 @@ template <class T, bool Pairs> void run_alone(const Scan& s, Task<T>& task, cons
       advance<T, Pairs>(eigen, m, u, group.p[0], group.q[0], on_pairs(group, turn<T>(s.form, group.plane, beta)), x, state);
     u += s.features;
     state += s.width;
-    p += to_next * 2 * pad;
-    products += to_next * dots;
   }
 }
 
@@ -740,10 +739,10 @@ void backward_rows(const Scan& s, const Task<T>& task, const Eigen<T>& eigen, co
 }
 
 // The derivatives of the weights, and of the bias, by those of the projections of some rows.
-template <class T> void add_weights(const Scan& s, const Task<T>& task, int64_t rows, const T* sources) {
+template <class T> void add_weights(const Scan& s, const Task<T>& task, int64_t rows) {
   const int64_t m = s.size, pad = padded<T>(m), apart = spaced<T>(2 * pad);
   for (int64_t half = 0; half < 2; ++half)
-    add_outer_products<T>(rows, task.gradients + half * pad, apart, m, sources, spaced<T>(pad), pad / panel<T>,
+    add_outer_products<T>(rows, task.gradients + half * pad, apart, m, task.source, spaced<T>(pad), pad / panel<T>,
                           task.weight_sums + half * pad * pad, pad);
 }
 template <class T> void add_bias(const Scan& s, const Task<T>& task, int64_t rows) {
@@ -882,7 +881,7 @@ void run_backward(const Scan& s, Task<T>& task, const Weights<T>& weights, const
         std::memset(task.sums, 0, summed * sizeof(T));
       }
     }
-    if (weighted && s.weight_gradients) add_weights<T>(s, task, held * task.rows, task.source);
+    if (weighted && s.weight_gradients) add_weights<T>(s, task, held * task.rows);
     if (weighted && s.bias_gradients) add_bias<T>(s, task, held * task.rows);
   }
   for (int64_t r = 0; s.initial_gradients && r < task.rows; ++r) {
@@ -908,7 +907,7 @@ void run_products(const Scan& s, Task<T>& task, const Weights<T>& weights, const
       product<T, false>(task.rows, task.gradients, gradients_apart, {m, pad - m, m}, transposed.panels, pad / panel<T>,
                         task.partial, pad);
     else if (t % held == 0)
-      add_weights<T>(s, task, std::min(held, s.steps - t) * task.rows, task.source);
+      add_weights<T>(s, task, std::min(held, s.steps - t) * task.rows);
 }
 
 template <class T> int64_t task_memory(const Scan& s, bool backward) {

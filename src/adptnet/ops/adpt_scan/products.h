@@ -211,12 +211,12 @@ __attribute__((noinline)) void product(int64_t rows, const T* x, int64_t x_strid
   int64_t depth = over.first + over.second;
   int64_t groups = (rows + 5) / 6, block = rows > 6 ? 1 : panels;
   if (rows == 1) {
-    if (ahead) ahead->divide(std::max(int64_t(1), panels / most_panels(1)));
+    if (ahead) ahead->divide(std::max(int64_t(1), (panels + most_panels(1) - 1) / most_panels(1)));
     return multiply_rows<T, 1, Add>(x, x_stride, over, weights, panels, out, out_stride, ahead);
   }
   if (rows == 4 || rows == 8)
     return multiply_fours<T, Add>(rows / 4, x, x_stride, over, weights, panels, out, out_stride, ahead);
-  if (ahead) ahead->divide(std::max(int64_t(1), groups * panels / most_panels(rows)));
+  if (ahead) ahead->divide(std::max(int64_t(1), groups * ((panels + most_panels(rows) - 1) / most_panels(rows))));
   for (int64_t j = 0; j < panels; j += block) {
     const T* from = weights + j * depth * panel<T>;
     T* to = out + j * panel<T>;

@@ -139,15 +139,21 @@ template <class N> INLINE Coefficients<N> coefficients(int64_t form, N s) {
     N linear = T(1) / (T(1) + s / 4), slope = -linear * linear / 4;
     return {linear, linear / 2, slope, slope / 2};
   }
-  // Terms that are enough for small angles, for which a row by itself need not wait long, and up to a limit.
+  // What is left out of a series is less than half a unit in the last place: of a few terms for small angles, so that a row by
+  // itself waits less, and of many up to a limit.
   constexpr bool single = sizeof(T) == 4;
   constexpr int few = single ? 3 : 6, many = single ? 7 : 9;
   constexpr T small = T(0.125), limit = single ? 4 : 1;
-  if (__builtin_expect(all(s < small), 1)) return coefficients_by_series<N, few>(s);
+  const Coefficients<N> near = coefficients_by_series<N, few>(s);
+  if (__builtin_expect(all(s < small), 1)) return near;
   if constexpr (rows_in<N> == 1) {
     return s < limit ? coefficients_by_series<T, many>(s) : coefficients_by_sine<T>(s);
   } else {
     Coefficients<N> out = coefficients_by_series<N, many>(s);
+    out.linear = s < small ? near.linear : out.linear;  // as if it were alone: no row moves the digits of another
+    out.quadratic = s < small ? near.quadratic : out.quadratic;
+    out.linear_slope = s < small ? near.linear_slope : out.linear_slope;
+    out.quadratic_slope = s < small ? near.quadratic_slope : out.quadratic_slope;
     if (__builtin_expect(all(s < limit), 1)) return out;
     for (int l = 0; l < lanes<T>; ++l) {
       if (s[l] < limit) continue;
@@ -428,7 +434,7 @@ INLINE void directions(const Eigen<T>& eigen, Where place, int count, int64_t pa
   N d[dots];
   if (rows_in<N> == 1 && !known) {
     across<T, dots>(alone, count, d);
-    for (int i = 0; i < dots; i += lanes<T>) store<T>(products + i, load<T>(alone + i));
+    for (int i = 0; i < dots; i += lanes<T>) store<T>(products + i, load<T>(alone + i));  // still in registers
   } else {
     across<T, dots>(products, count, d);
   }
