@@ -31,7 +31,7 @@ FLAGS += ["-ffp-contract=fast", "-fopenmp-simd", "-falign-loops=64"]
 OPERATIONS = ["adpt_scan", "adpt_step", "linear_scan", "matrix_chain", "plane_rotation"]
 NUMBERS = ["float", "double"]
 
-_CHOSEN = os.environ.encodekey("ADPTNET_BACKEND")  # as it is kept in os.environ
+_SWITCH = os.environ.encodekey("ADPTNET_BACKEND")  # as it is kept in os.environ
 _log = logging.getLogger("adptnet")
 _lock = threading.Lock()
 _loaded: dict[tuple[str, str], "Kernel"] = {}
@@ -57,7 +57,7 @@ class Kernel(NamedTuple):
 def wanted() -> bool:
     """Whether kernels may be used: ADPTNET_BACKEND is not `reference`."""
     # Not set: without the error that os.environ itself would raise and catch, in every call of an operation.
-    if _CHOSEN not in getattr(os.environ, "_data", {_CHOSEN}):
+    if _SWITCH not in getattr(os.environ, "_data", {_SWITCH}):
         return True
     chosen = os.environ.get("ADPTNET_BACKEND", "auto")
     if chosen not in ("auto", "cpu", "reference"):
