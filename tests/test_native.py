@@ -178,13 +178,16 @@ for size, batch in ((1, 1), (13, 3), (12, 7)):
 """,
     "adpt_step": """
 from adptnet.ops.adpt_step import Jacobians, newton_pass
+from adptnet.ops.tolerance import Tolerance
 for size, batch in ((1, 1), (13, 3), (16, 2)):
     _, start, constants, form = problem(batch, 1, size)
     states, drive = (torch.randn(batch, 37, size) for _ in range(2))
     Jacobians(states, constants, form)(0, 21)
     for reset in (None, torch.rand(batch, 37) < 0.3):
         for tiles in (None, 1, 8):
-            newton_pass(states, drive, start, start, reset, constants, form, diagonal=tiles != 1, tiles=tiles)
+            given = (states, drive, start, start, reset, constants, form)
+            recent = None if reset is None else torch.rand(batch, size)
+            newton_pass(*given, diagonal=tiles != 1, tolerance=Tolerance(0.0, 1e-6), recent=recent, tiles=tiles)
 """,
     "matrix_chain": """
 from adptnet.ops.matrix_chain import cpu

@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from .cells.base import Cell
 from .errors import IncompatibleError, InputError
-from .fixed_point import Tolerance, default_rtol
+from .fixed_point import Contraction, allowed_drift, default_rtol
 from .ops import memory
+from .ops.tolerance import Tolerance, recent_scale
 from .ops.transforms import apart
 from .system import Loop, System, stretch
 from .transitions import Transition
@@ -97,8 +98,8 @@ class Implicit(Adjoint):
     Second derivatives run step by step through time; so does forward mode.
 
     Args:
-        rtol: How far g may be from solving its equations, relative to the largest of g_t, g_{t+1} and all dL/dx; from
-            the dtype if not given.
+        rtol: Residual of g relative to the largest g of the channel in this and all later steps, up to the next reset;
+            from the dtype if not given.
         max_iterations: After these the rest is done step by step; the length if not given, 0 for all of it.
     """
 
@@ -186,6 +187,43 @@ class _Attach(torch.autograd.Function):
         return None, None, *[None] * (3 + len(parameters)), *found.split(ctx.lengths, 1)
 
 
+def gradient_tolerance(g: Tensor, rtol: float, cut: Tensor | None, later: Tensor | None = None) -> Tensor:
+    """Return the largest residual of each channel of g, (batch, time, n).
+
+    Args:
+        g: (batch, time, n).
+        rtol: Relative to the largest |g| of the channel in this step and later ones, up to the next reset.
+        cut: (batch, time), whether a step is the last before a reset.
+        later: (batch, n), the largest |g| after the last step.
+    """
+    ends = None if cut is None else cut.flip(1)
+    return recent_scale(g.flip(1), ends, later, math.inf).flip(1).mul_(rtol).add_(torch.finfo(g.dtype).tiny)
+
+
+class Progress:
+    """Decides how many steps of g are right. Its tensors are (batch, steps left), from the last step to the first."""
+
+    def __init__(self, rtol: float, steps: int, dtype: torch.dtype):
+        self.steps = steps
+        self.drift = allowed_drift(Tolerance(0.0, rtol), steps, dtype)
+        self.contraction: Contraction | None = None
+
+    def right(self, excess: Tensor, move: Tensor) -> Tensor:
+        """Return whether each step is right, from its residual and its move in tolerances."""
+        if self.contraction is None:
+            self.contraction = Contraction(excess)
+        else:
+            self.contraction.update(excess)
+        return (excess <= 1) & (self.contraction.error(move, self.steps) <= self.drift)
+
+    def settled(self, excess: Tensor, move: Tensor) -> int:
+        """Return how many steps have become right in all sequences, and leave them out from now on."""
+        count = int(self.right(excess, move).all(0).long().cumprod(0).sum())
+        assert self.contraction is not None
+        self.contraction = self.contraction.part(None, count)
+        return count
+
+
 class _Backward:
     """The search for g, with all it needs of the solve."""
 
@@ -207,27 +245,26 @@ class _Backward:
         """g from dL/dx, block after block from the last to the first."""
         steps = self.system.steps
         relative = default_rtol(states.dtype) if self.adjoint.rtol is None else self.adjoint.rtol
-        least = torch.linalg.vector_norm(gradient, torch.inf, (1, 2)).unsqueeze(-1)
         known = gradient.clone() if self.block < steps else gradient  # dL/dx, and what the block after hands back
         found = torch.empty_like(gradient)
         for start in reversed(range(0, steps, self.block)):
             stop = min(start + self.block, steps)
             part, inside = self.system.between(states, start, stop), states[:, start:stop]
-            self._solve_block(part, inside, known[:, start:stop], found[:, start:stop], relative, least)
+            self._solve_block(part, inside, known[:, start:stop], found[:, start:stop], relative)
             if start:
                 self._hand_back(part, inside, found[:, start:stop], slice(0, 1), known[:, start - 1 : start])
         memory.clear()  # of the iterations
         return found
 
-    def _solve_block(self, part: System, states: Tensor, known: Tensor, g: Tensor, rtol: float, least: Tensor) -> None:
+    def _solve_block(self, part: System, states: Tensor, known: Tensor, g: Tensor, rtol: float) -> None:
         """Fills g. Steps that the iterations leave are done one after another, from the last of them to the first."""
-        left = self._iterate(part, states, known, g, rtol, least)
+        left = self._iterate(part, states, known, g, rtol)
         for t in reversed(range(left)):
             g[:, t] = known[:, t]
             if t + 1 < part.steps:
                 self._hand_back(part, states, g, slice(t + 1, t + 2), g[:, t : t + 1])
 
-    def _iterate(self, part: System, states: Tensor, known: Tensor, g: Tensor, rtol: float, least: Tensor) -> int:
+    def _iterate(self, part: System, states: Tensor, known: Tensor, g: Tensor, rtol: float) -> int:
         """Fills g by iterations. Returns how many steps, counted from the first, are not known to be right."""
         steps = left = part.steps
         iterations = steps if self.adjoint.max_iterations is None else self.adjoint.max_iterations
@@ -237,17 +274,15 @@ class _Backward:
             backward = self.linearise(part, part.entering(states)).backward()
         cut = None if part.reset is None else part.reset.roll(-1, 1)  # whether nothing is handed back to a step
         none = torch.zeros_like(part.initial)
-        g.copy_(known)
-        g.copy_(backward.scan(g, none, cut, reverse=True))
-        rises, previous, slack = 0, math.inf, Tolerance(0.0, rtol).slack(steps, g.dtype)
-        buffer = torch.empty_like(known)
+        buffer = known.clone(memory_format=torch.contiguous_format)
+        g.copy_(backward.scan(buffer, none, cut, reverse=True))
+        rises, previous = 0, math.inf
+        progress = Progress(rtol, steps, g.dtype)
         for _ in range(iterations):
             residual = torch.sub(known[:, :left], g[:, :left], out=buffer[:, :left])
             self._hand_back(part, states, g, slice(1, min(left + 1, steps)), residual)
-            size = torch.linalg.vector_norm(residual, torch.inf, -1)
-            scale = torch.linalg.vector_norm(g[:, : left + 1], torch.inf, -1)  # of each step and of the one after it
-            scale = torch.maximum(scale[:, :left], torch.nn.functional.pad(scale, (0, 1))[:, 1 : left + 1])
-            allowed = rtol * torch.maximum(scale, least)
+            allowed = gradient_tolerance(g, rtol, cut)[:, :left]
+            size, excess = residual.abs().amax(-1), (residual.abs() / allowed).amax(-1)
             worst = float(size.amax())
             rises = rises + 1 if worst > previous else 0
             previous = worst
@@ -256,10 +291,8 @@ class _Backward:
             resets = None if cut is None else cut[:, :left]
             move = backward.part(None, 0, left).scan(residual, none, resets, reverse=True)
             g[:, :left] += move
-            # In a long memory small errors of one sign add up: g is right where it hardly moves any more.
-            moved = torch.linalg.vector_norm(move, torch.inf, -1)
-            right = ((size <= allowed) & (moved <= slack * allowed)).all(0)
-            left -= int(right.flip(0).long().cumprod(0).sum())
+            settled = progress.settled(excess.flip(1), (move.abs_() / allowed).amax(-1).flip(1))
+            left -= settled
             if not left:
                 break
         return left

@@ -2,6 +2,7 @@
 
 import abc
 import copy
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,19 +10,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .ops.tolerance import Tolerance, largest
 from .system import System, stretch
 from .transitions import Transition
 
 __all__ = [
+    "Contraction",
     "Found",
     "History",
     "Iterate",
     "Measure",
     "Measured",
-    "Tolerance",
+    "Residual",
+    "allowed_drift",
     "default_rtol",
     "measured",
     "newton_update",
+    "only_channels_are_open",
     "solve",
 ]
 
@@ -31,38 +36,60 @@ def default_rtol(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).eps ** (5 / 6))
 
 
-class Tolerance(NamedTuple):
-    """A step is right when |f(s_{t-1}) - s_t| <= absolute + relative · scale, the scale being that of step t.
+def allowed_drift(tolerance: Tolerance, steps: int, dtype: torch.dtype) -> float:
+    """Return how many tolerances the error of a step may be: four, or what the rounding of all steps adds up to.
 
-    Unless it is given, `absolute` is the rounding of the largest state up to step t, so that states of any size are
-    found to as many digits. It looks at no later step: an iterate may be anything there.
-    It is measured step by step and not over the sequence, so that a wild guess far off cannot make a wrong step pass.
-    In a long memory small errors of one sign add up, so the next iteration must not move a right step far either: not
-    beyond `slack` times as much.
+    Residuals of one sign add up along a long memory, so a small residual alone does not make a step right.
+    """
+    rounding = torch.finfo(dtype).eps
+    return 4 * max(1.0, math.sqrt(steps) * rounding / max(tolerance.relative, rounding))
+
+
+class Contraction:
+    """Estimates the error of each step from its next move, by how fast the residual has fallen.
+
+    If every iteration leaves the share θ of the error, an iterate is 1 / (1 - θ) moves away from the solution. That is
+    true whatever the transition is, while the move alone says nothing where the transition is far from the Jacobian.
+    θ is measured for each step over the steps up to it, down to the tolerance. Below it θ is forgotten as soon as the
+    residual no longer falls: what is left is rounding.
     """
 
-    absolute: float | None
-    relative: float
+    def __init__(self, excess: Tensor):
+        self.now = _prefix_maximum(excess)
+        self.before: Tensor | None = None
+        self.rate = torch.zeros_like(self.now)
 
-    def allowed(self, entering: Tensor, values: Tensor) -> Tensor:
-        """(batch, time)."""
-        return self.at(torch.maximum(_largest(entering), _largest(values)))
+    def update(self, excess: Tensor) -> None:
+        """Take in the excess (batch, time) of the next iterate."""
+        following = _prefix_maximum(excess)
+        last = following / self.now
+        if self.before is None:
+            rate = last
+        else:  # over two iterations if that is known, because a residual may alternate between channels
+            rate = torch.where(self.before > 1, (following / self.before).sqrt(), last)
+            rate = torch.where(self.now > 1, rate, self.rate)
+        rate = torch.where((self.now <= 1) & (following >= self.now), 0.0, rate)
+        self.rate = rate.nan_to_num(1.0, 1.0)
+        self.before, self.now = self.now, following
 
-    def at(self, scale: Tensor) -> Tensor:
-        """The same, from the scale of each step."""
-        if self.absolute is not None or not scale.shape[1]:
-            return (self.absolute or 0.0) + self.relative * scale
-        return torch.finfo(scale.dtype).eps * scale.cummax(1).values + self.relative * scale
+    def error(self, move: Tensor, steps: int) -> Tensor:
+        """Return the error of each step from its `move` (batch, some steps), in an iteration over so many `steps`."""
+        rate = self.rate[:, : move.shape[1]].clamp(max=1 - 1 / max(2, steps))
+        return move * (rate / (1 - rate)).clamp(min=1.0)
 
-    def slack(self, steps: int, dtype: torch.dtype) -> float:
-        """Rounding adds up as well, with the root of the length: of that the move may be four times as large."""
-        rounding = torch.finfo(dtype).eps
-        return 4 * max(1.0, math.sqrt(steps) * rounding / max(self.relative, rounding))
+    def part(self, rows: Tensor | None, start: int) -> "Contraction":
+        """Return that of the sequences `rows` (all if None), the steps from `start`."""
+        left = copy.copy(self)
+        for name in ("now", "before", "rate"):
+            every = getattr(self, name)
+            if every is not None:
+                setattr(left, name, every[:, start:] if rows is None else every[:, start:].index_select(0, rows))
+        return left
 
 
-def _largest(values: Tensor) -> Tensor:
-    largest: Tensor = torch.linalg.vector_norm(values, torch.inf, -1)
-    return largest
+def _prefix_maximum(excess: Tensor) -> Tensor:
+    """Return the largest excess up to each step, (batch, time); infinity from the first NaN on."""
+    return excess.nan_to_num(torch.inf, torch.inf).cummax(1).values if excess.shape[1] else excess
 
 
 class History(NamedTuple):
@@ -170,8 +197,9 @@ def solve(
     rows: Tensor | None = None  # None: all are left
     start = 0
     frozen = guess.new_zeros(batch)  # the largest residual among dropped steps
-    slack = tolerance.slack(steps, guess.dtype)
+    slack = allowed_drift(tolerance, steps, guess.dtype)
     at = measure(system, rows, start, guess, tolerance)
+    contraction = Contraction(at.excess)
     del guess  # as large as the states; the caller keeps none either
     totals.record(rows, start, at.residual.amax(-1) if steps else frozen, at.right, frozen)
     first = previous = totals.last_residual.clone()
@@ -183,10 +211,11 @@ def solve(
         del at  # several times as large as the states
         at = measure(part, rows, start, current, tolerance)
         del current
-        size, reach = at.moved()
-        right, near = at.right, slice(0, size.shape[1])
-        settling = right[:, near] & (size <= reach)
-        right[:, near] &= size <= slack * reach
+        contraction.update(at.excess)
+        error = contraction.error(at.moved(), steps)
+        right, near = at.right, slice(0, error.shape[1])
+        settling = right[:, near] & (error <= 1)
+        right[:, near] &= error <= slack
         worst = at.residual.amax(-1)
         totals.count(rows)
         totals.record(rows, start, worst, right, frozen)
@@ -212,7 +241,7 @@ def solve(
             frozen, strength, previous, first, rises, settling = (
                 every.index_select(0, keep) for every in (frozen, strength, previous, first, rises, settling)
             )
-            at = at.part(keep, 0)
+            at, contraction = at.part(keep, 0), contraction.part(keep, 0)
         # Steps that are right in every sequence that is left need not be done again.
         settled = int(settling.long().cumprod(-1).sum(-1).min()) if iteration >= least else 0
         settled = min(settled, at.states.shape[1] - 1)
@@ -220,7 +249,7 @@ def solve(
             kept = at.states.new_empty(batch, steps, numbers) if kept is None else kept
             kept[slice(None) if rows is None else rows, start : start + settled] = at.states[:, :settled]
             frozen = torch.maximum(frozen, at.residual[:, :settled].amax(-1))
-            at = at.part(None, settled)
+            at, contraction = at.part(None, settled), contraction.part(None, settled)
             start += settled
     if kept is None:
         return totals.found(at.states)
@@ -234,16 +263,17 @@ class Measured(abc.ABC):
 
     system: System
     states: Tensor
-    residual: Tensor  # (batch, time)
-    right: Tensor  # (batch, time), bool: whether the residual is small enough
+    residual: Tensor  # (batch, time), the largest of each step
+    excess: Tensor  # (batch, time), the largest residual of each step in units of the tolerance of its channel
+    right: Tensor  # (batch, time), bool: whether that is at most 1
 
     @abc.abstractmethod
     def following(self, strength: Tensor) -> Tensor:
         """The next states, with so much damping (batch,). What was measured may be overwritten."""
 
     @abc.abstractmethod
-    def moved(self) -> tuple[Tensor, Tensor]:
-        """How far the next iteration would move each step up to the last that is right so far, and what is near."""
+    def moved(self) -> Tensor:
+        """Return how far the next iteration would move each step up to the last that is right so far, in tolerances."""
 
     @abc.abstractmethod
     def part(self, rows: Tensor | None, start: int) -> "Measured":
@@ -252,7 +282,11 @@ class Measured(abc.ABC):
     def left(self, rows: Tensor | None, start: int) -> System:
         """The system of such a part."""
         initial = self.states[:, start - 1] if start else self.system.initial
-        return self.system.part(rows, start, initial if rows is None else initial.index_select(0, rows))
+        recent = self.system.recent_after(self.states, start)
+        if rows is not None:
+            initial = initial.index_select(0, rows)
+            recent = None if recent is None else recent.index_select(0, rows)
+        return dataclasses.replace(self.system.part(rows, start, initial), recent=recent)
 
 
 # From the system, the sequences and the first step left of the whole, the iterate and the tolerance
@@ -271,7 +305,8 @@ class _Evaluated(Measured):
         advance: Advance,
     ):
         self.system, self.states, self.tolerance, self.advance = system, states, tolerance, advance
-        self.entering, self.values, self.residual, self.right = measured(system, states, tolerance)
+        self.entering, self.values, self.residual, self.excess, self.allowed = measured(system, states, tolerance)
+        self.right = self.excess <= 1  # False for NaN
         self.linearise = linearise
         self.transition: Transition | None = None
 
@@ -283,40 +318,66 @@ class _Evaluated(Measured):
     def following(self, strength: Tensor) -> Tensor:
         return self.advance(self.linear(), self.system, Iterate(self.states, self.entering, self.values), strength)
 
-    def moved(self) -> tuple[Tensor, Tensor]:
+    def moved(self) -> Tensor:
         move = _move(self.linear(), self.system, self.states, self.values, self.right)
-        steps = move.shape[1]
-        size, valid = _largest(move), self.system.valid
-        if valid is not None:
-            size = torch.where(valid[:, :steps], size, 0.0)
-        return size, self.tolerance.allowed(self.entering[:, :steps], self.values[:, :steps])
+        size, valid = (move.abs_() / self.allowed[:, : move.shape[1]]).amax(-1), self.system.valid
+        return size if valid is None else torch.where(valid[:, : size.shape[1]], size, 0.0)
 
     def part(self, rows: Tensor | None, start: int) -> "_Evaluated":
         left = copy.copy(self)
         left.system, left.transition = self.left(rows, start), self.linear().part(rows, start)
-        for name in ("states", "entering", "values", "residual", "right"):
+        for name in ("states", "entering", "values", "residual", "excess", "right", "allowed"):
             every = getattr(self, name)[:, start:]
             setattr(left, name, every if rows is None else every.index_select(0, rows))
         return left
 
 
-def measured(system: System, states: Tensor, tolerance: Tolerance) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What enters each step, f of it, its distance from the states (batch, time), and whether that is small enough."""
+class Residual(NamedTuple):
+    """f of what enters each step of an iterate, and how far the iterate is from it."""
+
+    entering: Tensor  # (batch, time, n)
+    values: Tensor  # (batch, time, n), f of it
+    size: Tensor  # (batch, time), max |f(s_{t-1}) - s_t|
+    excess: Tensor  # (batch, time), the same, each channel divided by its tolerance
+    allowed: Tensor  # (batch, time, n), the tolerances
+
+
+def measured(system: System, states: Tensor, tolerance: Tolerance) -> Residual:
+    """Return the residual of `states`.
+
+    Where it is within the tolerance of every step as a whole but not within that of every channel, the tolerances are
+    raised to what rounding may cause.
+    """
     entering = system.entering(states)
     values = system.evaluate(entering)
-    residual = _distance(values, states)
-    right = residual <= tolerance.allowed(entering, values)  # False for NaN
-    valid = system.valid
-    if valid is not None:
-        residual, right = torch.where(valid, residual, 0.0), right | ~valid
-    return entering, values, residual, right
+    allowed = tolerance.allowed(values, system.reset, system.recent)
+    size, excess = _distance(system, values, states, allowed)
+    scale = torch.maximum(largest(entering), largest(values))
+    if not torch.compiler.is_compiling() and only_channels_are_open(tolerance, size, excess, scale):
+        rounding = tolerance.allowed_for_rounding(system.evaluate, entering, values, system.reset)
+        allowed = torch.maximum(allowed, rounding)
+        size, excess = _distance(system, values, states, allowed)
+    return Residual(entering, values, size, excess, allowed)
 
 
-def _distance(values: Tensor, states: Tensor) -> Tensor:
-    """max |values - states| of each step, (batch, time), a part of the time at a time."""
+def only_channels_are_open(tolerance: Tolerance, size: Tensor, excess: Tensor, scale: Tensor) -> bool:
+    """Return whether a sequence would be right if the largest entry of each step, `scale`, measured all channels."""
+    whole = size <= tolerance.relative * scale + tolerance.floor(scale.dtype)
+    return bool(((excess > 1).any(-1) & whole.all(-1)).any())
+
+
+def _distance(system: System, values: Tensor, states: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
+    """Return max |values - states| of each step, and the same in tolerances, (batch, time); a part at a time."""
+    if not values.shape[-1] or not values.shape[1]:
+        return values.new_zeros(values.shape[:2]), values.new_zeros(values.shape[:2])
     length = stretch(states)
-    parts = zip(values.split(length, 1), states.split(length, 1), strict=True)
-    return torch.cat([_largest(value - state) for value, state in parts], 1)
+    found = []
+    for value, state, limit in zip(*(every.split(length, 1) for every in (values, states, allowed)), strict=True):
+        off = (value - state).abs()
+        found.append((off.amax(-1), (off / limit).amax(-1)))
+    size, excess = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+    valid = system.valid
+    return (size, excess) if valid is None else (torch.where(valid, size, 0.0), torch.where(valid, excess, 0.0))
 
 
 def _move(transition: Transition, system: System, states: Tensor, values: Tensor, right: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .errors import InputError
+from .ops.tolerance import remembered_scale
 
 __all__ = ["Loop", "System", "stretch"]
 
@@ -31,6 +32,7 @@ class System:
     lengths: Tensor | None = None  # (batch,)
     radius: Tensor | None = None  # (batch, time), a ball that holds each state
     fused: Callable[..., Tensor | None] | None = None  # all states in one operation, where there is one
+    recent: Tensor | None = None  # (batch, n), the recent scale of the states before the first step, for tolerances
 
     @property
     def steps(self) -> int:
@@ -58,6 +60,12 @@ class System:
     def between(self, states: Tensor, start: int, stop: int) -> "System":
         """Of steps `start` to `stop`, whose first is entered by the state before it."""
         return self.part(None, start, states[:, start - 1] if start else self.initial, stop)
+
+    def recent_after(self, states: Tensor, steps: int) -> Tensor | None:
+        """Return the recent scale of each channel after the first `steps` steps, (batch, n)."""
+        if not steps:
+            return self.recent
+        return remembered_scale(states[:, :steps], None if self.reset is None else self.reset[:, :steps], self.recent)
 
     def evaluate(self, entering: Tensor) -> Tensor:
         """f of the states that enter, a part of the time at a time."""

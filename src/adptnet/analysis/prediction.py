@@ -54,7 +54,7 @@ def predicted_iterations(
     truth = problem.run()
     entering = problem.entering(truth)
     transition = solver.linearise(trajectory.cell, problem, entering)
-    allowed = solver.tolerance(truth.dtype).allowed(entering, truth)
+    allowed = solver.tolerance(truth.dtype).allowed(truth, problem.reset)
     derivative = _derivative(trajectory, problem, entering)
     error = solver.guess(trajectory.cell, problem) - truth
     nothing = torch.zeros_like(problem.initial)
@@ -62,7 +62,7 @@ def predicted_iterations(
     for _ in range(trajectory.steps):
         before = torch.cat((nothing.unsqueeze(1), error[:, :-1]), 1)
         moved = derivative(before)
-        open_ones = ((moved - error).abs().amax(-1) > allowed).any(-1)
+        open_ones = ((moved - error).abs() > allowed).any(-1).any(-1)
         if not bool(open_ones.any()):
             break
         needed += open_ones

@@ -1,11 +1,13 @@
 """Block-wise solving (alg:block_wise_deer): a stretch of time after another, each parallel in itself."""
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
 from ..cells.base import Cell
 from ..errors import InputError
-from ..fixed_point import Tolerance
+from ..ops.tolerance import Tolerance
 from ..system import System
 from ..transitions import Transition
 from .parallel import Parallel, Search, joined
@@ -61,13 +63,14 @@ class BlockWise(Parallel):
     def search(self, cell: Cell, system: System, guess: Tensor | None) -> Search:
         length, steps = self.length(system.steps), system.steps
         searches: list[Search] = []
-        before = system.initial
+        before, recent = system.initial, system.recent
         for start in range(0, max(1, steps), length):
             stop = min(start + length, steps)
-            part = system.part(None, start, before, stop)
+            part = dataclasses.replace(system.part(None, start, before, stop), recent=recent)
             searches.append(self.solver.search(cell, part, None if guess is None else guess[:, start:stop]))
             if steps:
                 before = _last(part, searches[-1].states, before)
+                recent = part.recent_after(searches[-1].states, stop - start)
         return joined(searches)
 
     def linearise(self, cell: Cell, system: System, entering: Tensor) -> Transition:

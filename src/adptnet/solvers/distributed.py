@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from ..adjoints import Adjoint, Implicit
 from ..cells.base import ADPTState, Cell, positions
 from ..errors import DistributedError, IncompatibleError, InputError, NotConverged
-from ..fixed_point import Found, History, measured
+from ..fixed_point import Contraction, Found, History, allowed_drift, measured
+from ..ops.tolerance import remembered_scale
 from ..system import System
 from ..transitions import Dense, Transition
 from .base import Result, Solution, Solver, finite_steps
@@ -34,14 +35,15 @@ __all__ = ["TimeParallel", "sum_gradients"]
 
 
 class _Look(NamedTuple):
-    """Where an iteration stands. The last two are of the whole time and the same on every rank."""
+    """Where an iteration stands, on this rank."""
 
     system: System  # with the state that enters this rank
     transition: Transition
     missing: Tensor  # (batch, time, n), f of what enters each step, less its state
     move: Tensor  # (batch, time, n), what the undamped iteration would add
-    worst: Tensor  # (batch,), the largest residual
-    reached: Tensor  # (batch,), steps before the first that is not right
+    excess: Tensor  # (batch, time), the residual in tolerances
+    shift: Tensor  # (batch, time), the move in tolerances
+    residual: Tensor  # (batch, time)
 
     def part(self, rows: Tensor) -> "_Look":
         """Of the sequences `rows`."""
@@ -198,48 +200,56 @@ class TimeParallel(Solver):
             history = History(states.new_zeros(1, 0), none.new_zeros(1, 0))
             return Found(states, none.bool(), none.bool(), none.bool(), none, states.new_zeros(0), none, history)
         least, patience = fixed or 1, math.inf if fixed or newton.patience is None else newton.patience
+        drift = allowed_drift(newton.tolerance(states.dtype), line.total, states.dtype)
         now = self._look(cell, system, states, line)
-        converged, rising = (torch.zeros_like(now.reached, dtype=torch.bool) for _ in range(2))
+        contraction = Contraction(now.excess)
+        worst, reached = line.summed_up(now.residual, (now.excess <= 1) & (now.shift <= drift))
+        converged, rising = (torch.zeros_like(reached, dtype=torch.bool) for _ in range(2))
         finite = torch.ones_like(converged)
-        iterations, residual, reached = torch.zeros_like(now.reached), now.worst.clone(), now.reached.clone()
-        residuals, prefixes = [now.worst], [now.reached]
+        iterations, residual = torch.zeros_like(reached), worst.clone()
+        residuals, prefixes = [worst], [reached.clone()]
         rows, current = torch.arange(len(states), device=states.device), states
-        first, rises, strength = now.worst, torch.zeros_like(now.reached), newton.damping.begin(states)
+        first, rises, strength = worst, torch.zeros_like(reached), newton.damping.begin(states)
         for iteration in range(1, (fixed or newton.max_iterations or max(line.total, 100)) + 1):
             if not len(rows):
                 break
-            previous = now.worst
+            previous = worst
             current = current + self._change(now, strength, line)
             now = self._look(cell, now.system, current, line)
-            strength = newton.damping.adapt(strength, now.worst, previous)
-            rises = torch.where(now.worst > previous, rises + 1, 0)
-            given_up = (rises >= patience) & (now.worst > first)
-            done = now.reached == line.total
-            states[rows], iterations[rows], residual[rows], reached[rows] = current, iteration, now.worst, now.reached
-            converged[rows], rising[rows], finite[rows] = done, given_up, now.worst.isfinite()
+            contraction.update(now.excess)
+            right = (now.excess <= 1) & (contraction.error(now.shift, line.total) <= drift)
+            worst, prefix = line.summed_up(now.residual, right)
+            strength = newton.damping.adapt(strength, worst, previous)
+            rises = torch.where(worst > previous, rises + 1, 0)
+            given_up = (rises >= patience) & (worst > first)
+            done = prefix == line.total
+            states[rows], iterations[rows], residual[rows], reached[rows] = current, iteration, worst, prefix
+            converged[rows], rising[rows], finite[rows] = done, given_up, worst.isfinite()
             residuals.append(residual.clone())
             prefixes.append(reached.clone())
-            stop = ((done | given_up) if iteration >= least else torch.zeros_like(done)) | ~now.worst.isfinite()
+            stop = ((done | given_up) if iteration >= least else torch.zeros_like(done)) | ~worst.isfinite()
             if bool(stop.any()):
                 keep = (~stop).nonzero().squeeze(-1)
-                rows, current, first, rises, strength = (
-                    every.index_select(0, keep) for every in (rows, current, first, rises, strength)
+                rows, current, worst, first, rises, strength = (
+                    every.index_select(0, keep) for every in (rows, current, worst, first, rises, strength)
                 )
-                now = now.part(keep)
+                now, contraction = now.part(keep), contraction.part(keep, 0)
         history = History(torch.stack(residuals), torch.stack(prefixes))
         return Found(states, converged, finite, rising, iterations, residual, reached, history)
 
     def _look(self, cell: Cell, system: System, states: Tensor, line: Line) -> _Look:
-        """Where the states are. Right is what is within tolerance, and what the next iteration would hardly move."""
+        """Return where the states are. The excess of a step is at least that of all ranks before."""
         ranks, tolerance = line.ranks, self.newton.tolerance(states.dtype)
         system = line.entered(system, ranks.gathered(states[:, -1]))
-        entering, values, residual, right = measured(system, states, tolerance)
-        transition = self.linearise(cell, system, entering, line)
-        missing = values - states
+        recent = line.recent_scale(remembered_scale(states, system.reset), system.reset)
+        system = dataclasses.replace(system, recent=recent)
+        residual = measured(system, states, tolerance)
+        transition = self.linearise(cell, system, residual.entering, line)
+        missing = residual.values - states
         move = ranks.scan(transition, missing.clone(), torch.zeros_like(system.initial), system.reset)
-        reach = tolerance.slack(line.total, values.dtype) * tolerance.allowed(entering, values)
-        right &= torch.linalg.vector_norm(move, torch.inf, -1) <= reach
-        return _Look(system, transition, missing, move, *line.summed_up(residual, right))
+        shift = (move.abs() / residual.allowed).amax(-1)
+        excess = line.prefix_maximum(residual.excess)
+        return _Look(system, transition, missing, move, excess, shift, residual.size)
 
     def _change(self, now: _Look, strength: Tensor, line: Line) -> Tensor:
         """What the iteration adds to the states."""
@@ -274,8 +284,8 @@ class TimeParallel(Solver):
         results = torch.where(broken, int(Result.NON_FINITE), results)
         if isinstance(policy, Finish):
             system = line.entered(system, line.ranks.gathered(found.states[:, -1]))
-            residual, right = measured(system, found.states, self.newton.tolerance(found.states.dtype))[2:]
-            worst, _ = line.summed_up(residual, right)
+            residual = measured(system, found.states, self.newton.tolerance(found.states.dtype))
+            worst, _ = line.summed_up(residual.size, residual.excess <= 1)
             found = found._replace(
                 residual=torch.where(broken, torch.nan, torch.where(failed, worst, found.residual)),
                 converged_steps=torch.where(failed, finite, found.converged_steps),

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..adjoints import PATIENCE, Implicit
+from ..adjoints import PATIENCE, Implicit, Progress, gradient_tolerance
 from ..cells.base import Cell
 from ..errors import DistributedError, IncompatibleError
-from ..fixed_point import Tolerance, default_rtol
+from ..fixed_point import default_rtol
 from ..system import System, stretch
 from ..transitions import Transition
 from .parallel import full_precision
@@ -126,27 +126,45 @@ class _Backward:
             return known.clone(), total
         rtol = default_rtol(known.dtype) if rtol is None else rtol
         transition = search.linearise(search.cell, self.system, self.system.entering(states), self.line)
-        least = torch.stack(ranks.gathered(_largest(known).amax(-1, keepdim=True))).amax(0)
         g = ranks.scan_back(transition, known.clone(), reset)
+        cut = _before_reset(reset)
         rises, previous, left = 0, math.inf, total
+        progress = Progress(rtol, total, g.dtype)
         for _ in range(total if most is None else most):
-            pulled, size = self._pulled(states, g, 0), _largest(g)
-            edges = ranks.gathered(torch.cat((pulled[:, 0], size[:, :1]), -1))
+            pulled = self._pulled(states, g, 0)
+            edges = ranks.gathered(pulled[:, 0])
             after = torch.zeros_like(edges[0]) if self.is_last else edges[ranks.here + 1]
-            residual = known - g + torch.cat((pulled[:, 1:], after[:, None, :-1]), 1)
-            scale = torch.maximum(size, torch.cat((size[:, 1:], after[:, -1:]), 1))  # of this step and the one after it
-            allowed = rtol * torch.maximum(scale, least)
-            off = _largest(residual)
+            residual = known - g + torch.cat((pulled[:, 1:], after[:, None]), 1)
+            allowed = gradient_tolerance(g, rtol, cut, self._later_scale(g, reset))
+            off, excess = residual.abs().amax(-1), (residual.abs() / allowed).amax(-1)
             move = ranks.scan_back(transition, residual, reset)
             g += move
-            # In a long memory small errors of one sign add up: g is right where it hardly moves any more.
-            right = ((off <= allowed) & (_largest(move) <= Tolerance(0.0, rtol).slack(total, g.dtype) * allowed)).all(0)
+            shift = (move.abs() / allowed).amax(-1)
+            right = progress.right(self._raised(excess).flip(1), shift.flip(1)).flip(1).all(0)
             worst, left = self._agreed(off, right)
             rises = rises + 1 if worst > previous else 0
             previous = worst
             if not left or rises == PATIENCE or not math.isfinite(worst):
                 break
         return g, left
+
+    def _raised(self, excess: Tensor) -> Tensor:
+        """Return `excess` (batch, time) raised to the largest of the ranks after."""
+        every = self.ranks.gathered(excess.nan_to_num(torch.inf, torch.inf).amax(-1, keepdim=True))
+        later = every[self.ranks.here + 1 :]
+        return torch.maximum(excess, torch.stack(later).amax(0)) if later else excess
+
+    def _later_scale(self, g: Tensor, reset: Tensor | None) -> Tensor:
+        """Return the largest |g| of each channel on the ranks after, up to the next reset: (batch, n)."""
+        fresh = g.new_zeros(len(g), 1) if reset is None else reset.any(1, keepdim=True).to(g)
+        first = g.new_zeros(len(g), 1) if reset is None else reset[:, :1].to(g)
+        own = gradient_tolerance(g, 1.0, _before_reset(reset))[:, 0]
+        scale = torch.zeros_like(own)
+        for message in reversed(self.ranks.gathered(torch.cat((own, fresh, first), -1))[self.ranks.here + 1 :]):
+            size, ends, starts = message[:, :-2], message[:, -2:-1] > 0, message[:, -1:] > 0
+            scale = torch.maximum(size, torch.where(ends, 0.0, scale))
+            scale = torch.where(starts, 0.0, scale)  # nothing is handed back from a step with a reset
+        return scale
 
     def _agreed(self, residual: Tensor, right: Tensor) -> tuple[float, int]:
         """Of all ranks, the largest residual, and how many steps, counted from the first, are not known to be right."""
@@ -187,6 +205,6 @@ class _Backward:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
 
-def _largest(values: Tensor) -> Tensor:
-    largest: Tensor = torch.linalg.vector_norm(values, torch.inf, -1)
-    return largest
+def _before_reset(reset: Tensor | None) -> Tensor | None:
+    """Return whether each step is the last before a reset; of the last step of the rank, the next rank says so."""
+    return None if reset is None else torch.cat((reset[:, 1:], torch.zeros_like(reset[:, :1])), 1)

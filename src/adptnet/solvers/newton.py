@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ..cells.base import Cell
 from ..errors import IncompatibleError, InputError
-from ..fixed_point import Iterate, Tolerance, default_rtol, solve
+from ..fixed_point import Iterate, default_rtol, solve
 from ..ops.linear_scan import linear_scan
+from ..ops.tolerance import Tolerance
 from ..system import System
 from ..transitions import Transition
 from .damping import Damping, Proximal, Undamped
@@ -157,7 +158,7 @@ class Newton(Parallel):
         return transition.scan(system.evaluate(system.initial.new_zeros(shape)), system.initial, system.reset)
 
     def tolerance(self, dtype: torch.dtype) -> Tolerance:
-        return Tolerance(self.atol, default_rtol(dtype) if self.rtol is None else self.rtol)
+        return Tolerance(self.atol or 0.0, default_rtol(dtype) if self.rtol is None else self.rtol)
 
     def _with_radius(self, cell: Cell, system: System) -> System:
         if not isinstance(self.damping, Proximal):

@@ -10,8 +10,9 @@ from torch import Tensor
 from ..adjoints import Adjoint, Implicit, LoopAdjoint, Unrolled
 from ..cells.base import ADPTState, Cell
 from ..errors import InputError, NonFiniteError, NotConverged
-from ..fixed_point import Found, History, Iterate, Tolerance, default_rtol, measured, newton_update, solve
+from ..fixed_point import Found, History, Iterate, default_rtol, measured, newton_update, solve
 from ..ops import memory
+from ..ops.tolerance import Tolerance
 from ..system import System
 from ..transitions import Transition
 from .base import Result, Solution, Solver, finite_steps
@@ -108,7 +109,8 @@ class Parallel(Solver):
         system = problem.system(cell)
         states = self.iterate(cell, system, guess, self.fixed)
         with torch.no_grad():
-            residual, right = measured(system, states, self.tolerance(states.dtype))[2:]
+            residual, excess = measured(system, states, self.tolerance(states.dtype))[2:4]
+            right = excess <= 1
             prefix = right.long().cumprod(-1).sum(-1)
             steps = torch.full_like(prefix, problem.steps) if problem.lengths is None else problem.lengths
             results = torch.where(right.all(-1), int(Result.CONVERGED), int(Result.NOT_CONVERGED))

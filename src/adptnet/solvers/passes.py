@@ -8,9 +8,10 @@ from torch import Tensor
 
 from ..cells.base import Cell
 from ..errors import IncompatibleError
-from ..fixed_point import Measure, Measured, Tolerance
+from ..fixed_point import Measure, Measured, measured, only_channels_are_open
 from ..ops.adpt_step import Pass, reference
 from ..ops.linear_scan import linear_scan
+from ..ops.tolerance import Tolerance
 from ..system import System
 from .damping import Damping, Undamped
 from .linearisations import ConjugateDiagonal, Linear, Linearisation
@@ -67,22 +68,24 @@ class _Passed(Measured):
         self.states = states.clone() if tiles is not None else states if rows_follow else states.contiguous()
         self.system = system
         drive, initial, fresh, reset = system.givens[0], system.initial, system.fresh, system.reset
-        found = run(self.states, drive, initial, fresh, reset, tiles=tiles)
-        self.next, self.residual, self.move = found.states, found.residual, found.move
-        self.reach = tolerance.at(found.scale)
-        self.right = self.residual <= self.reach  # False for NaN
+        found = run(self.states, drive, initial, fresh, reset, tolerance=tolerance, recent=system.recent, tiles=tiles)
+        self.next, self.residual, self.excess, self.move = found.states, found.residual, found.excess, found.move
+        if only_channels_are_open(tolerance, found.residual, found.excess, found.scale):
+            residual = measured(system, self.states, tolerance)
+            self.excess = residual.excess
+            self.move = ((self.next - self.states).abs() / residual.allowed).amax(-1)
+        self.right = self.excess <= 1  # False for NaN
 
     def following(self, strength: Tensor) -> Tensor:
         return self.next
 
-    def moved(self) -> tuple[Tensor, Tensor]:
-        steps = int(self.right.long().cumprod(-1).sum(-1).max())
-        return self.move[:, :steps], self.reach[:, :steps]
+    def moved(self) -> Tensor:
+        return self.move[:, : int(self.right.long().cumprod(-1).sum(-1).max())]
 
     def part(self, rows: Tensor | None, start: int) -> "_Passed":
         left = copy.copy(self)
         left.system = self.left(rows, start)
-        for name in ("states", "next", "residual", "move", "reach", "right"):
+        for name in ("states", "next", "residual", "excess", "move", "right"):
             every = getattr(self, name)[:, start:]
             setattr(left, name, every if rows is None else every.index_select(0, rows))
         return left

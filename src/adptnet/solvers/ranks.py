@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import DistributedError
+from ..ops.tolerance import HALF_LIFE
 from ..system import System
 from ..transitions import Transition, Zero
 
@@ -190,6 +191,21 @@ class Line(NamedTuple):
     def entered(self, system: System, ends: list[Tensor]) -> System:
         """The system of this rank with what enters it: the last state of the rank before."""
         return system if self.ranks.here == 0 else dataclasses.replace(system, initial=ends[self.ranks.here - 1])
+
+    def prefix_maximum(self, excess: Tensor) -> Tensor:
+        """Return `excess` (batch, time) raised to the largest of the ranks before."""
+        every = self.ranks.gathered(excess.nan_to_num(torch.inf, torch.inf).amax(-1, keepdim=True))[: self.ranks.here]
+        return torch.maximum(excess, torch.stack(every).amax(0)) if every else excess
+
+    def recent_scale(self, own: Tensor, reset: Tensor | None) -> Tensor:
+        """Return the recent scale of the states (batch, n) before this rank, from that after each rank."""
+        fresh = own.new_zeros(len(own), 1) if reset is None else reset.any(1, keepdim=True).to(own)
+        recent = torch.zeros_like(own)
+        every = self.ranks.gathered(torch.cat((own, fresh), -1))[: self.ranks.here]
+        for length, message in zip(self.lengths, every, strict=False):
+            after, cut = message[:, :-1], message[:, -1:] > 0
+            recent = torch.maximum(after, torch.where(cut, 0.0, recent * 0.5 ** (length / HALF_LIFE)))
+        return recent
 
     def summed_up(self, residual: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """Of residuals (batch, time) the largest; of right steps, how many the whole begins with."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import memory, native
 from ..adpt_scan.form import Constants, Form
+from ..tolerance import HALF_LIFE, Tolerance
 from .reference import Pass
 
 __all__ = ["Jacobians", "newton_pass", "ready"]
@@ -18,7 +19,10 @@ TILE = 16  # steps whose projections are one product
 LEAST = 1 << 20  # products that are worth a thread
 
 _NUMBERS = "batch steps size form threads tile packed diagonal sweep states_batch drive_batch"
-_POINTERS = "real weight bias beta drive initial fresh reset states next residual scale move jacobians workspace"
+_TOLERANCES = "relative absolute decay"
+_POINTERS = (
+    "real weight bias beta drive initial fresh reset recent states next residual excess scale move jacobians workspace"
+)
 
 
 class _Step(ctypes.Structure):
@@ -26,6 +30,7 @@ class _Step(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in _NUMBERS.split(" ")),
+        *((name, ctypes.c_double) for name in _TOLERANCES.split(" ")),
         *((name, ctypes.c_void_p) for name in _POINTERS.split(" ")),
     )
 
@@ -64,24 +69,31 @@ def newton_pass(
     form: Form,
     *,
     diagonal: bool,
-    tiles: int | None,
+    tolerance: Tolerance,
+    recent: Tensor | None = None,
+    tiles: int | None = None,
 ) -> Pass:
     """As `reference.newton_pass`."""
     batch, steps, size = states.shape
     following = memory.empty(batch, steps, size, dtype=states.dtype)
-    residual, scale, move = (states.new_empty(batch, steps) for _ in range(3))
+    residual, excess, scale, move = (states.new_empty(batch, steps) for _ in range(4))
     if states.numel():
         call = _Call(states, constants, form)
         if tiles is not None:
             call.step.tile, call.step.sweep = tiles, True
         call.step.diagonal = diagonal
+        call.step.relative, call.step.decay = tolerance.relative, 0.5 ** (1 / HALF_LIFE)
+        call.step.absolute = tolerance.floor(states.dtype)
         drive = drive if _rows_follow(drive) else drive.contiguous()
         call.step.drive_batch = drive.stride(0)
-        call.set(drive=drive, initial=initial.contiguous(), next=following, residual=residual, scale=scale, move=move)
+        call.set(drive=drive, initial=initial.contiguous(), next=following)
+        call.set(residual=residual, excess=excess, scale=scale, move=move)
         if reset is not None:
             call.set(reset=reset.contiguous(), fresh=fresh.contiguous())
+        if recent is not None:
+            call.set(recent=recent.contiguous())
         call.run(tasks=batch, work=batch * steps * 2 * size * size)
-    return Pass(following, residual, scale, move)
+    return Pass(following, residual, excess, scale, move)
 
 
 def _rows_follow(values: Tensor) -> bool:

@@ -16,11 +16,14 @@ struct Step {
   int64_t diagonal;                          // the transition: 0 for the eigenvalues, 1 for the diagonal of M
   int64_t sweep;                             // whether the correction of a tile is carried into the next one's guess
   int64_t states_batch, drive_batch;         // strides from one sequence to the next
+  double relative, absolute;                 // of the tolerance, see ../tolerance.py
+  double decay;                              // of the recent scale, per step
   const void *real, *weight, *bias, *beta;
   const void *drive, *initial, *fresh;
   const uint8_t* reset;                      // (batch, steps), may be null
+  const void* recent;                        // (batch, size), recent scale before the first step, may be null
   void *states, *next;                       // states: changed only in a sweep; next: (batch, steps, size)
-  void *residual, *scale, *move;             // (batch, steps)
+  void *residual, *excess, *scale, *move;    // (batch, steps); excess and move in units of the tolerance
   void* jacobians;                           // (batch, steps, size, size)
   void* workspace;
 };
@@ -33,6 +36,7 @@ template <class T> struct Task {
   T *real, *bias;
   T *x, *projections, *scratch;              // of a tile
   T *now, *plus, *delta;                     // of a pass: states of a tile and one before, the new state, corrections
+  T *recent, *off, *moved;                   // of a pass: the recent scale; residual and move of a step
   T *cotangents, *rows;                      // of Jacobians
   Row<T>* row;
 
@@ -46,6 +50,9 @@ template <class T> struct Task {
     now = memory.take((s.tile + 1) * pad);
     plus = memory.take(pad);
     delta = memory.take(pad);
+    recent = memory.take(pad);
+    off = memory.take(pad);
+    moved = memory.take(pad);
     cotangents = memory.take(s.jacobians ? s.tile * numbers * 2 * pad : 0);
     rows = memory.take(s.jacobians ? s.tile * numbers * pad : 0);
     row = reinterpret_cast<Row<T>*>(memory.take(s.tile * sizeof(Row<T>) / sizeof(T) + 16));
@@ -124,6 +131,20 @@ template <class T> struct Diagonal {
   }
 };
 
+// Residual and move of a step in units of the tolerance of each channel; `off_check` and `move_check` are 0 or NaN.
+template <class T> void measure(const Step& s, const Task<T>& task, T value, T off_check, T move_check, int64_t at) {
+  const T relative = s.relative, absolute = s.absolute;
+  Vec<T> excess = {}, move = {}, most = value + Vec<T>{};
+  for (int64_t i = 0; i < padded<T>(s.size); i += lanes<T>) {
+    Vec<T> recent = load<T>(task.recent + i), limit = recent < most ? recent : most;
+    limit = relative * limit + absolute;
+    excess = larger<T>(load<T>(task.off + i) / limit, excess);
+    move = larger<T>(load<T>(task.moved + i) / limit, move);
+  }
+  static_cast<T*>(s.excess)[at] = largest<T>(excess, Vec<T>{}) + off_check;
+  static_cast<T*>(s.move)[at] = largest<T>(move, Vec<T>{}) + move_check;
+}
+
 // Step t of a sequence, row r of its tile: f at task.x, and the new state from the one before it in task.plus.
 template <class T>
 void advance(const Step& s, Task<T>& task, int64_t sequence, int64_t t, int64_t r, bool fresh, bool last) {
@@ -137,7 +158,8 @@ void advance(const Step& s, Task<T>& task, int64_t sequence, int64_t t, int64_t 
   if (!row.still) by = turn<T>(s.form, row.plane, beta);
   const bool varies = s.diagonal && !row.still;
   const Diagonal<T> diagonal(s.form, varies ? row.plane : Plane<T>{}, beta);
-  Vec<T> apart = {}, scale = {}, moved = {}, check = {}, move_check = {};
+  const T decay = s.decay;
+  Vec<T> apart = {}, made = {}, scale = {}, check = {}, move_check = {};
   for (int64_t i = 0; i < pad; i += lanes<T>) {
     const T* driven = drive + i;
     const bool whole = i + lanes<T> <= m;
@@ -157,15 +179,19 @@ void advance(const Step& s, Task<T>& task, int64_t sequence, int64_t t, int64_t 
       for (int l = 0; i + l < m; ++l) next[i + l] = plus[l];
     Vec<T> current = s.sweep && last ? plus : load<T>(now + i);
     Vec<T> off = value - current, by_much = plus - current;
+    store<T>(task.off + i, size_of<T>(off));
+    store<T>(task.moved + i, size_of<T>(by_much));
+    const Vec<T> before = fresh ? Vec<T>{} : decay * load<T>(task.recent + i);
+    store<T>(task.recent + i, larger<T>(size_of<T>(value), before));
     apart = larger<T>(size_of<T>(off), apart);
-    moved = larger<T>(size_of<T>(by_much), moved);
+    made = larger<T>(size_of<T>(value), made);
     scale = larger<T>(larger<T>(size_of<T>(old), size_of<T>(value)), scale);
     check += off * T(0);
     move_check += by_much * T(0);
   }
   static_cast<T*>(s.residual)[at] = largest<T>(apart, check);
-  static_cast<T*>(s.move)[at] = largest<T>(moved, move_check);
   static_cast<T*>(s.scale)[at] = largest<T>(scale, check);
+  measure<T>(s, task, largest<T>(made, check), largest<T>(check, check), largest<T>(move_check, move_check), at);
 }
 
 template <class T> void run_pass(const Step& s, Task<T>& task, const T* weights, int64_t sequence) {
@@ -176,6 +202,8 @@ template <class T> void run_pass(const Step& s, Task<T>& task, const T* weights,
   const uint8_t* reset = s.reset ? s.reset + sequence * s.steps : nullptr;
   load_constants(s, task);
   fetch<T>(initial, m, task.plus, pad);
+  std::memset(task.recent, 0, pad * sizeof(T));
+  if (s.recent) fetch<T>(static_cast<const T*>(s.recent) + sequence * m, m, task.recent, pad);
   for (int64_t first = 0; first < s.steps; first += s.tile) {
     const int64_t last = first + s.tile < s.steps ? first + s.tile : s.steps, count = last - first;
     for (int64_t r = 0; r <= count; ++r) fetch<T>(first + r ? states + (first + r - 1) * m : initial, m, task.now + r * pad, pad);

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..linear_scan import linear_scan
+from ..tolerance import Tolerance, largest, remembered_scale
 
 __all__ = ["Pass", "newton_pass"]
 
@@ -16,8 +17,9 @@ class Pass(NamedTuple):
 
     states: Tensor  # (batch, time, n): the next iterate
     residual: Tensor  # (batch, time): max |f(s_{t-1}) - s_t|
+    excess: Tensor  # (batch, time): the same, each channel divided by its tolerance
     scale: Tensor  # (batch, time): the larger of max |s_{t-1}| and max |f(s_{t-1})|
-    move: Tensor  # (batch, time): max |next - s_t|
+    move: Tensor  # (batch, time): max |next - s_t|, each channel divided by its tolerance
 
 
 def newton_pass(
@@ -30,6 +32,8 @@ def newton_pass(
     transition: Callable[[Tensor, Tensor], Tensor],
     shift: Tensor,
     *,
+    tolerance: Tolerance,
+    recent: Tensor | None = None,
     tiles: int | None = None,
 ) -> Pass:
     """s + scan(A, f(s) - s) (eq:deer_step), and how far s is from a solution.
@@ -43,13 +47,15 @@ def newton_pass(
         step: f, of states and drives.
         transition: The diagonal A, (batch, time, n) or (n,), of the same.
         shift: (n,) what a correction is multiplied by from step to step within a tile.
+        tolerance: The largest residual of each channel.
+        recent: (batch, n) recent scale of the states before the first step, or None.
         tiles: Sweep over tiles of so many steps, each of which starts from the corrected end of the one before: its
             guess is moved by shift, shift², ... times that correction, and only then f is evaluated. That takes fewer
             passes, but one tile after another.
     """
     length = states.shape[1] if tiles is None else tiles
     entry = expected = initial  # the state that enters a tile, and what it was before this pass
-    parts = []
+    parts: list[tuple[Tensor, ...]] = []
     for start in range(0, states.shape[1], max(1, length)):
         at = slice(start, min(start + length, states.shape[1]))
         guess, resets = states[:, at], None if reset is None else reset[:, at]
@@ -65,6 +71,9 @@ def newton_pass(
         entry, expected = following[:, -1].clone(), guess[:, -1].clone()
         if tiles is not None:
             guess[:, -1] = entry
-        sizes = (values - guess, torch.maximum(entering.abs(), values.abs()), following - guess)
-        parts.append((following, *(torch.linalg.vector_norm(size, torch.inf, -1) for size in sizes)))
+        allowed = tolerance.allowed(values, resets, recent)
+        recent = remembered_scale(values, resets, recent)
+        off, moved = (values - guess).abs(), (following - guess).abs()
+        scale = torch.maximum(largest(entering), largest(values))
+        parts.append((following, off.amax(-1), (off / allowed).amax(-1), scale, (moved / allowed).amax(-1)))
     return Pass(*(torch.cat(each, 1) for each in zip(*parts, strict=True)))
