@@ -50,37 +50,41 @@ class Contraction:
 
     If every iteration leaves the share θ of the error, an iterate is 1 / (1 - θ) moves away from the solution. That is
     true whatever the transition is, while the move alone says nothing where the transition is far from the Jacobian.
-    θ is measured for each step over the steps up to it, down to the tolerance. Below it θ is forgotten as soon as the
-    residual no longer falls: what is left is rounding.
+    θ is measured for each step over the steps up to it, down to the tolerance. Below it a fast θ is forgotten as soon as
+    the residual rises, because what is left is rounding; a slow one is not, because residuals of the size of rounding
+    add up as well.
     """
+
+    SLOW = 0.9
+    SHARE = 1 / 16  # of the last iteration in the mean of ln θ: near rounding a residual falls in jumps
 
     def __init__(self, excess: Tensor):
         self.now = _prefix_maximum(excess)
-        self.before: Tensor | None = None
-        self.rate = torch.zeros_like(self.now)
+        self.rate: Tensor | None = None
 
     def update(self, excess: Tensor) -> None:
         """Take in the excess (batch, time) of the next iterate."""
         following = _prefix_maximum(excess)
-        last = following / self.now
-        if self.before is None:
-            rate = last
-        else:  # over two iterations if that is known, because a residual may alternate between channels
-            rate = torch.where(self.before > 1, (following / self.before).sqrt(), last)
-            rate = torch.where(self.now > 1, rate, self.rate)
-        rate = torch.where((self.now <= 1) & (following >= self.now), 0.0, rate)
-        self.rate = rate.nan_to_num(1.0, 1.0)
-        self.before, self.now = self.now, following
+        last = (following / self.now).nan_to_num(1.0, 1.0).clamp(max=1.0)
+        if self.rate is None:
+            self.rate = torch.where(self.now > 1, last, 0.0)
+        else:
+            mean = self.rate ** (1 - self.SHARE) * last**self.SHARE
+            rounding = (following > self.now) & (self.rate < self.SLOW)
+            self.rate = torch.where(self.now > 1, mean, torch.where(rounding, 0.0, self.rate))
+        self.now = following
 
     def error(self, move: Tensor, steps: int) -> Tensor:
         """Return the error of each step from its `move` (batch, some steps), in an iteration over so many `steps`."""
+        if self.rate is None:
+            return move
         rate = self.rate[:, : move.shape[1]].clamp(max=1 - 1 / max(2, steps))
         return move * (rate / (1 - rate)).clamp(min=1.0)
 
     def part(self, rows: Tensor | None, start: int) -> "Contraction":
         """Return that of the sequences `rows` (all if None), the steps from `start`."""
         left = copy.copy(self)
-        for name in ("now", "before", "rate"):
+        for name in ("now", "rate"):
             every = getattr(self, name)
             if every is not None:
                 setattr(left, name, every[:, start:] if rows is None else every[:, start:].index_select(0, rows))

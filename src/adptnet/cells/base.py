@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..conjugates import Conjugate, nearest_blocks
-from ..errors import IncompatibleError
+from ..errors import IncompatibleError, InputError
 from ..ops.adpt_step import Pass
 from ..spec import ModuleSpec
 from ..spectra import BlockDiagonal
@@ -122,7 +122,11 @@ class Cell(nn.Module, abc.ABC):
         """The derivative of `step` with respect to the state."""
         step = self.stepper()
         flat_state, flat_drive = state.reshape(-1, state.shape[-1]), drive.reshape(-1, drive.shape[-1])
-        flat: Tensor = torch.func.vmap(torch.func.jacfwd(step))(flat_state, flat_drive)
+        try:
+            flat: Tensor = torch.func.vmap(torch.func.jacfwd(step))(flat_state, flat_drive)
+        except RuntimeError as error:
+            _explain_vmap(error)
+            raise
         return flat.reshape(*state.shape, state.shape[-1])
 
     def jacobians(self, states: Tensor, drive: Tensor) -> Callable[[int, int], Tensor]:
@@ -163,6 +167,20 @@ class Cell(nn.Module, abc.ABC):
     def device(self) -> torch.device | None:
         parameter = next(self.parameters(), None)
         return None if parameter is None else parameter.device
+
+
+def _explain_vmap(error: RuntimeError) -> None:
+    """Raise `InputError` for what a step does that `torch.func.vmap` cannot follow."""
+    if "data-dependent control flow" in str(error):
+        raise InputError(
+            "the step branches on a value of its state or input (if, while, .item()), and its Jacobian is found for "
+            "all rows at once. Use torch.where(condition, a, b), or a solver without Jacobians: solvers.Jacobi()."
+        ) from error
+    if "random operation" in str(error):
+        raise InputError(
+            "the step is random: dropout in training mode, or noise of its own. Call .eval() on it, or draw the noise "
+            "beforehand and pass it as input."
+        ) from error
 
 
 def positions(start: Position, steps: int, reset: Tensor | None) -> Tensor:

@@ -54,6 +54,10 @@ class BlockWise(Parallel):
         return self.solver.on_failure
 
     @property
+    def check(self) -> bool:  # type: ignore[override]
+        return self.solver.check
+
+    @property
     def fixed(self) -> int | None:
         return self.solver.fixed
 

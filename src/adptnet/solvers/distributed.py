@@ -30,6 +30,7 @@ from .parallel import full_precision, transformed
 from .policies import Finish, Raise
 from .problem import Problem, check_dtype, pose
 from .ranks import Line, Ranks
+from .rowwise import check_step
 
 __all__ = ["TimeParallel", "sum_gradients"]
 
@@ -106,6 +107,8 @@ class TimeParallel(Solver):
                 problem = pose(cell, inputs, starting, None, reset, adjoint)
                 guess = _chunk_of_guess(guess, problem)
                 system = problem.system(cell)
+                if self.newton.check:
+                    check_step(cell, system)
                 wanted.own = system.part(None, 0, system.initial, 1).run().requires_grad
             with torch.no_grad():
                 constant = _detached(system)

@@ -53,8 +53,9 @@ class Newton(Parallel):
     Args:
         linearisation: What stands for the derivative of the step.
         damping: What holds an iteration back; nothing if not given.
-        atol, rtol: A step is right when |f(s_{t-1}) - s_t| <= atol + rtol · (the larger of |s_{t-1}| and |f|). If not
-            given, atol is the rounding of the largest state so far, and rtol from the dtype.
+        atol, rtol: A step is right when |f(s_{t-1}) - s_t| <= atol + rtol · scale in every channel, the scale being the
+            largest |f| of that channel in recent steps (see `adptnet.ops.tolerance`). If not given, atol is 0 and rtol
+            follows from the dtype.
         max_iterations: The length if not given (at least 100), which suffices undamped.
         patience: Give a sequence up when its residual has risen this many times in a row and is above the guess's;
             None to go on.
@@ -64,6 +65,8 @@ class Newton(Parallel):
             before it has just been corrected by (Gauss and Seidel). Far fewer iterations where many are needed, but no
             longer parallel in time: for one core and its cache. For undamped Conv- and Forward-DEER, real spectra.
         on_failure: What becomes of sequences that did not converge.
+        check: Call the step of a cell from outside this package on a few rows first, and raise `InputError` if it
+            couples rows, is random, or keeps a state of its own.
     """
 
     def __init__(
@@ -71,13 +74,14 @@ class Newton(Parallel):
         linearisation: Linearisation,
         damping: Damping | None = None,
         *,
-        atol: float | None = None,
+        atol: float = 0.0,
         rtol: float | None = None,
         max_iterations: int | None = None,
         patience: int | None = PATIENCE,
         fixed_iterations: int | None = None,
         tiles: int | None = None,
         on_failure: Policy = Finish(),
+        check: bool = True,
     ):
         _check(Linearisation, "solvers.linearisations.JacobianDiagonal()", linearisation=linearisation)
         _check(Policy, "solvers.Finish()", on_failure=on_failure)
@@ -102,6 +106,7 @@ class Newton(Parallel):
         self.fixed_iterations = fixed_iterations
         self.tiles = tiles
         self.on_failure = on_failure
+        self.check = check
 
     @property
     def fixed(self) -> int | None:
@@ -158,7 +163,7 @@ class Newton(Parallel):
         return transition.scan(system.evaluate(system.initial.new_zeros(shape)), system.initial, system.reset)
 
     def tolerance(self, dtype: torch.dtype) -> Tolerance:
-        return Tolerance(self.atol or 0.0, default_rtol(dtype) if self.rtol is None else self.rtol)
+        return Tolerance(self.atol, default_rtol(dtype) if self.rtol is None else self.rtol)
 
     def _with_radius(self, cell: Cell, system: System) -> System:
         if not isinstance(self.damping, Proximal):
@@ -177,8 +182,9 @@ class Newton(Parallel):
         given += ["mean=MeanRotation"] if isinstance(self.linearisation, MeanRotation) else []
         given += [] if isinstance(self.damping, Undamped) else [repr(self.damping)]
         shown = ("atol", "rtol", "max_iterations", "fixed_iterations", "tiles")
-        given += [f"{name}={value}" for name, value in vars(self).items() if name in shown and value is not None]
+        given += [f"{name}={value}" for name, value in vars(self).items() if name in shown and value]
         given += [] if self.patience == PATIENCE else [f"patience={self.patience}"]
+        given += [] if self.check else ["check=False"]
         given += [] if isinstance(self.on_failure, Finish) else [f"on_failure={self.on_failure!r}"]
         return f"{self.linearisation.solver}({', '.join(given)})"
 

@@ -18,6 +18,7 @@ from ..transitions import Transition
 from .base import Result, Solution, Solver, finite_steps
 from .policies import Finish, Policy, Raise, Return
 from .problem import Problem, pose
+from .rowwise import check_step
 
 __all__ = ["Parallel", "Search"]
 
@@ -34,6 +35,7 @@ class Parallel(Solver):
     """A solver that finds all steps together. Subclasses say how to search, and how to linearise for the gradient."""
 
     on_failure: Policy
+    check: bool
 
     @property
     @abc.abstractmethod
@@ -84,6 +86,8 @@ class Parallel(Solver):
             system = problem.system(cell)
             if transformed():
                 return _stepwise(self, problem, system)
+            if self.check:
+                check_step(cell, system)
             with torch.no_grad():
                 search = self.search(cell, _detached(cell, problem), guess)
                 memory.clear()  # what iterations used is not needed again soon, and is as large as the states
