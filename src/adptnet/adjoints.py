@@ -98,8 +98,8 @@ class Implicit(Adjoint):
     Second derivatives run step by step through time; so does forward mode.
 
     Args:
-        rtol: Residual of g relative to the largest g of the channel in this and all later steps, up to the next reset;
-            from the dtype if not given.
+        rtol: Residual of g in each channel, relative to the largest |g| of that channel in this step and the next ones
+            (see `adptnet.ops.tolerance`, with time running backwards); from the dtype if not given.
         max_iterations: After these the rest is done step by step; the length if not given, 0 for all of it.
     """
 
@@ -192,12 +192,12 @@ def gradient_tolerance(g: Tensor, rtol: float, cut: Tensor | None, later: Tensor
 
     Args:
         g: (batch, time, n).
-        rtol: Relative to the largest |g| of the channel in this step and later ones, up to the next reset.
+        rtol: Relative to the recent scale of the channel, counted from the last step, and from each reset.
         cut: (batch, time), whether a step is the last before a reset.
         later: (batch, n), the largest |g| after the last step.
     """
     ends = None if cut is None else cut.flip(1)
-    return recent_scale(g.flip(1), ends, later, math.inf).flip(1).mul_(rtol).add_(torch.finfo(g.dtype).tiny)
+    return recent_scale(g.flip(1), ends, later).flip(1).mul_(rtol).add_(torch.finfo(g.dtype).tiny)
 
 
 class Progress:

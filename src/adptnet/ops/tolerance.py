@@ -59,10 +59,8 @@ def largest(values: Tensor) -> Tensor:
     return values.abs().amax(-1) if values.shape[-1] else values.new_zeros(values.shape[:-1])
 
 
-def recent_scale(
-    values: Tensor, reset: Tensor | None = None, recent: Tensor | None = None, half_life: float = HALF_LIFE
-) -> Tensor:
-    """Return max |values| over the steps since the last reset, halved every `half_life` steps: (batch, time, n).
+def recent_scale(values: Tensor, reset: Tensor | None = None, recent: Tensor | None = None) -> Tensor:
+    """Return max |values| over the steps since the last reset, halved every `HALF_LIFE` steps: (batch, time, n).
 
     Computed as a running maximum of logarithms to which the time is added, and the number of resets so far times more
     than the range of floating point.
@@ -71,13 +69,13 @@ def recent_scale(
     if not steps:
         return values.abs()
     dtype = torch.float64 if reset is not None and steps > 2048 else values.dtype
-    shift = torch.arange(steps, dtype=dtype, device=values.device).div_(half_life).unsqueeze(-1)
+    shift = torch.arange(steps, dtype=dtype, device=values.device).div_(HALF_LIFE).unsqueeze(-1)
     if reset is not None:
         span = 300 if values.dtype == torch.float32 else 2200
         shift = shift + span * reset.cumsum(1, dtype=dtype).unsqueeze(-1)
     keys = values.abs().to(dtype).log2_().add_(shift)
     if recent is not None:
-        before = recent.to(dtype).log2() - 1 / half_life
+        before = recent.to(dtype).log2() - 1 / HALF_LIFE
         keys[:, 0] = torch.maximum(keys[:, 0], before)  # below anything that follows a reset
     return keys.cummax(1).values.sub_(shift).exp2_().to(values.dtype)
 

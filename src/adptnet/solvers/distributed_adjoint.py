@@ -16,6 +16,7 @@ from ..adjoints import PATIENCE, Implicit, Progress, gradient_tolerance
 from ..cells.base import Cell
 from ..errors import DistributedError, IncompatibleError
 from ..fixed_point import default_rtol
+from ..ops.tolerance import HALF_LIFE
 from ..system import System, stretch
 from ..transitions import Transition
 from .parallel import full_precision
@@ -155,14 +156,15 @@ class _Backward:
         return torch.maximum(excess, torch.stack(later).amax(0)) if later else excess
 
     def _later_scale(self, g: Tensor, reset: Tensor | None) -> Tensor:
-        """Return the largest |g| of each channel on the ranks after, up to the next reset: (batch, n)."""
+        """Return the recent scale of g (batch, n) after this rank, from that at the first step of each rank."""
         fresh = g.new_zeros(len(g), 1) if reset is None else reset.any(1, keepdim=True).to(g)
         first = g.new_zeros(len(g), 1) if reset is None else reset[:, :1].to(g)
         own = gradient_tolerance(g, 1.0, _before_reset(reset))[:, 0]
         scale = torch.zeros_like(own)
-        for message in reversed(self.ranks.gathered(torch.cat((own, fresh, first), -1))[self.ranks.here + 1 :]):
+        every = self.ranks.gathered(torch.cat((own, fresh, first), -1))
+        for length, message in list(zip(self.line.lengths, every, strict=True))[: self.ranks.here : -1]:
             size, ends, starts = message[:, :-2], message[:, -2:-1] > 0, message[:, -1:] > 0
-            scale = torch.maximum(size, torch.where(ends, 0.0, scale))
+            scale = torch.maximum(size, torch.where(ends, 0.0, scale * 0.5 ** (length / HALF_LIFE)))
             scale = torch.where(starts, 0.0, scale)  # nothing is handed back from a step with a reset
         return scale
 
