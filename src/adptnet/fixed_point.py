@@ -37,12 +37,12 @@ def default_rtol(dtype: torch.dtype) -> float:
 
 
 def allowed_drift(tolerance: Tolerance, steps: int, dtype: torch.dtype) -> float:
-    """Return how many tolerances the error of a step may be: four, or what the rounding of all steps adds up to.
+    """Return how many tolerances the error of a step may be: two, or what the rounding of all steps adds up to.
 
     Residuals of one sign add up along a long memory, so a small residual alone does not make a step right.
     """
     rounding = torch.finfo(dtype).eps
-    return 4 * max(1.0, math.sqrt(steps) * rounding / max(tolerance.relative, rounding))
+    return 2 * max(1.0, math.sqrt(steps) * rounding / max(tolerance.relative, rounding))
 
 
 class Contraction:
@@ -218,7 +218,7 @@ def solve(
         contraction.update(at.excess)
         error = contraction.error(at.moved(), steps)
         right, near = at.right, slice(0, error.shape[1])
-        settling = right[:, near] & (error <= 1)
+        settling = right[:, near] & (error <= 0.5)
         right[:, near] &= error <= slack
         worst = at.residual.amax(-1)
         totals.count(rows)
