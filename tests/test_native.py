@@ -204,7 +204,7 @@ for rows, size in ((1, 1), (3, 13), (2, 64), (5, 97)):
     "linear_scan": """
 from adptnet.ops.linear_scan import cpu
 for size in (1, 3, 4, 13, 50):
-    for dtype in (torch.float64, torch.complex128):
+    for dtype in (torch.get_default_dtype(), torch.get_default_dtype().to_complex()):
         offset, initial = (torch.randn(*shape, dtype=dtype) for shape in ((3, 37, size), (3, size)))
         for shape in ((size,), (37, size), (3, 1, size)):
             for reverse, reset in ((False, None), (True, torch.rand(3, 37) < 0.3)):
@@ -214,33 +214,92 @@ for size in (1, 3, 4, 13, 50):
                 cpu.forward(factors, offset.clone(), None, reset, reverse, over=True)
 """,
 }
+RACE = """
+from adptnet.ops.linear_scan import cpu
+rows = torch.randn(1, 37, 50).expand(4, 37, 50)  # rows that are one
+cpu.forward(torch.randn(50), rows, None, None, False, over=True)
+"""
 PREPARED = """
-import ctypes, itertools, os, sys
+import ctypes, itertools, sys, threading
 import torch
 from adptnet.ops import native
 sys.path.insert(0, {tests!r})
-native._loaded[{operation!r}, "double"] = native.Kernel(ctypes.CDLL({library!r}), "")
-torch.set_default_dtype(torch.float64)
+native._loaded[{operation!r}, {number!r}] = native.Kernel(ctypes.CDLL({library!r}), "")
+torch.set_default_dtype(dict(float=torch.float32, double=torch.float64)[{number!r}])
 from test_adpt_scan import KINDS, factored, problem
+from adptnet.ops.{operation} import cpu
+def run():
+    exec({program!r}, dict(globals()))
+if {threads} > 1:
+    cpu.LEAST = 1  # so that the smallest call has as many
+torch.set_num_threads({threads})
+callers = [threading.Thread(target=run) for _ in range({threads} - 1)]
+for caller in callers:
+    caller.start()
+run()
+for caller in callers:
+    caller.join()
+print("ended")
 """
+
+
+def with_sanitiser(operation, program, folder, *, sanitiser="address", number="double", threads=1, flags=()):
+    """Runs a program with a kernel that checks itself, in as many threads as a call has; its exit code and messages."""
+    compiler = native.find_compiler()
+    runtime = f"lib{sanitiser[0]}san.so"
+    runtime = subprocess.run([*compiler, f"-print-file-name={runtime}"], capture_output=True, text=True).stdout.strip()
+    if not os.path.isabs(runtime):
+        pytest.skip(f"the compiler has no {sanitiser} sanitizer")
+    checks = {"address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"], "thread": ["-fsanitize=thread"]}
+    library = folder / f"{operation}.so"
+    kept = [flag for flag in native.FLAGS if flag != "-O2"]
+    command = [*compiler, *kept, *flags, *checks[sanitiser], "-O1", "-g1", f"-DNUMBER={number}"]
+    subprocess.run([*command, "-o", library, SOURCE / operation / "kernel.cpp"], check=True, capture_output=True)
+    code = PREPARED.format(
+        tests=str(Path(__file__).parent),
+        operation=operation,
+        number=number,
+        library=str(library),
+        program=program,
+        threads=threads,
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(SOURCE.parent.parent), os.environ.get("PYTHONPATH", "")]),
+        "ADPTNET_BACKEND": "auto",
+        "LD_PRELOAD": runtime,
+        "OMP_NUM_THREADS": "1",
+        "ASAN_OPTIONS": "detect_leaks=0",  # of Python itself
+        "TSAN_OPTIONS": "ignore_noninstrumented_modules=1 exitcode=66",
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
 
 
 @needs_compiler
 @pytest.mark.parametrize("operation", SANITISED)
 def test_address_and_undefined_behaviour_sanitisers_find_nothing(operation, tmp_path):
-    compiler = native.find_compiler()
-    runtime = subprocess.run([*compiler, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
-    if not os.path.isabs(runtime):
-        pytest.skip("the compiler has no AddressSanitizer library")
-    library = tmp_path / "sanitised.so"
-    checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g1", "-DNUMBER=double"]
-    source = SOURCE / operation / "kernel.cpp"
-    flags = [f for f in native.FLAGS if f != "-O2"]
-    subprocess.run([*compiler, *flags, *checks, "-o", library, source], check=True, capture_output=True)
-    prepared = PREPARED.format(tests=str(Path(__file__).parent), operation=operation, library=str(library))
-    code = prepared + SANITISED[operation] + "print('clean')"
-    options = {"ASAN_OPTIONS": "detect_leaks=0", "LD_PRELOAD": runtime, "OMP_NUM_THREADS": "1"}
-    assert python(code, **options)[0] == "clean"
+    assert with_sanitiser(operation, SANITISED[operation], tmp_path) == (0, "ended\n")
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("sanitiser", ["address", "thread"])
+@pytest.mark.parametrize("number", native.NUMBERS)
+@pytest.mark.parametrize("operation", SANITISED)
+def test_sanitisers_find_nothing_in_several_threads(operation, number, sanitiser, tmp_path):
+    """With the instructions of this processor, in three threads of Python that each use three of the kernel."""
+    settings = {"sanitiser": sanitiser, "number": number, "threads": 3, "flags": native.instruction_set()}
+    assert with_sanitiser(operation, SANITISED[operation], tmp_path, **settings) == (0, "ended\n")
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_the_thread_sanitiser_finds_a_race_that_is_there(tmp_path):
+    code, messages = with_sanitiser("linear_scan", RACE, tmp_path, sanitiser="thread", threads=3)
+    assert code == 66
+    assert "WARNING: ThreadSanitizer: data race" in messages
 
 
 FAULTS = """
