@@ -302,6 +302,55 @@ def test_the_thread_sanitiser_finds_a_race_that_is_there(tmp_path):
     assert "WARNING: ThreadSanitizer: data race" in messages
 
 
+RESIDENT = """
+import random, sys
+import torch
+import adptnet
+from adptnet import solvers
+from adptnet.ops.linear_scan import linear_scan
+
+def resident():  # in MB
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096 / 1e6
+
+torch.set_default_dtype(torch.float64)
+torch.set_num_threads(1)
+random.seed(0)
+layers = {size: adptnet.ADPTNet(size, beta=0.3) for size in (3, 8, 17, 32)}
+deer = solvers.DEER(max_iterations=20)
+
+def call(kind):
+    size, layer = random.choice(list(layers.items()))
+    x = torch.randn(random.randint(1, 6), random.randint(1, 250), size, requires_grad=True)
+    if kind == 0:
+        layer(x)[0].sum().backward()
+    elif kind == 1:
+        linear_scan(torch.rand(size, requires_grad=True), x).sum().backward()
+    else:
+        deer(layer.cell, x[:, :40]).states.sum().backward()
+    layer.zero_grad()
+
+count = int(sys.argv[1])
+for i in range(count // 5):
+    call(i % 3)
+before = most = resident()
+for i in range(count):
+    call(i % 3)
+    most = max(most, resident()) if i % 50 == 0 else most
+print(before, max(most, resident()) - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_memory_does_not_grow_with_calls_of_changing_size(count):
+    """Of a layer, a scan and a solver in turn, forward and backward: at most 10 MB more after the first fifth."""
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE.parent.parent), "ADPTNET_BACKEND": "auto"}
+    command = [sys.executable, "-c", RESIDENT, str(count)]
+    shown = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    assert float(shown.split()[1]) <= 10, shown
+
+
 FAULTS = """
 import resource, sys
 import torch
