@@ -302,6 +302,46 @@ def test_the_thread_sanitiser_finds_a_race_that_is_there(tmp_path):
     assert "WARNING: ThreadSanitizer: data race" in messages
 
 
+FORKS = """
+import os, signal, threading
+import torch
+from adptnet.ops.linear_scan import cpu
+
+torch.set_num_threads(3)
+cpu.LEAST = 1  # so that the smallest call has as many
+factors, offset = torch.rand(64), torch.randn(8, 128, 64)  # a result that comes from the pool
+expected = cpu.forward(factors, offset, None, None, False).numpy()
+ended = threading.Event()
+
+def run():
+    while not ended.is_set():
+        cpu.forward(factors, offset, None, None, False)
+
+threads = [threading.Thread(target=run) for _ in range(6)]
+for thread in threads:
+    thread.start()
+codes = []
+for _ in range(30):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        found = [cpu.forward(factors, offset, None, None, False).numpy() for _ in range(3)]
+        os._exit(not all((one == expected).all() for one in found))
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+ended.set()
+for thread in threads:
+    thread.join()
+print(set(codes))
+"""
+
+
+@needs_compiler
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_child_that_is_forked_while_threads_run_kernels_runs_them_too():
+    """No lock of ours is held across a fork. Torch's own threads do not outlive one, and are not used here."""
+    assert python(FORKS)[0] == "{0}"
+
+
 RESIDENT = """
 import random, sys
 import torch

@@ -40,7 +40,7 @@ NUMBERS = ["float", "double"]
 # them stands for the current folder. The kernels need nothing but the compiler's own.
 IGNORED = ["CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "LD_RUN_PATH", "COMPILER_PATH"]
 IGNORED += ["GCC_EXEC_PREFIX", "CCC_OVERRIDE_OPTIONS"]
-REMEDY = "If it is yours, run `chmod go-w` on it; or set ADPTNET_CACHE to a folder that only you can write to."
+REMEDY = "Set ADPTNET_CACHE to a folder that only you can write to."
 
 _SWITCH = os.environ.encodekey("ADPTNET_BACKEND")  # as it is kept in os.environ
 _log = logging.getLogger("adptnet")
@@ -289,8 +289,8 @@ def _explain_skipped() -> str:
 @functools.cache
 def _version(compiler: tuple[str, ...]) -> str:
     try:
-        command = [*compiler, "--version"]
-        return subprocess.run(command, env=_environment([*compiler]), capture_output=True, text=True).stdout
+        command, environment = [*compiler, "--version"], _environment([*compiler])
+        return subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace").stdout
     except OSError:  # which the attempt to compile reports
         return ""
 

@@ -8,6 +8,7 @@ which keep the profile of a user to that user.
 import errno
 import hashlib
 import os
+import shlex
 import stat
 import sys
 from collections.abc import Iterator
@@ -50,7 +51,7 @@ def find_exposure(path: Path) -> str | None:
         return None
     # Whoever owns the root folder controls every path: root, or what root looks like in a user namespace without it.
     trusted = {0, os.geteuid(), os.stat("/").st_uid}
-    current, links, names = "/", 0, _names(os.path.join(os.getcwd(), path))
+    current, links, names = "/", 0, _names(str(path.absolute()))
     while True:
         try:
             status = os.lstat(current)
@@ -67,7 +68,8 @@ def find_exposure(path: Path) -> str | None:
             current = "/" if os.path.isabs(target) else os.path.dirname(current)
             continue
         if status.st_mode & 0o022 and not (status.st_mode & stat.S_ISVTX and names):
-            return f"{current} can be written by other users (mode {stat.S_IMODE(status.st_mode):04o})"
+            mode = f"{stat.S_IMODE(status.st_mode):04o}"
+            return f"{current} can be written by other users (mode {mode}; chmod go-w {shlex.quote(current)} ends that)"
         if not names:
             return None
         name = names.pop()
@@ -146,7 +148,8 @@ def _open_regular(path: Path) -> Iterator[BufferedReader]:
 def make_private_folder(folder: Path) -> None:
     """Make `folder` and those missing above it, each for this user alone (mode 0700). What exists stays as it is."""
     if not folder.is_dir():
-        make_private_folder(folder.parent)
+        if folder.parent != folder:  # a drive that is not there
+            make_private_folder(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
