@@ -373,6 +373,10 @@ def test_a_path_is_examined_where_the_current_folder_is_gone(stage, monkeypatch,
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     stage.check()
+    native._loaded.clear()
+    monkeypatch.setenv("ADPTNET_CACHE", "relative")
+    with pytest.warns(BackendWarning, match="the library of plane_rotation cannot be loaded"):
+        assert not cpu.ready(torch.float64)
 
 
 def test_links_in_a_circle_end(tmp_path):

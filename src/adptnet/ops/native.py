@@ -127,7 +127,7 @@ def _load(operation: str, number: str) -> Kernel:
     except BuildError as error:
         why = str(error)
     except OSError as error:
-        why = f"{built.path} cannot be loaded: {error}."
+        why = f"the library of {operation} cannot be loaded: {error}."
     return Kernel(
         None,
         why,
