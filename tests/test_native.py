@@ -13,7 +13,7 @@ import torch
 import adptnet
 from adptnet import cli
 from adptnet.errors import BuildError, IncompatibleError
-from adptnet.ops import memory, native
+from adptnet.ops import memory, native, trust
 
 SOURCE = Path(native.__file__).parent
 needs_compiler = pytest.mark.skipif(native.find_compiler() is None, reason="no C++ compiler")
@@ -36,7 +36,7 @@ def test_an_import_builds_nothing_the_first_use_does_and_the_second_does_not(tmp
     code = f"import os, adptnet; print(os.listdir({str(tmp_path)!r})); {show}"
     at_import, first = python(code, ADPTNET_CACHE=str(tmp_path))[0].splitlines()
     assert at_import == "[]"
-    (library,) = tmp_path.glob("adpt_scan-*")
+    (library,) = tmp_path.glob("adpt_scan-*.so")
     made = library.stat().st_mtime_ns
     second, _ = python(show, ADPTNET_CACHE=str(tmp_path), PATH="", CXX="")  # without any compiler
     assert first.startswith(f"cpu: {library}")
@@ -46,11 +46,13 @@ def test_an_import_builds_nothing_the_first_use_does_and_the_second_does_not(tmp
 
 @needs_compiler
 def test_two_processes_may_build_at_once(tmp_path):
-    code = "import sys; from adptnet.ops import native; sys.exit(native.load('adpt_scan') is None)"
+    code = "import sys; from adptnet.ops import native; sys.exit(native.load('plane_rotation') is None)"
     env = {**os.environ, "ADPTNET_CACHE": str(tmp_path), "PYTHONPATH": str(SOURCE.parent.parent)}
     racers = [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(2)]
     assert [racer.wait(timeout=100) for racer in racers] == [0, 0]
-    assert len(list(tmp_path.iterdir())) == 1
+    (library,) = tmp_path.glob("*.so")
+    assert sorted(tmp_path.iterdir()) == [library, trust.record_of(library)]
+    assert trust.find_recorded_fault(library) is None
 
 
 def test_without_a_compiler_the_loop_runs_and_says_so_once(tmp_path):
@@ -90,23 +92,21 @@ def test_the_switch(monkeypatch, tmp_path):
 def test_kernels_are_built_ahead_from_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("ADPTNET_CACHE", str(tmp_path))
     assert cli.main(["kernels", "build"]) == 0
-    built = sorted(tmp_path.iterdir())
+    built = sorted(tmp_path.glob("*.so"))
     assert sorted(capsys.readouterr().out.split()) == [str(path) for path in built]
     assert len(built) == 2 * len(native.OPERATIONS)
     assert cli.main(["kernels"]) == 0
     shown = capsys.readouterr().out
     assert all(f"{operation}: " in shown for operation in native.OPERATIONS)
-    path, _ = native.build("adpt_scan", "float")
-    path.unlink()  # this process may have it loaded: another file in its place, not other bytes in the same
-    path.write_bytes(b"not a library")  # a damaged one is built again
-    assert native._load("adpt_scan", "float").library is not None
 
 
 def test_a_folder_that_cannot_be_written_is_not_used(tmp_path, monkeypatch):
     monkeypatch.delenv("ADPTNET_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     (tmp_path / "file").write_text("")
-    assert native.cache() == native._own_folder()
+    folder = native.cache()
+    assert folder == native._data_folder()
+    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 @needs_compiler
@@ -207,7 +207,7 @@ for rows, size in ((1, 1), (3, 13), (2, 64), (5, 97)):
     "linear_scan": """
 from adptnet.ops.linear_scan import cpu
 for size in (1, 3, 4, 13, 50):
-    for dtype in (torch.float64, torch.complex128):
+    for dtype in (torch.get_default_dtype(), torch.get_default_dtype().to_complex()):
         offset, initial = (torch.randn(*shape, dtype=dtype) for shape in ((3, 37, size), (3, size)))
         for shape in ((size,), (37, size), (3, 1, size)):
             for reverse, reset in ((False, None), (True, torch.rand(3, 37) < 0.3)):
@@ -217,33 +217,183 @@ for size in (1, 3, 4, 13, 50):
                 cpu.forward(factors, offset.clone(), None, reset, reverse, over=True)
 """,
 }
+RACE = """
+from adptnet.ops.linear_scan import cpu
+rows = torch.randn(1, 37, 50).expand(4, 37, 50)  # rows that are one
+cpu.forward(torch.randn(50), rows, None, None, False, over=True)
+"""
 PREPARED = """
-import ctypes, itertools, os, sys
+import ctypes, itertools, sys, threading
 import torch
 from adptnet.ops import native
 sys.path.insert(0, {tests!r})
-native._loaded[{operation!r}, "double"] = native.Kernel(ctypes.CDLL({library!r}), "")
-torch.set_default_dtype(torch.float64)
+native._loaded[{operation!r}, {number!r}] = native.Kernel(ctypes.CDLL({library!r}), "")
+torch.set_default_dtype(dict(float=torch.float32, double=torch.float64)[{number!r}])
 from test_adpt_scan import KINDS, factored, problem
+from adptnet.ops.{operation} import cpu
+def run():
+    exec({program!r}, dict(globals()))
+if {threads} > 1:
+    cpu.LEAST = 1  # so that the smallest call has as many
+torch.set_num_threads({threads})
+callers = [threading.Thread(target=run) for _ in range({threads} - 1)]
+for caller in callers:
+    caller.start()
+run()
+for caller in callers:
+    caller.join()
+print("ended")
 """
+
+
+def with_sanitiser(operation, program, folder, *, sanitiser="address", number="double", threads=1, flags=()):
+    """Runs a program with a kernel that checks itself, in as many threads as a call has; its exit code and messages."""
+    compiler = native.find_compiler()
+    runtime = f"lib{sanitiser[0]}san.so"
+    runtime = subprocess.run([*compiler, f"-print-file-name={runtime}"], capture_output=True, text=True).stdout.strip()
+    if not os.path.isabs(runtime):
+        pytest.skip(f"the compiler has no {sanitiser} sanitizer")
+    checks = {"address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"], "thread": ["-fsanitize=thread"]}
+    library = folder / f"{operation}.so"
+    kept = [flag for flag in native.FLAGS if flag != "-O2"]
+    command = [*compiler, *kept, *flags, *checks[sanitiser], "-O1", "-g1", f"-DNUMBER={number}"]
+    subprocess.run([*command, "-o", library, SOURCE / operation / "kernel.cpp"], check=True, capture_output=True)
+    code = PREPARED.format(
+        tests=str(Path(__file__).parent),
+        operation=operation,
+        number=number,
+        library=str(library),
+        program=program,
+        threads=threads,
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(SOURCE.parent.parent), os.environ.get("PYTHONPATH", "")]),
+        "ADPTNET_BACKEND": "auto",
+        "LD_PRELOAD": runtime,
+        "OMP_NUM_THREADS": "1",
+        "ASAN_OPTIONS": "detect_leaks=0",  # of Python itself
+        "TSAN_OPTIONS": "ignore_noninstrumented_modules=1 exitcode=66",
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    if "ThreadSanitizer: unexpected memory mapping" in done.stderr:
+        pytest.skip("the thread sanitizer does not start with this kernel's randomised addresses (vm.mmap_rnd_bits)")
+    return done.returncode, done.stdout + done.stderr
 
 
 @needs_compiler
 @pytest.mark.parametrize("operation", SANITISED)
 def test_address_and_undefined_behaviour_sanitisers_find_nothing(operation, tmp_path):
-    compiler = native.find_compiler()
-    runtime = subprocess.run([*compiler, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
-    if not os.path.isabs(runtime):
-        pytest.skip("the compiler has no AddressSanitizer library")
-    library = tmp_path / "sanitised.so"
-    checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g1", "-DNUMBER=double"]
-    source = SOURCE / operation / "kernel.cpp"
-    flags = [f for f in native.FLAGS if f != "-O2"]
-    subprocess.run([*compiler, *flags, *checks, "-o", library, source], check=True, capture_output=True)
-    prepared = PREPARED.format(tests=str(Path(__file__).parent), operation=operation, library=str(library))
-    code = prepared + SANITISED[operation] + "print('clean')"
-    options = {"ASAN_OPTIONS": "detect_leaks=0", "LD_PRELOAD": runtime, "OMP_NUM_THREADS": "1"}
-    assert python(code, **options)[0] == "clean"
+    assert with_sanitiser(operation, SANITISED[operation], tmp_path) == (0, "ended\n")
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("sanitiser", ["address", "thread"])
+@pytest.mark.parametrize("number", native.NUMBERS)
+@pytest.mark.parametrize("operation", SANITISED)
+def test_sanitisers_find_nothing_in_several_threads(operation, number, sanitiser, tmp_path):
+    """With the instructions of this processor, in three threads of Python that each use three of the kernel."""
+    settings = {"sanitiser": sanitiser, "number": number, "threads": 3, "flags": native.instruction_set()}
+    assert with_sanitiser(operation, SANITISED[operation], tmp_path, **settings) == (0, "ended\n")
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_the_thread_sanitiser_finds_a_race_that_is_there(tmp_path):
+    code, messages = with_sanitiser("linear_scan", RACE, tmp_path, sanitiser="thread", threads=3)
+    assert code == 66
+    assert "WARNING: ThreadSanitizer: data race" in messages
+
+
+FORKS = """
+import os, signal, threading
+import torch
+from adptnet.ops.linear_scan import cpu
+
+torch.set_num_threads(3)
+cpu.LEAST = 1  # so that the smallest call has as many
+factors, offset = torch.rand(64), torch.randn(8, 128, 64)  # a result that comes from the pool
+expected = cpu.forward(factors, offset, None, None, False).numpy()
+ended = threading.Event()
+
+def run():
+    while not ended.is_set():
+        cpu.forward(factors, offset, None, None, False)
+
+threads = [threading.Thread(target=run) for _ in range(6)]
+for thread in threads:
+    thread.start()
+codes = []
+for _ in range(30):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        found = [cpu.forward(factors, offset, None, None, False).numpy() for _ in range(3)]
+        os._exit(not all((one == expected).all() for one in found))
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+ended.set()
+for thread in threads:
+    thread.join()
+print(set(codes))
+"""
+
+
+@needs_compiler
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_child_that_is_forked_while_threads_run_kernels_runs_them_too():
+    """No lock of ours is held across a fork. Torch's own threads do not outlive one, and are not used here."""
+    assert python(FORKS)[0] == "{0}"
+
+
+RESIDENT = """
+import random, sys
+import torch
+import adptnet
+from adptnet import solvers
+from adptnet.ops.linear_scan import linear_scan
+
+def resident():  # in MB
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096 / 1e6
+
+torch.set_default_dtype(torch.float64)
+torch.set_num_threads(1)
+random.seed(0)
+layers = {size: adptnet.ADPTNet(size, beta=0.3) for size in (3, 8, 17, 32)}
+deer = solvers.DEER(max_iterations=20)
+
+def call(kind):
+    size, layer = random.choice(list(layers.items()))
+    x = torch.randn(random.randint(1, 6), random.randint(1, 250), size, requires_grad=True)
+    if kind == 0:
+        layer(x)[0].sum().backward()
+    elif kind == 1:
+        linear_scan(torch.rand(size, requires_grad=True), x).sum().backward()
+    else:
+        deer(layer.cell, x[:, :40]).states.sum().backward()
+    layer.zero_grad()
+
+count = int(sys.argv[1])
+for i in range(count // 5):
+    call(i % 3)
+before = most = resident()
+for i in range(count):
+    call(i % 3)
+    most = max(most, resident()) if i % 50 == 0 else most
+print(before, max(most, resident()) - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_memory_does_not_grow_with_calls_of_changing_size(count):
+    """Of a layer, a scan and a solver in turn, forward and backward: at most 10 MB more after the first fifth."""
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE.parent.parent), "ADPTNET_BACKEND": "auto"}
+    command = [sys.executable, "-c", RESIDENT, str(count)]
+    shown = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    assert float(shown.split()[1]) <= 10, shown
 
 
 FAULTS = """

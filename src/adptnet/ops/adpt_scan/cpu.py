@@ -18,6 +18,7 @@ FEW, FEWER, MANY = 12, 8, 64  # sequences that are run together: two groups of s
 DOTS = 16  # numbers that are kept of a row beside its projections: `dots` of rotation.h
 SMALL = 256  # rows of K and V that fit well into the second cache
 PLANS = 64  # kinds of calls that are remembered
+LEAST = 1_000_000  # products that are worth a thread
 
 _NAMES = {torch.float32: "float", torch.float64: "double"}
 
@@ -218,7 +219,7 @@ def _planned(inputs: Inputs, form: Form, threads: int) -> Plan:
     rank, _, outer, inner = [0 if t is None else t.shape[-1] for t in inputs[-len(Factors._fields) :]]
     size, turns = real.shape[0] // form.heads, _turns(form)
     work = batch * steps * form.heads * (2 * size * size + 16 * size)
-    threads = max(1, min(threads, work // 1_000_000))  # which must have something to do
+    threads = max(1, min(threads, work // LEAST))
     tile = _tile(batch, form.heads, size, threads)
     scan = _Scan(
         batch=batch,

@@ -1,0 +1,171 @@
+"""Decide which files may be executed: those that only this user and root can change, with the bytes recorded for them.
+
+On POSIX systems every folder on the way to a file is examined, as OpenSSH does for its keys. Windows has no such owners
+and modes: there the SHA-256 is checked and nothing else, and the access control lists of the folders are relied upon,
+which keep the profile of a user to that user.
+"""
+
+import errno
+import hashlib
+import os
+import shlex
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader
+from pathlib import Path
+
+__all__ = [
+    "find_exposure",
+    "find_fault",
+    "find_program",
+    "find_recorded_fault",
+    "make_private_folder",
+    "record_of",
+    "search_path",
+    "write_record",
+]
+
+LINKS = 40  # symbolic links followed in one path, as in Linux
+
+
+def find_exposure(path: Path) -> str | None:
+    """Return how another user could change what `path` names; None if only this user and root can.
+
+    The path is walked from the root folder and symbolic links are followed one at a time. Every entry on the way must
+    belong to this user or root and must not be writable by group or others. A folder above the last entry may be, if it
+    has the sticky bit (as `/tmp` has): nobody can replace another user's entry there. Write access through an access
+    control list shows in the bits of the group.
+
+    There is no race between this check and a later use of the path: an entry is examined only after the folder that
+    holds it, so no other user could change what has been examined.
+
+    Args:
+        path: A file or a folder.
+
+    Returns:
+        A clause that names the first unsafe entry, or None. Always None on Windows.
+    """
+    if not hasattr(os, "geteuid"):
+        return None
+    # Whoever owns the root folder controls every path: root, or what root looks like in a user namespace without it.
+    trusted = {0, os.geteuid(), os.stat("/").st_uid}
+    current, links, names = "/", 0, _names(str(path.absolute()))
+    while True:
+        try:
+            status = os.lstat(current)
+            target = os.readlink(current) if stat.S_ISLNK(status.st_mode) else None
+        except OSError as error:
+            return f"{current} cannot be examined ({error.strerror})"
+        if status.st_uid not in trusted:
+            return f"{current} belongs to another user (uid {status.st_uid})"
+        if target is not None:
+            links += 1
+            if links > LINKS:
+                return f"{path} leads through more than {LINKS} symbolic links"
+            names += _names(target)
+            current = "/" if os.path.isabs(target) else os.path.dirname(current)
+            continue
+        if status.st_mode & 0o022 and not (status.st_mode & stat.S_ISVTX and names):
+            mode = f"{stat.S_IMODE(status.st_mode):04o}"
+            return f"{current} can be written by other users (mode {mode}; chmod go-w {shlex.quote(current)} ends that)"
+        if not names:
+            return None
+        name = names.pop()
+        current = os.path.dirname(current) if name == ".." else os.path.join(current, name)
+
+
+def _names(path: str) -> list[str]:
+    """Return the entries of a path, the last one first."""
+    return [name for name in reversed(path.split("/")) if name not in ("", ".")]
+
+
+def find_fault(path: Path, sha256: str) -> str | None:
+    """Return why the library at `path` must not be loaded; None if it may be.
+
+    No other user can change the file after this check (see `find_exposure`), so what is then loaded from the same path
+    has the bytes that were hashed, or those that this user's own processes put there.
+
+    Args:
+        path: The library: one that was built here or one that came with the package.
+        sha256: The recorded SHA-256 of its bytes, in hexadecimal.
+
+    Returns:
+        A clause that says what is wrong, or None. On Windows only the SHA-256 is checked.
+    """
+    exposure = find_exposure(path)
+    if exposure is not None:
+        return exposure
+    try:
+        found = _sha256(path)
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror})"
+    return None if found == sha256 else f"{path} has the SHA-256 {found}, and {sha256 or 'none'} was recorded"
+
+
+def find_recorded_fault(path: Path) -> str | None:
+    """Return what `find_fault` does, with the SHA-256 in the file beside the library, which is protected like it."""
+    record = record_of(path)
+    exposure = find_exposure(record)
+    if exposure is not None:
+        return exposure
+    try:
+        with _open_regular(record) as file:
+            sha256 = file.read(64).decode("ascii", "replace")
+    except OSError as error:
+        return f"{record} cannot be read ({error.strerror})"
+    return find_fault(path, sha256)
+
+
+def record_of(path: Path) -> Path:
+    """Return the file that holds the SHA-256 of the library at `path`, in the format of `sha256sum`."""
+    return path.with_name(f"{path.name}.sha256")
+
+
+def write_record(path: Path) -> Path:
+    """Write the SHA-256 of the library at `path` to the file beside it, which is returned."""
+    record = record_of(path)
+    record.write_text(f"{_sha256(path)}  {path.name}\n")
+    record.chmod(0o600)
+    return record
+
+
+def _sha256(path: Path) -> str:
+    with _open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def _open_regular(path: Path) -> Iterator[BufferedReader]:
+    """Open a file to read; raise `OSError`, without blocking, if it is a pipe, a device or a folder."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        yield file
+
+
+def make_private_folder(folder: Path) -> None:
+    """Make `folder` and those missing above it, each for this user alone (mode 0700). What exists stays as it is."""
+    if not folder.is_dir():
+        if folder.parent != folder:  # a drive that is not there
+            make_private_folder(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def search_path() -> list[str]:
+    """Return the folders of PATH that programs are run from.
+
+    Relative and empty entries, which stand for the current folder, and folders that another user could change are left
+    out.
+    """
+    return [folder for folder in os.get_exec_path() if os.path.isabs(folder) and find_exposure(Path(folder)) is None]
+
+
+def find_program(name: str) -> str | None:
+    """Return the absolute path of the program `name` in `search_path()`; None if there is none that may be run."""
+    for folder in search_path():
+        path = os.path.join(folder, name + (".exe" if sys.platform == "win32" else ""))
+        if os.path.isfile(path) and os.access(path, os.X_OK) and find_exposure(Path(path)) is None:
+            return path
+    return None
