@@ -1,6 +1,7 @@
 """`adptnet train`, `evaluate`, `sweep` and `replay`, as typed."""
 
 import dataclasses
+import importlib
 import json
 import os
 import re
@@ -183,6 +184,39 @@ def test_a_layer_of_a_sweep_keeps_the_dropout_and_the_depth_that_were_given(fram
         assert (other.body.dropout, other.depth, other.name) == (0.25, 3, name)
         back = flags.draft_of(flags.with_flags(other, ["--model.layer", "gru"]))
         assert (back.body.dropout, back.depth, back.name) == (0.25, 3, "gru")
+
+
+def test_the_commands_of_the_spiking_page_are_the_settings_of_its_table(tmp_path, monkeypatch):
+    root = Path(__file__).parent.parent
+    page = (root / "docs" / "spiking.md").read_text()
+    command = re.search(r"    adptnet train (event-frames --task.path audiomnist(?:.*\\\n)+.*\n)", page)[1]
+    name, *arguments = shlex.split(command.replace("\\\n", " "))
+    path = tmp_path / "audiomnist_cochlea_frames.npz"
+    labels, speakers = np.arange(600) % 10, np.arange(600) % 60 + 1
+    np.savez(path, frames=np.ones((600, 250, 140), np.uint8), label=labels, speaker=speakers)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(root / "benchmarks"))
+    digits = importlib.import_module("spoken_digits")
+    rows = [json.loads(line) for line in (root / "benchmarks/results/spoken_digits.jsonl").read_text().splitlines()]
+    settings = {(row["network"], row["setting"].get("beta")): row["setting"] for row in rows if row["stage"] == "test"}
+
+    def made(*model):
+        return flags.with_flags(flags.drafted(tasks.TASKS[name]()), [*arguments, *model])
+
+    assert made().task == digits.task_of(Path(path.name), "test")
+    assert made().model == digits.model_of("spiking-adpt", settings["spiking-adpt", 0.5])
+    start, end = (arguments.index(flag) for flag in ("--model.layer", "--training.optimiser"))
+    del arguments[start:end]
+    common = ["--model.dropout", "0.25"]
+    for network, *width in (
+        ("silif", "--model.width", "128", "--model.threshold", "0.5", "--model.momentum", "0.1"),
+        ("lif", "--model.width", "130", "--model.momentum", "0.1"),
+        ("adlif", "--model.width", "129", "--model.momentum", "0.1"),
+    ):
+        model = made("--model.layer", f"{network}-network", *width, *common).model
+        assert model == digits.model_of(network, settings[network, None])
+    gru = made("--model.layer", "gru", "--model.width", "43", "--model.depth", "2", *common).model
+    assert gru == digits.model_of("gru", settings["gru", None])
 
 
 def test_training_prints_the_settings_it_uses(frames, tmp_path, capsys):

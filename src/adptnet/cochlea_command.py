@@ -28,8 +28,8 @@ class Listen:
     output: Positional[Path]
     """The HDF5 file to write; it appears when all is done."""
     label_from: Literal["folder", "name"] = "folder"
-    """The word of a file: the name of its folder, or the part of its own name before the first underscore. Labels number
-    the words in the order of their names."""
+    """The word of a file: the name of its folder, or the part of its own name before the first underscore. Labels
+    number the words in the order of their names."""
     seconds: float | None = None
     """Centre each sound in this length, cutting off what is longer; as it is if not given."""
     rate: int = 16_000
