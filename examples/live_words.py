@@ -94,7 +94,7 @@ class Live:
 
     @torch.no_grad()
     def _step(self, events: Events, complete: int) -> Tensor:
-        both = joined(self.waiting, events)
+        both = join_events(self.waiting, events)
         now = self.frames.indices(both.times) < complete
         self.waiting = Events(both.times[~now], both.units[~now])
         frames = self.frames.counts(Events(both.times[now], both.units[now]), self.steps, complete)
@@ -106,7 +106,7 @@ class Live:
         return torch.cat(steps) if steps else torch.zeros(0, self.model.spec.output_size)
 
 
-def joined(*parts: Events) -> Events:
+def join_events(*parts: Events) -> Events:
     return Events(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
@@ -114,7 +114,7 @@ def joined(*parts: Events) -> Events:
 def whole(model: SpikingModel, cochlea: Cochlea, frames: Frames, level: float, sound: np.ndarray) -> Tensor:
     """The scores of the whole sound in one call of the network: the sum of the probabilities over time."""
     ear = cochlea.listen(level=level, piece=0.1)
-    events = joined(ear(sound), ear.end())
+    events = join_events(ear(sound), ear.end())
     scores: Tensor = model(frames.counts(events, 0, frames.at(ear.heard) + 1).unsqueeze(0))[0]
     return scores[0]
 

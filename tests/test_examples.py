@@ -183,7 +183,7 @@ def test_live_words_of_a_run_hear_the_frames_that_its_task_makes_of_the_same_spi
     monkeypatch.setattr(SpikingModel, "step", recorded)
     live.main(tmp_path / "a.wav", run=run)
     ear = Cochlea(channels=12).listen(level=np.sqrt((sound.astype(np.float32).astype(float) ** 2).mean()), piece=0.1)
-    spikes = live.joined(ear(live.loaded(tmp_path / "a.wav")), ear.end())
+    spikes = live.join_events(ear(live.loaded(tmp_path / "a.wav")), ear.end())
     expected = task._batch(EventDataset([(spikes, 0)], bins), torch.zeros(1, dtype=torch.int64)).inputs[0]
     frames = torch.cat(heard)
     common = min(len(frames), len(expected))

@@ -58,3 +58,13 @@ def test_verify_finds_solvers_that_are_wrong():
     assert str(report).startswith("The solvers DIFFER from a plain loop")
     with pytest.raises(errors.InputError, match=r"verify takes \(batch, time, 3\); got shape \(30, 3\)"):
         adptnet.verify(cell, torch.randn(30, 3))
+
+
+def test_verify_rejects_inputs_that_the_cell_cannot_take():
+    cell = cells.from_torch(torch.nn.GRUCell(3, 4))
+    for x in (torch.randn(2, 30, 5), torch.randn(2, 0, 3), torch.zeros(2, 5, 3, dtype=torch.complex128)):
+        with pytest.raises(errors.InputError):
+            adptnet.verify(cell, x)
+    assert not adptnet.verify(cell, torch.full((2, 5, 3), torch.nan)).ok
+    double = cells.from_torch(torch.nn.GRUCell(3, 4, dtype=torch.float64))
+    assert adptnet.verify(double, torch.randn(2, 9, 3, dtype=torch.float32)).ok

@@ -57,7 +57,7 @@ def run(options: Listen) -> int:
         raise InputError(f"--seed {options.seed}: a seed is a whole number from 0.")
     cochlea = Cochlea(rate=options.rate, loudness=options.loudness)
     if len(words) == 1 < len(files):
-        print(_one_word(options, files[0][0], words[0], len(files)), file=sys.stderr, flush=True)
+        _warn_of_one_word(options, files[0][0], words[0], len(files))
     with stoppable(at_once=True):  # a draft is not left behind
         count = write_spikes(options.output, _recordings(options, cochlea, files), words=words)
     shown = ", ".join(words[:MOST]) + (f" and {len(words) - MOST} more" if len(words) > MOST else "")
@@ -87,15 +87,21 @@ def _label(paths: list[Path], options: Listen) -> tuple[list[tuple[Path, int]], 
     return [(path, words.index(word)) for path, word in zip(paths, named, strict=True)], words
 
 
-def _one_word(options: Listen, first: Path, word: str, count: int) -> str:
-    """A warning that labels tell nothing apart."""
-    said = f"warning: all {count} recordings have the label 0, the word {word!r}"
+def _warn_of_one_word(options: Listen, first: Path, word: str, count: int) -> None:
+    """Print a warning that labels tell no recordings apart."""
     if options.label_from == "name":
-        return f"{said}, the part of their names before the first underscore. Put the files of each word in a folder."
-    return (
-        f"{said}, since they are all in folders of that name. Pass --label-from name to take the part of a file's name "
-        f"before its first underscore ({first.name!r} would be {first.stem.partition('_')[0]!r}), or put the files of "
-        "each word in a folder."
+        why = "the part of their names before the first underscore"
+        fix = "Put the files of each word in a folder and pass --label-from folder"
+    else:
+        why = "the name of their folder"
+        fix = (
+            "Pass --label-from name to take the part of a file's name before its first underscore "
+            f"({first.name!r} would be {first.stem.partition('_')[0]!r}), or put the files of each word in a folder"
+        )
+    print(
+        f"warning: all {count} recordings have the label 0, the word {word!r}, {why}. {fix}.",
+        file=sys.stderr,
+        flush=True,
     )
 
 

@@ -319,14 +319,14 @@ def summary(experiment: Experiment) -> str:
     ]
     seconds = experiment.task.step_seconds
     lines = [
-        f"task: {_changed(experiment.task)}" + ("" if seconds is None else f", steps of {1000 * seconds:g} ms"),
+        f"task: {_list_changes(experiment.task)}" + ("" if seconds is None else f", steps of {1000 * seconds:g} ms"),
         f"model: {draft.name or type(parts[0]).__name__}, depth {draft.depth}: {', '.join(settings)}",
-        f"training: {_changed(experiment.training)}",
+        f"training: {_list_changes(experiment.training)}",
     ]
     return "\n".join(lines)
 
 
-def _changed(part: Spec) -> str:
+def _list_changes(part: Spec) -> str:
     """A spec with those of its fields that are not as they are by default."""
     values = [(field.name, getattr(part, field.name), field.default) for field in dataclasses.fields(part)]
     return f"{type(part).__name__}({', '.join(f'{name}={value!r}' for name, value, usual in values if value != usual)})"

@@ -149,7 +149,7 @@ def parallelisability(
         predicted = None
         if isinstance(solver, Newton) and isinstance(solver.damping, Undamped) and not _quadratic(solver):
             predicted = predicted_iterations(system, inputs, solver, state=state, steps=steps)
-        depth = mean * (1 + (math.log2(trajectory.steps) if _scans(solver) else 0))
+        depth = mean * (1 + (math.log2(trajectory.steps) if _has_scan(solver) else 0))
         result = Result(int(search.results.max()))
         reports.append(SolverReport(name, iterations, predicted, result, mean * each, depth, trajectory.steps))
     spectrum = lyapunov_exponents(system, inputs, state=state, steps=steps, count=1)
@@ -180,7 +180,7 @@ def _family(trajectory: Posed) -> dict[str, Solver]:
 def _macs_of_an_iteration(solver: Solver, counts: Cost, size: int) -> float:
     """A step, its linearisation, and the scan: work-efficient, three products of transitions and states a step."""
     kind = solver.linearisation if isinstance(solver, Newton) else None
-    if not _scans(solver):
+    if not _has_scan(solver):
         return counts.step
     diagonal = counts.step + 3.0 * size
     if isinstance(kind, FullJacobian):
@@ -194,7 +194,7 @@ def _macs_of_an_iteration(solver: Solver, counts: Cost, size: int) -> float:
     return diagonal
 
 
-def _scans(solver: Solver) -> bool:
+def _has_scan(solver: Solver) -> bool:
     """Whether an iteration has a scan along time; Jacobi's has none."""
     return not (isinstance(solver, Newton) and isinstance(solver.linearisation, Nothing))
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..cells import ADPTCell, Cell, CoupledCell, StatefulCell
 from ..errors import IncompatibleError, InputError
-from ..solvers import DEER, ConvDEER, ForwardDEER, Jacobi, KoopmanDEER, Picard, QuasiDEER, Solver
+from ..solvers import DEER, ConvDEER, ForwardDEER, Jacobi, KoopmanDEER, Picard, QuasiDEER, Sequential, Solver
 from .layer import ADPTNet, RecurrentLayer
 
 __all__ = ["Verification", "verify"]
@@ -65,9 +65,9 @@ def verify(
             f"verify compares an ADPTNet with its reference, or the solvers of a Cell with a loop; got "
             f"{type(layer).__name__}. A cell is made by cells.from_torch or cells.from_function."
         )
-    if x.dim() != 3:
+    if x.dim() != 3 or not x.is_floating_point():
         width = layer.width if isinstance(layer, RecurrentLayer) else layer.input_size or "features"
-        raise InputError(f"verify takes (batch, time, {width}); got shape {tuple(x.shape)}.")
+        raise InputError(f"verify takes (batch, time, {width}); got shape {tuple(x.shape)}, {x.dtype}.")
     if isinstance(layer, Cell):
         return _verify_solvers(layer, x, solver, tolerance)
     layer.check(x)
@@ -88,7 +88,7 @@ def verify(
 def _verify_solvers(cell: Cell, x: Tensor, solver: Solver | None, tolerance: float | None) -> Verification:
     """Compare solvers with a loop of `cell.step`."""
 
-    def loop(x: Tensor) -> Tensor:
+    def run_loop(x: Tensor) -> Tensor:
         state = cell.initial_state(len(x), device=x.device, dtype=x.dtype)
         drive = cell.prepare(x, torch.arange(x.shape[1], device=x.device).expand(x.shape[:2]))
         states = []
@@ -97,15 +97,20 @@ def _verify_solvers(cell: Cell, x: Tensor, solver: Solver | None, tolerance: flo
             states.append(state)
         return torch.stack(states, 1)
 
-    def solved(method: Solver) -> Callable[[Tensor], Tensor]:
+    def solve_by(method: Solver) -> Callable[[Tensor], Tensor]:
         return lambda x: method(cell, x).states
 
-    weights = _weights(x[..., :1]).expand(*x.shape[:2], cell.state_size).to(x.dtype)
-    expected = _states_and_gradients(cell, loop, x, weights)
+    x = x.to(cell.dtype or x.dtype)
+    with torch.no_grad():
+        states = Sequential()(cell, x).states  # checks shapes and dtypes
+    if not states.numel():
+        raise InputError(f"verify compares at least one step of one sequence; got shape {tuple(x.shape)}.")
+    weights = _weights(states).to(x.dtype)
+    expected = _states_and_gradients(cell, run_loop, x, weights)
     errors = {}
     for method in [kind() for kind in PARALLEL] if solver is None else [solver]:
         try:
-            found = _states_and_gradients(cell, solved(method), x, weights)
+            found = _states_and_gradients(cell, solve_by(method), x, weights)
         except IncompatibleError:
             if solver is not None:
                 raise
