@@ -6,9 +6,12 @@ arguments it first learns four words of its own, gliding tones, in about a minut
     python examples/live_words.py
     python examples/live_words.py word.wav --weights silif_ssc.npz     # a SiLIF network of Spiking Speech Commands
     python examples/live_words.py word.wav --run runs/words            # a network of `adptnet train event-frames`
+
+A network of a run hears the frames that it was trained on: the bins and the merging are read from the run's settings.
 """
 
 import argparse
+import dataclasses
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -21,7 +24,7 @@ from torch import Tensor
 from adptnet import tasks, training
 from adptnet.cli import ended
 from adptnet.errors import InputError
-from adptnet.events import Bins, Cochlea, Events, SpikeFile, read_wav
+from adptnet.events import Bins, Cochlea, Events, PixelFile, SpikeFile, open_archive, read_wav
 from adptnet.integrations.silif import from_silif
 from adptnet.nn import SpikingModel, SpikingModelSpec, spiking_adpt_for_speech
 from adptnet.training.runs import read_experiment, trained
@@ -31,31 +34,71 @@ LONGEST = 60  # seconds of a sound
 TONES = {"rise": (300, 1200), "fall": (1200, 300), "low": (300, 300), "high": (1200, 1200)}
 
 
+@dataclasses.dataclass(frozen=True)
+class Frames:
+    """The frames of `tasks.EventFrames(bins=, merge=)`, continued for as long as the sound lasts."""
+
+    bins: Bins
+    merge: tuple[int, int] = (1, 1)  # frames and features that are added together
+
+    @property
+    def seconds(self) -> float:
+        """Width of a frame."""
+        steps = self.bins.steps - 1 if self.bins.rule == "silif" else self.bins.steps
+        return self.merge[0] * self.bins.duration / steps
+
+    @property
+    def features(self) -> int:
+        return self.bins.features // self.merge[1]
+
+    def indices(self, times: np.ndarray) -> np.ndarray:
+        """The frame of each time: the task's own, with frames of the same width after the end of its recordings."""
+        bins = self.bins
+        if bins.rule == "silif":
+            edges = np.linspace(0, bins.duration, bins.steps)
+            repeats = range(1, int(times.max(initial=0.0) // bins.duration) + 1)
+            index = np.digitize(times, np.concatenate((edges, *(edges[1:] + n * bins.duration for n in repeats))))
+        else:
+            index = np.floor(times * bins.steps / bins.duration).astype(np.int64)
+        return index // self.merge[0]
+
+    def at(self, time: float) -> int:
+        return int(self.indices(np.asarray([time]))[0])
+
+    def counts(self, events: Events, start: int, stop: int) -> Tensor:
+        """The frames from `start` to before `stop`, (frames, features)."""
+        feature = events.units // (self.bins.pool * self.merge[1])
+        place = (self.indices(events.times) - start) * self.features + feature
+        counts = np.bincount(place, minlength=(stop - start) * self.features)
+        return torch.from_numpy(counts.reshape(-1, self.features)).to(torch.get_default_dtype())
+
+
 class Live:
     """The probabilities of words in sound that comes in chunks: cochlea, frames, `model.step`."""
 
-    def __init__(self, model: SpikingModel, cochlea: Cochlea, bins: Bins, level: float):
-        self.model, self.bins = model, bins
+    def __init__(self, model: SpikingModel, cochlea: Cochlea, frames: Frames, level: float):
+        self.model, self.frames = model, frames
         self.ear = cochlea.listen(level=level, piece=0.1)
         self.waiting = Events.of([], np.zeros(0, int))
-        self.frames = 0  # that have gone through the network
+        self.steps = 0  # frames that have gone through the network
         self.state = None
 
     def __call__(self, chunk: np.ndarray) -> Tensor:
         """Probabilities (frames, words) at every frame that is complete with this chunk."""
-        return self._stepped(self.ear(chunk), int(self.ear.heard * self.bins.steps / self.bins.duration))
+        events = self.ear(chunk)
+        return self._step(events, self.frames.at(self.ear.heard))
 
     def end(self) -> Tensor:
-        last = self.ear.end()
-        return self._stepped(last, int(self.bins.indices(np.asarray([self.ear.heard]))[0]) + 1)
+        events = self.ear.end()
+        return self._step(events, self.frames.at(self.ear.heard) + 1)
 
     @torch.no_grad()
-    def _stepped(self, events: Events, complete: int) -> Tensor:
-        both = Events(*(np.concatenate(pair) for pair in zip(self.waiting, events, strict=True)))
-        now = self.bins.indices(both.times) < complete
+    def _step(self, events: Events, complete: int) -> Tensor:
+        both = join_events(self.waiting, events)
+        now = self.frames.indices(both.times) < complete
         self.waiting = Events(both.times[~now], both.units[~now])
-        frames = counted(Events(both.times[now], both.units[now]), self.bins, self.frames, complete)
-        self.frames = complete
+        frames = self.frames.counts(Events(both.times[now], both.units[now]), self.steps, complete)
+        self.steps = complete
         steps = []
         for frame in frames:
             probabilities, self.state = self.model.step(frame.unsqueeze(0), self.state)
@@ -63,21 +106,16 @@ class Live:
         return torch.cat(steps) if steps else torch.zeros(0, self.model.spec.output_size)
 
 
-def counted(events: Events, bins: Bins, start: int, stop: int) -> Tensor:
-    """The frames from `start` to before `stop`."""
-    place = (bins.indices(events.times) - start) * bins.features + events.units // bins.pool
-    counts = np.bincount(place, minlength=(stop - start) * bins.features)
-    return torch.from_numpy(counts.reshape(-1, bins.features)).to(torch.get_default_dtype())
+def join_events(*parts: Events) -> Events:
+    return Events(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
 @torch.no_grad()
-def whole(model: SpikingModel, cochlea: Cochlea, bins: Bins, level: float, sound: np.ndarray) -> Tensor:
+def whole(model: SpikingModel, cochlea: Cochlea, frames: Frames, level: float, sound: np.ndarray) -> Tensor:
     """The scores of the whole sound in one call of the network: the sum of the probabilities over time."""
     ear = cochlea.listen(level=level, piece=0.1)
-    parts = (ear(sound), ear.end())
-    events = Events(*(np.concatenate(pair) for pair in zip(*parts, strict=True)))
-    frames = counted(events, bins, 0, int(bins.indices(np.asarray([ear.heard]))[0]) + 1)
-    scores: Tensor = model(frames.unsqueeze(0))[0]
+    events = join_events(ear(sound), ear.end())
+    scores: Tensor = model(frames.counts(events, 0, frames.at(ear.heard) + 1).unsqueeze(0))[0]
     return scores[0]
 
 
@@ -97,25 +135,30 @@ def main(
         raise InputError(f"--chunk {chunk:g}: seconds of a chunk, at least one sample: 0.05.")
     torch.manual_seed(0)
     if weights is None and run is None:
-        cochlea, bins = Cochlea(RATE, channels), Bins(250 * LONGEST, LONGEST, channels, pool=1)
-        model, words = taught(cochlea, sounds, steps)
+        cochlea, frames = Cochlea(RATE, channels), Frames(Bins(250, 1.0, channels, pool=1))
+        model, words = taught(cochlea, frames.bins, sounds, steps)
+    elif weights is not None:
+        cochlea, frames = Cochlea(RATE), Frames(Bins.of_silif(4))
+        model, words = from_silif(weights), DIGITS
     else:
-        cochlea, bins = Cochlea(RATE), Bins(250 * LONGEST, LONGEST)
-        model, words = (from_silif(weights), DIGITS) if weights is not None else of_run(run)
+        assert run is not None
+        model, words, frames = of_run(run)
+        cochlea = Cochlea(RATE, frames.bins.channels)
+    print(f"frames of {1000 * frames.seconds:.3g} ms, {frames.features} features")
     sound = spoken(np.random.default_rng(100), said) if wav is None else loaded(wav)
     level = float(np.sqrt((sound**2).mean()))
-    live, seen = Live(model, cochlea, bins, level), []
+    live, seen = Live(model, cochlea, frames, level), []
     heard: list[str] = []
     for number, part in enumerate(chunks(sound, round(chunk * RATE))):
         seen.append(live(part) if part is not None else live.end())
-        if live.frames and (part is None or number % max(1, round(0.1 / chunk)) == 0):
-            recent = torch.cat(seen)[-25:].mean(0)  # of the last tenth of a second
+        if live.steps and (part is None or number % max(1, round(0.1 / chunk)) == 0):
+            recent = torch.cat(seen)[-max(1, round(0.1 / frames.seconds)) :].mean(0)  # of the last tenth of a second
             best = recent.topk(min(3, len(recent)))
             shown = ", ".join(f"{name(words, i)} {p:4.0%}" for p, i in zip(*map(Tensor.tolist, best), strict=True))
-            print(f"{live.frames * bins.duration / bins.steps:5.2f} s  {shown}")
+            print(f"{live.steps * frames.seconds:5.2f} s  {shown}")
             heard.append(name(words, int(recent.argmax())))
     probabilities = torch.cat(seen)
-    apart = (probabilities.sum(0) - whole(model, cochlea, bins, level, sound)).abs().max()
+    apart = (probabilities.sum(0) - whole(model, cochlea, frames, level, sound)).abs().max()
     print(f"{len(probabilities)} frames; their sum is the score of the whole sound, to {apart:.0e}.")
     return heard, probabilities
 
@@ -149,14 +192,43 @@ def name(words: Sequence[str], number: int) -> str:
     return words[number] if number < len(words) else f"word {number}"
 
 
-def of_run(run: Path) -> tuple[SpikingModel, Sequence[str]]:
+def of_run(run: Path) -> tuple[SpikingModel, Sequence[str], Frames]:
+    """The network of a run, its words if they are known, and the frames that it was trained on."""
     experiment, model = read_experiment(run), trained(run)
-    if not isinstance(model, SpikingModel) or model.spec.input_size != 140:
+    if not isinstance(model, SpikingModel) or not isinstance(experiment.task, tasks.EventFrames):
         raise InputError(
-            f"{run} holds no spiking network of 140 features, 700 channels by fives. Train one with Bins()."
+            f"{run} holds no spiking network of event frames. Train one: adptnet train event-frames "
+            "--model.layer silif-network."
         )
-    path = Path(experiment.task.path) if isinstance(experiment.task, tasks.EventFrames) else Path()
-    return model.eval(), SpikeFile(path).words if path.suffix == ".h5" and path.exists() else ()
+    task, path = experiment.task, Path(experiment.task.path)
+    frames = Frames(task.bins, task.merge)
+    if path.suffix == ".npz":
+        check_archive(path, frames.bins)
+    if frames.features != model.spec.input_size:
+        raise InputError(
+            f"{run} has a network of {model.spec.input_size} features; {task.bins} merged by {task.merge} gives "
+            f"{frames.features}. Pass the folder of a run whose settings were not changed."
+        )
+    words = SpikeFile(path, channels=task.bins.channels).words if path.suffix == ".h5" and path.exists() else ()
+    return model.eval(), words, frames
+
+
+def check_archive(path: Path, bins: Bins) -> None:
+    """Raise where a run learnt frames that cannot be made of sound: an npz does not say how its frames were made."""
+    if not path.exists():
+        raise InputError(
+            f"the run was trained on the frames of {path}, which is not there, so their width is unknown. Run this "
+            "where the file is."
+        )
+    archive = open_archive(path)
+    if isinstance(archive, PixelFile):
+        raise InputError(f"the run was trained on {path}, events of a camera; a network of sounds is needed.")
+    shape = archive.frames.shape[1:]
+    if shape != (bins.steps, bins.features):
+        raise InputError(
+            f"the run was trained on {path}, frames of shape {shape}, which {bins} does not make: how long they are is "
+            f"unknown. Train with the bins that made them: --task.bins 'Bins(steps={shape[0]}, duration=..., ...)'."
+        )
 
 
 def spoken(generator: np.random.Generator, names: Sequence[str]) -> np.ndarray:
@@ -172,7 +244,7 @@ def spoken(generator: np.random.Generator, names: Sequence[str]) -> np.ndarray:
     return sound + 0.01 * generator.standard_normal(len(sound))
 
 
-def taught(cochlea: Cochlea, sounds: int, steps: int) -> tuple[SpikingModel, Sequence[str]]:
+def taught(cochlea: Cochlea, bins: Bins, sounds: int, steps: int) -> tuple[SpikingModel, Sequence[str]]:
     """A small SpikingADPTNet that has learnt the four tones, through the cochlea and the trainer."""
     generator, frames, labels = np.random.default_rng(0), [], []
     print(f"learning {', '.join(TONES)} ...", flush=True)
@@ -180,7 +252,7 @@ def taught(cochlea: Cochlea, sounds: int, steps: int) -> tuple[SpikingModel, Seq
         label = number % 4
         sound = spoken(generator, [list(TONES)[label]])[:RATE]
         events = cochlea(np.pad(sound, (0, RATE - len(sound))), seed=number)
-        frames.append(Bins(250, 1.0, cochlea.channels, pool=1).frames(events))
+        frames.append(bins.frames(events))
         labels.append(label)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tones.npz"
@@ -192,7 +264,7 @@ def taught(cochlea: Cochlea, sounds: int, steps: int) -> tuple[SpikingModel, Seq
             layer.norm.norm.momentum = 0.2  # few batches
         settings = training.TrainConfig(steps=steps, batch_size=min(16, sounds // 2), learning_rate=1e-2, clip=1.0)
         training.train(model, task, settings)
-        scores = training.evaluate(model, task, (None,))[250]
+        scores = training.evaluate(model, task, (None,))[bins.steps]
     print(f"accuracy on tones it has not heard: {scores['accuracy']:.0%}")
     return model.eval(), tuple(TONES)
 

@@ -19,8 +19,8 @@ SIZE, FEATURES = 16, 3
 class Leaky(nn.Module):
     """state ← keep ⊙ state + (1 - keep) ⊙ tanh(W state + U input): any function of state and input will do.
 
-    It must take leading dimensions as they come: a solver calls it on (batch, state) and on (batch, time, state). As it
-    is a module, its parameters are those of the cell.
+    It is called with (rows, state_size) and (rows, features), the rows being sequences, steps or both, and must treat
+    each row by itself. As it is a module, its parameters are those of the cell.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,10 @@ class Leaky(nn.Module):
 
 
 class LeakyCell(cells.Cell):
-    """The same network as a cell. `step` is the only method it needs; the other one is for ConvDEER."""
+    """The same network as a cell. `step` is the only method it needs; the other one is for ConvDEER.
+
+    The `step` of a cell takes leading dimensions as they come, (batch, state) or (batch, time, state).
+    """
 
     def __init__(self, network: Leaky) -> None:
         super().__init__()

@@ -65,7 +65,7 @@ def test_a_contracting_layer_is_recommended_to_run_in_parallel():
     assert report.certified.contracts
     assert float(report.spectrum.largest.max()) < 0
     assert {each.name for each in report.solvers} == {
-        *("DEER", "QuasiDEER", "ForwardDEER", "ConvDEER", "KoopmanDEER", "Picard")
+        *("DEER", "QuasiDEER", "ForwardDEER", "ConvDEER", "KoopmanDEER", "Jacobi", "Picard")
     }
     assert report.best.converged
     assert report.best.gain() > 2
@@ -74,6 +74,8 @@ def test_a_contracting_layer_is_recommended_to_run_in_parallel():
     assert report.best.gain(processors=1) < 1
     assert "step by step" in parallelisability(layer, torch.randn(64, 6), processors=1.0).recommendation
     assert "ConvDEER" in str(report)
+    jacobi = {each.name: each for each in report.solvers}["Jacobi"]
+    assert jacobi.depth == float(jacobi.iterations.double().mean())  # no scan
     assert {each.name for each in report.solvers if each.predicted is None} == {"DEER"}  # what it takes is quadratic
     with pytest.raises(InputError, match="processors=0"):
         parallelisability(layer, torch.randn(64, 6), processors=0)

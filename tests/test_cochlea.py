@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -271,6 +272,47 @@ def test_the_command_turns_folders_into_a_spike_file(tmp_path, few_channels, cap
     assert out.read_bytes() == before
     assert not list(tmp_path.glob(".out*"))
     assert cli.main(["cochlea", str(tmp_path / "nothing"), str(tmp_path / "x.h5")]) == 1
+
+
+def test_the_command_takes_words_from_file_names(tmp_path, few_channels, capsys):
+    pytest.importorskip("h5py")
+    for name in ("7_theo_0", "3_jackson_7", "3_theo_1", "seven"):
+        write(tmp_path / f"{name}.wav", tone(500, 0.1))
+    out = tmp_path / "out.h5"
+    assert cli.main(["cochlea", str(tmp_path), str(out), "--label-from", "name"]) == 0
+    assert SpikeFile(out).words == ["3", "7", "seven"]
+    assert SpikeFile(out).labels.tolist() == [0, 0, 1, 2]
+    printed = capsys.readouterr()
+    assert f"4 recordings, 3 words (3, 7, seven): {out}" in " ".join(printed.out.split())
+    assert "warning" not in printed.err
+
+
+def test_the_command_warns_where_every_recording_would_have_one_label(tmp_path, few_channels, capsys, monkeypatch):
+    pytest.importorskip("h5py")
+    (tmp_path / "wavs").mkdir()
+    monkeypatch.chdir(tmp_path / "wavs")
+    write(Path("3_jackson_7.wav"), tone(500, 0.1))
+    assert cli.main(["cochlea", ".", "../one.h5"]) == 0
+    assert "warning" not in capsys.readouterr().err  # one recording has one word
+    write(Path("7_jackson_7.wav"), tone(500, 0.1))
+    assert cli.main(["cochlea", ".", "../two.h5"]) == 0
+    said = capsys.readouterr()
+    assert "2 recordings, 1 words (wavs)" in said.out
+    assert "warning: all 2 recordings have the label 0, the word 'wavs'" in said.err
+    assert "--label-from name" in said.err
+    assert "'3_jackson_7.wav' would be '3'" in said.err
+
+
+def test_folders_of_one_name_are_one_word(tmp_path, few_channels, capsys):
+    pytest.importorskip("h5py")
+    for folder in ("train/low", "train/high", "test/low"):
+        (tmp_path / folder).mkdir(parents=True)
+        write(tmp_path / folder / "a.wav", tone(500, 0.1))
+    assert cli.main(["cochlea", str(tmp_path), str(tmp_path / "out.h5")]) == 0
+    file = SpikeFile(tmp_path / "out.h5")
+    assert file.words == ["high", "low"]
+    assert file.labels.tolist() == [1, 0, 1]
+    assert repr(file) == f"SpikeFile({str(file.path)!r}, channels=700): 3 recordings, 2 words, 0 speakers"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`adptnet train`, `evaluate`, `sweep` and `replay`, as typed."""
 
 import dataclasses
+import importlib
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import tyro
@@ -18,6 +20,7 @@ from safetensors.torch import load_file
 
 import adptnet
 from adptnet import cells, cli, directions, drive, errors, flags, projections, spectra, sweep, tasks, training
+from adptnet.spec import Spec
 from adptnet.training import Experiment, Keeping, finished, read_metrics
 from small_runs import experiment, start
 
@@ -127,6 +130,108 @@ def test_every_spiking_network_has_a_name_and_flags(name):
     assert base.around("adpt").name == "adpt"
     with pytest.raises(errors.IncompatibleError, match=r"one answer for each sequence\. .*--model\.layer lif"):
         flags.with_flags(base._replace(task=tasks.WordProblem()), [])
+
+
+@pytest.fixture
+def frames(tmp_path):
+    """An npz of frames of three words."""
+    path, labels = tmp_path / "frames.npz", np.arange(20) % 3
+    np.savez(path, frames=np.ones((20, 250, 140), np.uint8), label=labels, is_test=np.arange(20) < 5)
+    return ["--task.path", str(path)]
+
+
+def draft_for(*arguments):
+    return flags.peeked(["event-frames", *map(str, arguments)])[1]
+
+
+def steps_in(part):
+    """Every `dt` in seconds of a spec and of the specs in it."""
+    found = [part.dt] if isinstance(getattr(part, "dt", None), float) else []
+    inside = [getattr(part, field.name) for field in dataclasses.fields(part)]
+    return sum((steps_in(value) for value in inside if isinstance(value, Spec)), found)
+
+
+ALL = sorted({**flags.layers(), **flags.networks()})
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_another_layer_has_the_dropout_and_the_time_step_of_all_others(name, frames):
+    usual = draft_for(*frames, "--model.layer", name)
+    assert usual.body.dropout == 0
+    assert set(steps_in(usual.body)) <= {0.004}
+    merged = draft_for(*frames, "--task.merge", 5, 1, "--model.layer", name)
+    assert set(steps_in(merged.body)) <= {0.02}
+    assert merged.name == name
+    longer = draft_for(*frames, "--model.layer", name, "--task.bins", "Bins(125, 1.0)", "--task.merge=5", 1)
+    assert set(steps_in(longer.body)) <= {0.04}
+
+
+def test_neurons_with_a_time_step_of_their_own_keep_it(frames):
+    arguments = [*frames, "--task.merge", "5", "1", "--model.layer", "silif-network", "--model.dt", "0.01"]
+    given = flags.with_flags(flags.drafted(tasks.EventFrames()), arguments)
+    assert given.model.neuron.dt == 0.01
+    again = flags.with_flags(flags.draft_of(given), ["--task.merge", "10", "1"])
+    assert again.model.neuron.dt == 0.01
+    follows = flags.with_flags(flags.draft_of(given), ["--model.dt", "0.02"])
+    assert flags.with_flags(flags.draft_of(follows), ["--task.merge", "10", "1"]).model.neuron.dt == 0.04
+
+
+def test_a_layer_of_a_sweep_keeps_the_dropout_and_the_depth_that_were_given(frames):
+    given = [*frames, "--model.layer", "gru", "--model.dropout", "0.25", "--model.depth", "3"]
+    base = flags.draft_of(flags.with_flags(flags.drafted(tasks.EventFrames()), given))
+    for name in ("silif", "silif-network", "spiking-adpt-network"):
+        other = flags.draft_of(flags.with_flags(base, ["--model.layer", name]))
+        assert (other.body.dropout, other.depth, other.name) == (0.25, 3, name)
+        back = flags.draft_of(flags.with_flags(other, ["--model.layer", "gru"]))
+        assert (back.body.dropout, back.depth, back.name) == (0.25, 3, "gru")
+
+
+def test_the_commands_of_the_spiking_page_are_the_settings_of_its_table(tmp_path, monkeypatch):
+    root = Path(__file__).parent.parent
+    page = (root / "docs" / "spiking.md").read_text()
+    command = re.search(r"    adptnet train (event-frames --task.path audiomnist(?:.*\\\n)+.*\n)", page)[1]
+    name, *arguments = shlex.split(command.replace("\\\n", " "))
+    path = tmp_path / "audiomnist_cochlea_frames.npz"
+    labels, speakers = np.arange(600) % 10, np.arange(600) % 60 + 1
+    np.savez(path, frames=np.ones((600, 250, 140), np.uint8), label=labels, speaker=speakers)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(root / "benchmarks"))
+    digits = importlib.import_module("spoken_digits")
+    rows = [json.loads(line) for line in (root / "benchmarks/results/spoken_digits.jsonl").read_text().splitlines()]
+    settings = {(row["network"], row["setting"].get("beta")): row["setting"] for row in rows if row["stage"] == "test"}
+
+    def made(*model):
+        return flags.with_flags(flags.drafted(tasks.TASKS[name]()), [*arguments, *model])
+
+    assert made().task == digits.task_of(Path(path.name), "test")
+    assert made().model == digits.model_of("spiking-adpt", settings["spiking-adpt", 0.5])
+    start, end = (arguments.index(flag) for flag in ("--model.layer", "--training.optimiser"))
+    del arguments[start:end]
+    common = ["--model.dropout", "0.25"]
+    for network, *width in (
+        ("silif", "--model.width", "128", "--model.threshold", "0.5", "--model.momentum", "0.1"),
+        ("lif", "--model.width", "130", "--model.momentum", "0.1"),
+        ("adlif", "--model.width", "129", "--model.momentum", "0.1"),
+    ):
+        model = made("--model.layer", f"{network}-network", *width, *common).model
+        assert model == digits.model_of(network, settings[network, None])
+    gru = made("--model.layer", "gru", "--model.width", "43", "--model.depth", "2", *common).model
+    assert gru == digits.model_of("gru", settings["gru", None])
+
+
+def test_training_prints_the_settings_it_uses(frames, tmp_path, capsys):
+    arguments = ["--task.merge", 25, 10, "--model.layer", "silif-network", "--model.width", 4, "--training.steps", 1]
+    ran("train", "event-frames", *frames, *arguments, "--training.batch-size", 4, "--output", tmp_path / "run")
+    task, model, how = capsys.readouterr().out.splitlines()[:3]
+    assert task == f"task: EventFrames(path={frames[1]!r}, merge=(25, 10)), steps of 100 ms"
+    assert model.startswith("model: silif-network, depth 2: width=4, ")
+    for setting in ("dt=0.1", "dropout=0.0", "momentum=0.05", "first=Dense(bias=False)"):
+        assert f" {setting}" in model
+    assert how == "training: TrainConfig(steps=1, batch_size=4)"
+    ran("train", "word-problem", *SMALL, "--output", tmp_path / "other")
+    printed = capsys.readouterr().out
+    assert "model: adpt, depth 1: width=4, state_size=4, beta=0.125, spectrum=Linspace(" in printed
+    assert "gate=None" in printed
 
 
 def test_layers_go_by_the_names_of_the_paper():

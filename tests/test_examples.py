@@ -11,7 +11,10 @@ import torch
 from scipy.io import wavfile
 from torch.testing import assert_close
 
+from adptnet import cells, tasks, training
 from adptnet.errors import InputError
+from adptnet.events import Bins, Cochlea, EventDataset, Events, SpikeFile, write_spikes
+from adptnet.nn import SpikingModel, SpikingModelSpec
 from adptnet.solvers import Result
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -132,3 +135,95 @@ def test_live_words_end_as_the_command_line_does(tmp_path, capsys, monkeypatch):
         runpy.run_path(str(EXAMPLES / "live_words.py"), run_name="__main__")
     assert end.value.code == 1
     assert capsys.readouterr().err.startswith(f"InputError: {tmp_path / 'none'} cannot be read")
+
+
+def trained_on(tmp_path, task, neurons=None):
+    """The folder of a run of one step."""
+    model = task.spiking_model(SpikingModelSpec(neurons or cells.SiLIF(6), input_size=1, output_size=1))
+    settings = training.TrainConfig(steps=1, batch_size=2, evaluation_size=2)
+    training.run(training.Experiment(task, model, settings), tmp_path / "run")
+    return tmp_path / "run"
+
+
+def spike_file(path, channels=12):
+    """Eight recordings of two words by four speakers."""
+    generator = np.random.default_rng(0)
+    made = [
+        (Events.of(generator.uniform(0, 0.4, 90), generator.integers(0, channels, 90)), number % 2)
+        for number in range(8)
+    ]
+    write_spikes(path, made, words=("high", "low"), speakers=np.arange(8) // 2)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("bins", "merge"),
+    [
+        (Bins(100, 0.6, 12, pool=2), (1, 1)),
+        (Bins(100, 0.6, 12, pool=2), (5, 1)),
+        (Bins(60, 0.6, 12, pool=2), (4, 3)),
+        (Bins(60, 0.3, 12, pool=1, rule="silif"), (3, 2)),  # frames go on after its 0.3 s
+    ],
+    ids=str,
+)
+def test_live_words_of_a_run_hear_the_frames_that_its_task_makes_of_the_same_spikes(
+    bins, merge, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("ADPTNET_CACHE", str(tmp_path / "cache"))
+    task = tasks.EventFrames(spike_file(tmp_path / "a.h5"), test_speakers=(3,), bins=bins, merge=merge, masked=False)
+    run = trained_on(tmp_path, task)
+    live, heard, step = example("live_words"), [], SpikingModel.step
+    sound = np.random.default_rng(1).standard_normal(8000)
+    wavfile.write(tmp_path / "a.wav", 16_000, sound.astype(np.float32))
+
+    def recorded(model, frame, state):
+        heard.append(frame)
+        return step(model, frame, state)
+
+    monkeypatch.setattr(SpikingModel, "step", recorded)
+    live.main(tmp_path / "a.wav", run=run)
+    ear = Cochlea(channels=12).listen(level=np.sqrt((sound.astype(np.float32).astype(float) ** 2).mean()), piece=0.1)
+    spikes = live.join_events(ear(live.loaded(tmp_path / "a.wav")), ear.end())
+    expected = task._batch(EventDataset([(spikes, 0)], bins), torch.zeros(1, dtype=torch.int64)).inputs[0]
+    frames = torch.cat(heard)
+    common = min(len(frames), len(expected))
+    assert_close(frames[:common], expected[:common], rtol=0, atol=0)
+    assert frames.sum() == len(spikes.times)  # nothing is heard twice, or not at all
+    assert not expected[common:].any()
+    printed = capsys.readouterr().out
+    assert f"frames of {1000 * live.Frames(bins, merge).seconds:.3g} ms, {task.input_size} features" in printed
+    assert "high" in printed
+
+
+def test_live_words_count_the_frames_of_a_file_as_its_task_does(tmp_path, monkeypatch):
+    monkeypatch.setenv("ADPTNET_CACHE", str(tmp_path / "cache"))
+    live, path = example("live_words"), spike_file(tmp_path / "a.h5")
+    for bins, merge in ((Bins(40, 0.41, 12, pool=1), (5, 2)), (Bins(31, 0.41, 12, pool=3, rule="silif"), (1, 2))):
+        task = tasks.EventFrames(path, test_speakers=(3,), bins=bins, merge=merge, masked=False)
+        batch = next(task.evaluation("test", 2, 2))
+        for frames, number in zip(batch.inputs, (6, 7), strict=True):
+            events, _ = SpikeFile(path, channels=12)[number]
+            assert torch.equal(live.Frames(bins, merge).counts(events, 0, task.length), frames)
+
+
+def test_live_words_reject_a_run_whose_frames_they_cannot_make(tmp_path, monkeypatch):
+    monkeypatch.setenv("ADPTNET_CACHE", str(tmp_path / "cache"))
+    live, path = example("live_words"), tmp_path / "frames.npz"
+    counts = np.random.default_rng(0).poisson(1.0, (8, 20, 6)).astype(np.uint8)
+    np.savez(path, frames=counts, label=np.arange(8) % 2, is_test=np.arange(8) > 5)
+    run = trained_on(tmp_path, tasks.EventFrames(str(path)))  # the default bins make 250 frames of 140 features
+    with pytest.raises(InputError, match=r"frames of shape \(20, 6\).*how long they are is unknown.*--task\.bins"):
+        live.of_run(run)
+    path.rename(tmp_path / "elsewhere.npz")
+    with pytest.raises(InputError, match="is not there, so their width is unknown"):
+        live.of_run(run)
+
+
+def test_live_words_accept_frames_of_a_file_whose_bins_were_given(tmp_path):
+    live, path, bins = example("live_words"), tmp_path / "frames.npz", Bins(20, 0.5, 12, pool=2)
+    counts = np.random.default_rng(0).poisson(1.0, (8, 20, 6)).astype(np.uint8)
+    np.savez(path, frames=counts, label=np.arange(8) % 2, is_test=np.arange(8) > 5)
+    run = trained_on(tmp_path, tasks.EventFrames(str(path), bins=bins, merge=(2, 3)))
+    _, words, frames = live.of_run(run)
+    assert words == ()
+    assert (frames.bins, frames.merge, frames.features, frames.seconds) == (bins, (2, 3), 2, 0.05)

@@ -99,3 +99,16 @@ def test_wrong_calls():
         to_nir(model, dt=0.0)
     with pytest.raises(InputError, match="takes a SpikingModel"):
         to_nir(torch.nn.Linear(2, 2), dt=0.1)
+
+
+def test_a_batch_gives_what_its_sequences_give_and_other_shapes_are_rejected():
+    model, frames = trained(exportable["LIF, zero"])
+    graph = to_nir(model, dt=0.004)
+    together = run_nir(graph, frames)
+    for k, sequence in enumerate(frames):
+        for name, values in run_nir(graph, sequence).items():
+            np.testing.assert_array_equal(together[name][k], values)
+    shapes = [(7,), (25, 6), (4, 25, 6), (2, 4, 25, 7), (0, 25, 7), (0, 7)]
+    for shape in shapes:
+        with pytest.raises(InputError, match=r"\(time, 7\) or \(batch, time, 7\).* got shape \("):
+            run_nir(graph, np.zeros(shape))

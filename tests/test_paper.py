@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from adptnet import cli
-from adptnet.paper import compare, report, reproduce, scoring
+from adptnet.paper import compare, report, reproduce, rows, scoring
 from adptnet.paper.evidence import paired, rank_correlation, within
 from adptnet.paper.recipe import SCALES, Outcome, Point, Row, Rows, Verdict
 from adptnet.paper.recipes import low_param, training_dynamics
@@ -861,3 +861,45 @@ def test_everything_runs_at_the_scale_smoke_in_two_minutes(tmp_path):
     assert cli.main(["report", "--rows", str(tmp_path), "--output", str(tmp_path / "report")]) == 0
     counts = compare.run(compare.Compare(rows=tmp_path))
     assert counts[Outcome.HOLDS] > 20
+
+
+def test_the_front_page_and_the_report_have_the_verdicts_that_the_rows_give(capsys):
+    counts = compare.run(compare.Compare(rows=PROJECT / "results"))
+    holds, fails, untestable = (counts[outcome] for outcome in (Outcome.HOLDS, Outcome.FAILS, Outcome.NOT_TESTABLE))
+    total = counts.total()
+    assert holds + fails + untestable == total
+    front = " ".join((PROJECT / "README.md").read_text().split())
+    assert f"of {total} claims {holds} hold, {fails} fail and {untestable} cannot be tested" in front
+    report_line = (
+        f"{total} claims: ✓ holds {holds}, ✗ fails {fails}, – not testable at this scale {untestable}, · not run 0."
+    )
+    assert report_line in (PROJECT / "docs" / "report" / "index.md").read_text()
+
+
+def test_a_fresh_clone_shows_the_rows_it_comes_with_until_there_are_others(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("adptnet.paper.rows.SHIPPED", (Path("results"),))
+    options = compare.Compare(("fig:ortho_gd",))
+    compare.run(options)
+    assert "No rows in runs/paper/{smoke,laptop,paper}" in capsys.readouterr().out
+    Path("results").symlink_to(PROJECT / "results")
+    counts = compare.run(options)
+    assert counts[Outcome.NOT_RUN] == 0
+    assert capsys.readouterr().out.startswith("Rows of results.\n")
+    reproduce.run(reproduce.Reproduce(("fig:ortho_gd",), scale="smoke"))
+    assert list(Path("runs/paper/smoke").glob("*.jsonl"))
+    capsys.readouterr()
+    compare.run(options)
+    assert capsys.readouterr().out.startswith(
+        "Rows of runs/paper. Those that the repository comes with: --rows results."
+    )
+    compare.run(compare.Compare(("fig:ortho_gd",), rows=Path("results")))
+    assert capsys.readouterr().out.startswith("Rows of results.\n")
+
+
+def test_a_clone_finds_its_rows_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shipped = rows.SHIPPED[-1]
+    if not shipped.is_dir():
+        pytest.skip("installed without the repository")
+    assert rows.choose_shelf(None).folder == shipped

@@ -637,3 +637,12 @@ def test_a_trace_holds_what_each_layer_did():
 def test_k_and_v_of_spikes_are_directions_of_the_cell():
     cell = SpikingADPTNet(SIZE, spiking_directions=True, threshold=0.4).spec.cell
     assert cell.cell.direction == directions.FromState(spike=0.4)
+
+
+def test_a_network_of_a_layers_spec_says_to_pass_its_cell():
+    for layer in (SpikingADPTNet(12), Recurrent(cells.SiLIF(12))):
+        with pytest.raises(SpecError, match=r"must be a spiking cell\. Pass layer\.spec\.cell, not layer\.spec\."):
+            SpikingModelSpec(layer.spec, input_size=7, output_size=3)
+        assert SpikingModelSpec(layer.spec.cell, input_size=7, output_size=3).neuron.width == 12
+    with pytest.raises(SpecError, match=r"must be a spiking cell\. Pass cells\.SiLIF\(512\)"):
+        SpikingModelSpec(cells.GRU(12), input_size=7, output_size=3)

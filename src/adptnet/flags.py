@@ -8,6 +8,7 @@ import collections.abc
 import contextlib
 import dataclasses
 import functools
+import math
 import re
 import typing
 from collections.abc import Callable, Sequence
@@ -31,9 +32,10 @@ from .tasks import TASKS, Task
 from .training import Experiment, TrainConfig
 from .training.runs import read_experiment
 
-__all__ = ["Draft", "experiment_of", "flags", "parsed", "peeked", "with_flags"]
+__all__ = ["Draft", "experiment_of", "flags", "parsed", "peeked", "summary", "with_flags"]
 
 WIDTH = 64  # of a model, unless told otherwise
+NEURON_DT = 0.004  # seconds of a step, the default of every neuron that has one
 
 
 def parsed(text: str, wanted: tuple[type[Spec], ...] = (Spec,)) -> Any:
@@ -112,7 +114,7 @@ def layers() -> dict[str, Callable[[int], Any]]:
 def networks() -> dict[str, Callable[[int], SpikingModelSpec]]:
     """Spiking networks by name, each made from a width; a task says what goes in and comes out."""
     named: dict[str, Callable[[int], SpikingModelSpec]] = {
-        "spiking-adpt-network": lambda width: spiking_adpt_for_speech(width, input_size=1, output_size=1)
+        "spiking-adpt-network": lambda width: spiking_adpt_for_speech(width, input_size=1, output_size=1, dropout=0.0)
     }
     for kind in known_specs().values():
         if issubclass(kind, NeuronSpec):
@@ -171,19 +173,52 @@ class Draft(NamedTuple):
         if name is None:
             return self
         made, body = layer_named(name, width or self.width), self.body
+        made = _with_dt(made, NEURON_DT, self.task.step_seconds)
         if not isinstance(made, SpikingModelSpec):
-            kept = body if isinstance(body, BlockSpec) else BlockSpec(made)
+            kept = body if isinstance(body, BlockSpec) else BlockSpec(made, dropout=body.dropout)
             return self._replace(body=dataclasses.replace(kept, layer=made))
         if isinstance(body, BlockSpec):
-            return self._replace(body=made, depth=made.depth)
+            depth = made.depth if self.depth == 1 else self.depth  # one block is the default, not a choice
+            return self._replace(body=dataclasses.replace(made, depth=depth, dropout=body.dropout), depth=depth)
         return self._replace(body=dataclasses.replace(body, neuron=made.neuron, first=made.first, between=made.between))
 
+    def on(self, task: Task) -> "Draft":
+        """The same on another task. Neurons whose dt is the length of a step of this one follow it."""
+        return self._replace(task=task, body=_with_dt(self.body, self.task.step_seconds, task.step_seconds))
+
     def peeked(self, arguments: Sequence[str]) -> "Draft":
-        """The same with the layer and the width that `arguments` ask for: which flags there are depends on them."""
+        """The same with the task, layer and width that `arguments` name: which flags there are depends on them."""
         width = _option(arguments, "--model.width") or ""
-        return self.around(
+        return self.on(_task_of(self.task, arguments)).around(
             _option(arguments, "--model.layer"), int(width) if width.isdecimal() and int(width) else None
         )
+
+
+def _task_of(task: Task, arguments: Sequence[str]) -> Task:
+    """`task` with its own flags in `arguments` applied, and no others."""
+    own, chosen = [], False
+    for argument in arguments:
+        chosen = argument.startswith("--task.") or (chosen and not re.match(r"--|-[a-zA-Z]", argument))
+        own += [argument] * chosen
+    if not own:
+        return task
+    kind = dataclasses.make_dataclass("TaskFlags", [_group("task", [type(task)], _own(task))])
+    given: Any = tyro.cli(kind, args=own, description="", prog="adptnet train")
+    return type(task)(**vars(given.task))
+
+
+def _with_dt(part: Any, old: float | None, new: float | None) -> Any:
+    """A spec in which every `dt` of `old` seconds is `new`; unchanged where a task has no seconds."""
+    if old is None or new is None:
+        return part
+    changed: dict[str, Any] = {}
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        if field.name == "dt" and isinstance(value, float) and math.isclose(value, old):
+            changed["dt"] = new
+        elif isinstance(value, Spec) and (inner := _with_dt(value, old, new)) != value:
+            changed[field.name] = inner
+    return dataclasses.replace(part, **changed) if changed else part
 
 
 def draft_of(experiment: Experiment) -> Draft:
@@ -269,6 +304,32 @@ def experiment_of(options: Any, base: Draft) -> Experiment:
     else:
         model = task.model(remade(base.body, layer=rebuilt(base.body.layer)), given["depth"])
     return Experiment(task, model, TrainConfig(**vars(options.training)))
+
+
+def summary(experiment: Experiment) -> str:
+    """Return the settings of an experiment for people: every choice of the model, what is not the default elsewhere."""
+    draft = draft_of(experiment)
+    parts = _inner(draft.body)
+    settings = [
+        f"{field.name}={value!r}"
+        for part in parts
+        for field in dataclasses.fields(part)
+        if not isinstance(value := getattr(part, field.name), CellSpec | LayerSpec | ModuleSpec)
+        and field.name not in ("batch_first", "depth")
+    ]
+    seconds = experiment.task.step_seconds
+    lines = [
+        f"task: {_list_changes(experiment.task)}" + ("" if seconds is None else f", steps of {1000 * seconds:g} ms"),
+        f"model: {draft.name or type(parts[0]).__name__}, depth {draft.depth}: {', '.join(settings)}",
+        f"training: {_list_changes(experiment.training)}",
+    ]
+    return "\n".join(lines)
+
+
+def _list_changes(part: Spec) -> str:
+    """A spec with those of its fields that are not as they are by default."""
+    values = [(field.name, getattr(part, field.name), field.default) for field in dataclasses.fields(part)]
+    return f"{type(part).__name__}({', '.join(f'{name}={value!r}' for name, value, usual in values if value != usual)})"
 
 
 def _inner(body: Any) -> list[Any]:

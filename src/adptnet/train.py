@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,7 +14,7 @@ from tyro.conf import Positional
 from . import training
 from .analysis import efficiency
 from .errors import InputError
-from .flags import experiment_of, flags, peeked
+from .flags import experiment_of, flags, peeked, summary
 from .nn import SpikingModel
 from .tasks import TASKS
 from .training import Experiment, Keeping
@@ -43,6 +44,9 @@ def command(arguments: Sequence[str]) -> tuple[Any, Any]:
         experiment = experiment_of(options, base)
         place = training.launched(experiment.training.precision, sharded=options.sharded, device=options.device)
         output = options.output or Path("runs") / f"{options.name or 'train'}-{experiment.digest}"
+        if place.first:
+            with suppress(BrokenPipeError):  # a run continues when nobody reads its lines
+                print(summary(experiment), flush=True)
         result = training.run(experiment, output, resume=options.resume, place=place, keeping=options.keep)
         if place.first:
             table(experiment, {int(length): scores for length, scores in result["test"].items()})

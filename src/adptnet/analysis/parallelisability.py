@@ -10,7 +10,19 @@ from torch import Tensor
 
 from ..cells import ADPTState
 from ..errors import IncompatibleError, InputError
-from ..solvers import DEER, ConvDEER, ForwardDEER, KoopmanDEER, Newton, Picard, QuasiDEER, Result, Return, Solver
+from ..solvers import (
+    DEER,
+    ConvDEER,
+    ForwardDEER,
+    Jacobi,
+    KoopmanDEER,
+    Newton,
+    Picard,
+    QuasiDEER,
+    Result,
+    Return,
+    Solver,
+)
 from ..solvers.damping import Undamped
 from ..solvers.linearisations import (
     ConjugateDiagonal,
@@ -18,6 +30,7 @@ from ..solvers.linearisations import (
     JacobianDiagonal,
     MeanConjugate,
     MeanRotation,
+    Nothing,
 )
 from ..solvers.parallel import Parallel
 from .bounds import Certificate, certificate
@@ -41,7 +54,8 @@ class SolverReport:
     predicted: Tensor | None  # (batch,), by the linear theory; None where it does not apply
     result: Result  # the worst of the batch
     work: float  # multiply-accumulates, in units of the sequential run's
-    depth: float  # steps one after another, in units of a sequential step: iterations · (1 + log2 T)
+    depth: float  # steps one after another, in units of a sequential step: iterations · (1 + log2 T), Jacobi's without
+    # the scan: iterations
     steps: int
 
     @property
@@ -135,7 +149,7 @@ def parallelisability(
         predicted = None
         if isinstance(solver, Newton) and isinstance(solver.damping, Undamped) and not _quadratic(solver):
             predicted = predicted_iterations(system, inputs, solver, state=state, steps=steps)
-        depth = mean * (1 + math.log2(trajectory.steps))
+        depth = mean * (1 + (math.log2(trajectory.steps) if _has_scan(solver) else 0))
         result = Result(int(search.results.max()))
         reports.append(SolverReport(name, iterations, predicted, result, mean * each, depth, trajectory.steps))
     spectrum = lyapunov_exponents(system, inputs, state=state, steps=steps, count=1)
@@ -157,7 +171,7 @@ def parallelisability(
 def _family(trajectory: Posed) -> dict[str, Solver]:
     """Every undamped solver; full Jacobians only where they fit into memory. A failure is told, not mended."""
     batch, size = trajectory.state.shape
-    kinds = [QuasiDEER, ForwardDEER, ConvDEER, KoopmanDEER, Picard]
+    kinds = [QuasiDEER, ForwardDEER, ConvDEER, KoopmanDEER, Jacobi, Picard]
     if batch * trajectory.steps * size**2 <= _DENSE_LIMIT:
         kinds.insert(0, DEER)
     return {kind.__name__: kind(on_failure=Return()) for kind in kinds}
@@ -166,6 +180,8 @@ def _family(trajectory: Posed) -> dict[str, Solver]:
 def _macs_of_an_iteration(solver: Solver, counts: Cost, size: int) -> float:
     """A step, its linearisation, and the scan: work-efficient, three products of transitions and states a step."""
     kind = solver.linearisation if isinstance(solver, Newton) else None
+    if not _has_scan(solver):
+        return counts.step
     diagonal = counts.step + 3.0 * size
     if isinstance(kind, FullJacobian):
         return counts.step + counts.jacobian + 2.0 * size**3 + size**2
@@ -176,6 +192,11 @@ def _macs_of_an_iteration(solver: Solver, counts: Cost, size: int) -> float:
     if isinstance(kind, MeanConjugate | MeanRotation):  # two products with the eigenvectors, and the mean itself
         return diagonal + 6.0 * size**2
     return diagonal
+
+
+def _has_scan(solver: Solver) -> bool:
+    """Whether an iteration has a scan along time; Jacobi's has none."""
+    return not (isinstance(solver, Newton) and isinstance(solver.linearisation, Nothing))
 
 
 def _quadratic(solver: Newton) -> bool:

@@ -85,6 +85,12 @@ class SpikeFile:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def __repr__(self) -> str:
+        return (
+            f"SpikeFile({str(self.path)!r}, channels={self.channels}): {len(self)} recordings, "
+            f"{len(self.words)} words, {len(np.unique(self.speakers))} speakers"
+        )
+
     def __getitem__(self, index: int) -> tuple[Events, int]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"recording {index} of {len(self)}")

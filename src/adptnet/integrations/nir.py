@@ -70,17 +70,42 @@ def write_nir(graph: Any, path: str | Path) -> None:
 
 
 def run_nir(graph: Any, frames: Any, *, dt: float | None = None) -> dict[str, Any]:
-    """Every node's output, (time, features), for one sequence of frames: what an exact backend computes.
+    """Compute every node's output as an exact backend does, for checking an export.
 
-    For checking an export. `dt` is the graph's own if not given.
+    Args:
+        graph: Of `to_nir`, or one that was read from a file.
+        frames: One sequence, (time, features), or a batch of them, (batch, time, features).
+        dt: Seconds between steps; the graph's own if not given.
+
+    Returns:
+        Arrays laid out as `frames`, by the name of the node.
+
+    Raises:
+        InputError: If `frames` has another shape.
     """
+    given = np.asarray(frames, np.float64)
+    entry = next(node for node in graph.nodes.values() if isinstance(node, _nir().Input))
+    features = int(np.prod(entry.input_type["input"]))
+    if given.ndim not in (2, 3) or given.shape[-1] != features or not given.size:
+        raise InputError(
+            f"run_nir takes frames of shape (time, {features}) or (batch, time, {features}), at least one of them; got "
+            f"shape {given.shape}."
+        )
+    if given.ndim == 2:
+        return _run_sequence(graph, given, dt)
+    each = [_run_sequence(graph, sequence, dt) for sequence in given]
+    return {name: np.stack([outputs[name] for outputs in each]) for name in each[0]}
+
+
+def _run_sequence(graph: Any, frames: Any, dt: float | None) -> dict[str, Any]:
+    """Every node's output, (time, features), for one sequence."""
     nir = _nir()
     dt = float(graph.metadata["dt"]) if dt is None else dt
     order = _order(graph)
     known: dict[str, Any] = dict.fromkeys(graph.nodes)
     potential: dict[str, Any] = {}
     shown: dict[str, list[Any]] = {name: [] for name in graph.nodes}
-    for frame in np.asarray(frames, np.float64):
+    for frame in frames:
         for name in order:
             node = graph.nodes[name]
             arriving = [known[a] for a, b in graph.edges if b == name and known[a] is not None]

@@ -113,8 +113,10 @@ class SpikingModelSpec(ModuleSpec):
 
     def __post_init__(self) -> None:
         if not isinstance(self.neuron, (NeuronSpec, SpikingADPT)):
+            of_layer = isinstance(getattr(self.neuron, "cell", None), (NeuronSpec, SpikingADPT))
+            hint = "layer.spec.cell, not layer.spec" if of_layer else "cells.SiLIF(512), or layer.spec.cell of a layer"
             raise SpecError(
-                f"SpikingModelSpec(neuron={type(self.neuron).__name__}): must be a spiking cell: cells.SiLIF(512)."
+                f"SpikingModelSpec(neuron={type(self.neuron).__name__}): must be a spiking cell. Pass {hint}."
             )
         if isinstance(self.neuron, SpikingADPT) and self.neuron.cell.size != self.neuron.width:
             raise SpecError(

@@ -11,7 +11,7 @@ from tyro.conf import Positional
 
 from .recipe import SCALES, Check, Outcome, Part, Point, Rows, Scale, Verdict
 from .registry import Claim, ReproductionError, Result, find
-from .rows import Shelf
+from .rows import WRITTEN, Shelf, choose_shelf
 
 __all__ = ["Compare", "Judged", "judge", "notice", "progress", "run"]
 
@@ -24,8 +24,9 @@ class Compare:
     """Labels of the paper; all of them if none is given."""
     scale: Scale | None = None
     """Rows of this scale; for each result the largest that is complete if not given."""
-    rows: Path = Path("runs/paper")
-    """Folder of the rows, as given to reproduce."""
+    rows: Path | None = None
+    """Folder of the rows. If not given, runs/paper where reproduce writes them, or, if that has none, results, the rows
+    that the repository comes with."""
 
 
 class Judged(NamedTuple):
@@ -114,15 +115,19 @@ def progress(result: Result, shelf: Shelf) -> tuple[Scale | None, list[str]]:
 
 
 def notice(shelf: Shelf) -> None:
-    """Says so if there are no rows at all, perhaps for want of the right folder."""
+    """Print which rows are read, or that there are none."""
     if shelf.empty:
         print(f"No rows in {shelf.folder}/{{{','.join(SCALES)}}}: run some, or name their folder by --rows.")
+    elif shelf.folder == WRITTEN:
+        print(f"Rows of {shelf.folder}. Those that the repository comes with: --rows results.")
+    else:
+        print(f"Rows of {shelf.folder}.")
 
 
 def run(options: Compare) -> Counter[Outcome]:
     """Prints every claim with its verdict, and returns how many there are of each."""
     counts: Counter[Outcome] = Counter()
-    shelf = Shelf(options.rows)
+    shelf = choose_shelf(options.rows)
     notice(shelf)
     for result in find(options.labels):
         judged = judge(result, shelf, options.scale)

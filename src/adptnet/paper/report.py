@@ -12,7 +12,7 @@ from .compare import Judged, judge, notice
 from .dial import dial
 from .recipe import Outcome, Scale, Table
 from .registry import ReproductionError, find
-from .rows import Shelf
+from .rows import choose_shelf
 
 __all__ = ["Entry", "Picture", "Report", "run"]
 
@@ -21,8 +21,9 @@ __all__ = ["Entry", "Picture", "Report", "run"]
 class Report:
     """Write index.html (self-contained), index.md and the figures from the rows there are."""
 
-    rows: Path = Path("runs/paper")
-    """Folder of the rows, as given to reproduce."""
+    rows: Path | None = None
+    """Folder of the rows. If not given, runs/paper where reproduce writes them, or, if that has none, results, the rows
+    that the repository comes with."""
     scale: Scale | None = None
     """Rows of this scale; for each result the largest that is complete if not given."""
     output: Path = Path("runs/report")
@@ -49,7 +50,7 @@ class Entry(NamedTuple):
 
 def run(options: Report) -> Counter[Outcome]:
     """Writes the pages and returns how many claims have each verdict."""
-    shelf = Shelf(options.rows)
+    shelf = choose_shelf(options.rows)
     notice(shelf)
     entries = [_entry(judge(result, shelf, options.scale)) for result in find(())]
     counts = Counter(verdict.outcome for entry in entries for _, verdict in entry.judged.verdicts)

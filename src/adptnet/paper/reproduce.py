@@ -25,7 +25,7 @@ from ..training.signals import stoppable
 from . import scoring
 from .recipe import Part, Point, Scale, belongs
 from .registry import ReproductionError, Result, find, labels, results
-from .rows import Shelf, key, plain
+from .rows import WRITTEN, Shelf, key, plain
 
 __all__ = ["Reproduce", "run"]
 
@@ -42,7 +42,7 @@ class Reproduce:
     """Show every label, what it belongs to and its status; run nothing."""
     scale: Scale = "laptop"
     """smoke takes seconds, laptop minutes; paper has the paper's sizes."""
-    rows: Path = Path("runs/paper")
+    rows: Path = WRITTEN
     """Folder of the rows."""
     only: Annotated[tuple[str, ...], arg(metavar="SETTING=VALUE,…")] = ()
     """Points with these settings alone: task=memorisation model=ADPTNet,Hawk."""

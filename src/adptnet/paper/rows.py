@@ -25,7 +25,10 @@ from torch import Tensor
 from .recipe import SCALES, Part, Point, Row, Rows, Scale, belongs
 from .registry import ReproductionError, Result
 
-__all__ = ["Shelf", "key", "plain"]
+__all__ = ["WRITTEN", "Shelf", "choose_shelf", "key", "plain"]
+
+WRITTEN = Path("runs/paper")  # where rows are written unless another folder is given
+SHIPPED = (Path("results"), Path(__file__).parents[3] / "results")  # in a clone: from its root, and from anywhere else
 
 _DIGITS = 9  # more would be rounding
 _SPECIAL = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
@@ -135,6 +138,14 @@ class Shelf:
         done = [lines[key(point)] for point in points if key(point) in lines]
         rows = [Row(row["settings"], row["seed"], _read(row["numbers"]), _read(row["time"]), scale) for row in done]
         return Rows(rows), len(points) - len(done)
+
+
+def choose_shelf(folder: Path | None) -> Shelf:
+    """Return the rows to read: those of `folder`; otherwise one's own if there are any, or those of the repository."""
+    if folder is not None:
+        return Shelf(folder)
+    shelves = [Shelf(place) for place in (WRITTEN, *SHIPPED)]
+    return next((shelf for shelf in shelves if not shelf.empty), shelves[0])
 
 
 def _largest(points: Sequence[Point], setting: str, lines: Collection[str]) -> list[Point]:

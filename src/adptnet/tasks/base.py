@@ -66,6 +66,11 @@ class Task(Spec, abc.ABC):
         return self.vocabulary
 
     @property
+    def step_seconds(self) -> float | None:
+        """Seconds from one step to the next; None if steps are not in time."""
+        return None
+
+    @property
     @abc.abstractmethod
     def chance(self) -> float:
         """The score of a blind guess."""

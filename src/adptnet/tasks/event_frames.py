@@ -97,6 +97,11 @@ class EventFrames(FiniteTask):
         return self._shape[1]
 
     @property
+    def step_seconds(self) -> float:
+        """Seconds of a frame after merging, as `bins` has them."""
+        return round(self.merge[0] * self.bins.duration / self.bins.steps, 12)
+
+    @property
     def output_size(self) -> int:
         """Classes."""
         sources = [_source(self, split) for split in ("train", "test")]

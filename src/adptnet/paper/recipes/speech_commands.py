@@ -146,7 +146,8 @@ def _points(scale: Scale) -> list[Point]:
 
 def _network(settings: Any, task: SpokenWords) -> SpikingModelSpec:
     build = spiking_adpt_for_speech if settings["model"] == OURS else silif_for_speech
-    network = build(settings["width"], input_size=task.input_size, output_size=task.output_size)
+    sizes = {"input_size": task.input_size, "output_size": task.output_size}
+    network = build(settings["width"], **sizes, dropout=0.5, dt=0.004)
     return network if task.recordings is None else dataclasses.replace(network, momentum=0.2)  # few batches
 
 
