@@ -259,7 +259,7 @@ def _how_to_undo(model: nn.Module, layout: Iterable[str]) -> str:
     """Return what to type so that the model has the tensors of its spec again."""
     known = set(layout)
     for where, module in model.named_modules():
-        place = f"model.{where}" if where else "model"
+        place = f"model.get_submodule({where!r})" if where else "model"
         prefix = f"{where}." if where else ""
         for name in [name.removesuffix("_orig") for name, _ in module.named_parameters(recurse=False)]:
             if hasattr(module, f"{name}_mask"):

@@ -1,6 +1,6 @@
 """A spectrum given by its exponents ln λ̄: the timescales themselves."""
 
-import math
+import sys
 import warnings
 
 import torch
@@ -33,7 +33,7 @@ class FromExponents(SpectrumSpec):
         if (
             not isinstance(self.exponents, tuple)
             or not self.exponents
-            or not all(isinstance(e, (int, float)) and abs(e) < math.inf for e in self.exponents)
+            or not all(isinstance(e, (int, float)) and abs(e) <= sys.float_info.max for e in self.exponents)
         ):
             raise SpecError(
                 f"FromExponents(exponents={self.exponents!r}): needs finite numbers, e.g. (-0.1, -0.01). "
