@@ -115,7 +115,7 @@ def _read_array(archive: zipfile.ZipFile, name: str, info: zipfile.ZipInfo) -> n
         shape, fortran, dtype = _header(member)
         held = info.file_size - member.tell()
         if dtype.hasobject:
-            raise ValueError(f"{name} holds Python objects, which only pickle could read. Save plain arrays of numbers")
+            raise ValueError(f"Object arrays need pickle, which is never run ({name}). Save plain arrays of numbers")
         if not dtype.itemsize or min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != held:
             raise ValueError(f"{name} has {held:,} bytes, where {dtype} of shape {shape} does not fit")
         content = np.empty(held, np.uint8)

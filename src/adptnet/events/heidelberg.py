@@ -4,26 +4,26 @@ Layout: spikes/times and spikes/units of variable length, labels, extra/keys (th
 highest frequency. The data are CC BY 4.0; get them from zenkelab.org/datasets.
 """
 
+import functools
 import gzip
 import hashlib
-import json
 import mmap
 import os
 import shutil
 import struct
 import zipfile
-import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from ..errors import InputError
-from ..files import drafted, write_whole
+from ..errors import AdptnetError, InputError
+from ..files import drafted
 from ..spec import nearest
-from .stream import Events
+from ..untrusted import LimitedReader, limit_exceeded, unpacked_limit
+from .stream import Events, whole_numbers
 
 __all__ = ["MD5", "SpikeFile", "find", "write_spikes"]
 
@@ -62,16 +62,8 @@ class SpikeFile:
                     f"{self.path} is damaged: at byte {hole:,} recordings were overwritten with zeros, and HDF5 would "
                     "read them without end. Get the file again."
                 )
-            for name in ("spikes/times", "spikes/units", "labels"):
-                if name not in self._open():
-                    raise InputError(f"{self.path} has no {name}; it is not in the layout of SHD and SSC.")
-            labels = np.asarray(self._open()["labels"])
-            if labels.size and not (np.issubdtype(labels.dtype, np.integer) and labels.min() >= 0):
-                raise InputError(
-                    f"{self.path}: labels are {labels.dtype} from {labels.min()}; they are whole numbers from 0."
-                )
-            self.labels = labels.astype(np.int64)
-            times, units = (len(self._open()[f"spikes/{name}"]) for name in ("times", "units"))
+            self.labels = whole_numbers(np.asarray(self._dataset("labels")), f"{self.path}: labels")
+            times, units = (len(self._dataset(f"spikes/{name}")) for name in ("times", "units"))
             if not times == units == len(self.labels):
                 raise InputError(f"{self.path} has {times} times, {units} units and {len(self.labels)} labels.")
             self.words = [key.decode() if isinstance(key, bytes) else str(key) for key in self._extra("keys")]
@@ -89,14 +81,34 @@ class SpikeFile:
         if not -len(self) <= index < len(self):
             raise IndexError(f"recording {index} of {len(self)}")
         with _explained(self.path):
-            spikes = self._open()["spikes"]
-            times, units = spikes["times"][index], spikes["units"][index]
+            times, units = self._dataset("spikes/times")[index], self._dataset("spikes/units")[index]
         where = f"{self.path.name}, recording {index}"
         return Events.of(times, units, channels=self.channels, where=where), int(self.labels[index])
 
     def _extra(self, name: str) -> Any:
-        file = self._open()
-        return np.asarray(file[f"extra/{name}"]) if f"extra/{name}" in file else np.zeros(0)
+        found = self._dataset(f"extra/{name}", needed=False)
+        return np.zeros(0) if found is None else np.asarray(found)
+
+    def _dataset(self, path: str, *, needed: bool = True) -> Any:
+        """Return a one-dimensional data set whose content lies in this file; None if it is not there and not needed."""
+        h5py, found = _h5py(), self._open()
+        for name in path.split("/"):
+            link = found.get(name, getlink=True) if isinstance(found, h5py.Group) else None
+            if link is None:
+                if not needed:
+                    return None
+                raise InputError(f"{self.path} has no {path}; it is not in the layout of SHD and SSC.")
+            if not isinstance(link, h5py.HardLink):
+                raise InputError(f"{self.path}: {path} is a link; it must lie in the file itself.")
+            found = found[name]
+        if not isinstance(found, h5py.Dataset) or found.ndim != 1:
+            raise InputError(f"{self.path}: {path} is not a row of values; it is not in the layout of SHD and SSC.")
+        if found.external or found.is_virtual:
+            raise InputError(f"{self.path}: the values of {path} lie in other files; they must lie in the file itself.")
+        packed = self.path.stat().st_size
+        if found.nbytes > unpacked_limit(packed):
+            raise limit_exceeded(packed, f"{found.nbytes:,} in {path}")
+        return found
 
     def _open(self) -> Any:
         if self._file is None or self._owner != os.getpid():  # a handle does not survive a fork
@@ -108,9 +120,10 @@ class SpikeFile:
 
 
 def find(folder: str | Path, split: SplitName, *, verify: bool = True) -> Path:
-    """The `.h5` file of a split in `folder`, unpacked beside its `.zip` or `.gz` if need be.
+    """Return the `.h5` file of a split in `folder`, unpacked beside its `.zip` or `.gz` if need be.
 
-    With `verify` a file is compared with its published MD5 once; a note beside it remembers that.
+    With `verify` a file is compared with its published MD5, once in a process. There is none for the unpacked files of
+    SSC and for its `.gz`; those are read as any file from outside.
     """
     if split not in SPLITS:
         raise InputError(f"split={split!r} is unknown.{nearest(str(split), SPLITS)}")
@@ -137,19 +150,20 @@ def _verify(path: Path) -> None:
     expected = MD5.get(path.name)
     if expected is None:
         return
-    note, status = path.with_name(path.name + ".checked"), path.stat()
-    seen = {"md5": expected, "bytes": status.st_size, "modified": status.st_mtime_ns}
-    if note.exists() and note.read_text() == json.dumps(seen):
-        return
-    with open(path, "rb") as file:
-        found = hashlib.file_digest(file, "md5").hexdigest()
+    status = path.stat()
+    found = _md5(path, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     if found != expected:
         raise InputError(
             f"{path} has the MD5 {found}, published is {expected}: the download is damaged or another release. Get it "
             "again, or pass verify=False."
         )
-    with suppress(OSError):  # in a folder that cannot be written to it is compared every time
-        write_whole(note, json.dumps(seen).encode())
+
+
+@functools.lru_cache(maxsize=16)
+def _md5(path: Path, *status: int) -> str:
+    """Return the sum of a file; once for each `status`, and never from a note that someone else may have written."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "md5").hexdigest()
 
 
 def _unpack(archive: Path, target: Path) -> None:
@@ -163,8 +177,8 @@ def _unpack(archive: Path, target: Path) -> None:
             ) from None
         try:
             with file, _member(archive, target.name) as source:
-                shutil.copyfileobj(source, file, 1 << 20)
-        except (zipfile.BadZipFile, zlib.error, EOFError, OSError, KeyError) as error:
+                shutil.copyfileobj(LimitedReader(source, archive.stat().st_size), file, 1 << 20)
+        except Exception as error:  # zipfile and gzip raise their own, zlib's, struct's, RuntimeError, ...
             raise InputError(f"{archive} cannot be unpacked: {error}. Get it again.") from None
 
 
@@ -175,9 +189,11 @@ def _member(archive: Path, name: str) -> Iterator[Any]:
             yield file
         return
     with zipfile.ZipFile(archive) as files:
-        inside = [item for item in files.namelist() if Path(item).name == name]
+        inside = [item for item in files.infolist() if Path(item.filename).name == name]
         if not inside:
-            raise KeyError(f"there is no {name} in it")
+            raise ValueError(f"there is no {name} in it")
+        if inside[0].compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise ValueError("it is compressed by another method than deflate")
         with files.open(inside[0]) as member:
             yield member
 
@@ -249,12 +265,14 @@ def _endless(path: Path) -> int | None:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """What HDF5 says of a file that it cannot read, as an error that says what to do."""
-    if not path.exists():
-        raise InputError(f"{path} does not exist.")
+    """Turn what HDF5 says of a file that it cannot read into an error that says what to do."""
+    if not path.is_file():
+        raise InputError(f"{path} does not exist, or is not a file.")
     try:
         yield
-    except (OSError, KeyError, RuntimeError) as error:
+    except AdptnetError:
+        raise
+    except Exception as error:  # h5py and numpy raise whatever a damaged header leads to
         raise InputError(f"{path} cannot be read as HDF5, it may be cut off: {error}. Get the file again.") from None
 
 
