@@ -52,12 +52,12 @@ def _from_archive(path: Path) -> Images:
         compressed = packed.read(2) == b"\x1f\x8b"
     with (gzip.open if compressed else open)(path, "rb") as stream:
         # Read once from start to end, so that the limit counts every byte: a member may be as large as it says.
-        archive = tarfile.open(fileobj=LimitedReader(stream, path.stat().st_size), mode="r|")
-        for member in archive:
-            name = Path(member.name).name
-            content = archive.extractfile(member) if name in wanted else None
-            if content is not None:
-                found[name] = np.frombuffer(content.read(), dtype=np.uint8)
+        with tarfile.open(fileobj=LimitedReader(stream, path.stat().st_size), mode="r|") as archive:
+            for member in archive:
+                name = Path(member.name).name
+                content = archive.extractfile(member) if name in wanted else None
+                if content is not None:
+                    found[name] = np.frombuffer(content.read(), dtype=np.uint8)
     for name in wanted:
         if name not in found or not found[name].size or found[name].size % RECORD:
             what = f"{found[name].size:,} bytes" if name in found else "nothing"
@@ -87,9 +87,9 @@ def _from_npz(path: Path) -> Images:
             f"{path} has no array {missing[0]!r}; it has {', '.join(there) or 'none'}. Save it with "
             "np.savez(path, x_train=..., y_train=..., x_test=..., y_test=...)."
         )
-    arrays = [found[name] for name in Images._fields]
     parts = []
-    for x, y, split in ((*arrays[:2], "train"), (*arrays[2:], "test")):
+    for split in ("train", "test"):
+        x, y = found[f"x_{split}"], found[f"y_{split}"]
         if x.dtype != np.uint8 or x.ndim not in (3, 4) or not x.size:
             raise DataError(
                 f"{path}: x_{split} is {x.dtype} of shape {x.shape}; images are uint8, (images, height, width) or "
