@@ -50,14 +50,16 @@ def _from_archive(path: Path) -> Images:
     found = {}
     with open(path, "rb") as packed:
         compressed = packed.read(2) == b"\x1f\x8b"
-    with (gzip.open if compressed else open)(path, "rb") as stream:
-        # Read once from start to end, so that the limit counts every byte: a member may be as large as it says.
-        with tarfile.open(fileobj=LimitedReader(stream, path.stat().st_size), mode="r|") as archive:
-            for member in archive:
-                name = Path(member.name).name
-                content = archive.extractfile(member) if name in wanted else None
-                if content is not None:
-                    found[name] = np.frombuffer(content.read(), dtype=np.uint8)
+    # Read once from start to end, so that the limit counts every byte: a member may be as large as it says.
+    with (
+        (gzip.open if compressed else open)(path, "rb") as stream,
+        tarfile.open(fileobj=LimitedReader(stream, path.stat().st_size), mode="r|") as archive,
+    ):
+        for member in archive:
+            name = Path(member.name).name
+            content = archive.extractfile(member) if name in wanted else None
+            if content is not None:
+                found[name] = np.frombuffer(content.read(), dtype=np.uint8)
     for name in wanted:
         if name not in found or not found[name].size or found[name].size % RECORD:
             what = f"{found[name].size:,} bytes" if name in found else "nothing"
