@@ -97,6 +97,10 @@ def read_npz(path: Path, names: Iterable[str] | None = None) -> tuple[dict[str, 
     try:
         with zipfile.ZipFile(path) as archive:
             members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+            if len(members) < len(archive.infolist()):
+                raise ValueError("two of its arrays have one name")
+            for info in members.values():
+                archive.open(info).close()  # raises where the directory and the member have different names
             chosen = {name: info for name, info in members.items() if wanted is None or name in wanted}
             total = sum(info.file_size for info in chosen.values())
             if total > unpacked_limit(packed):

@@ -12,6 +12,7 @@ import os
 import shutil
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,7 @@ MD5 = {  # as published beside the files
     "shd_train.h5": "8e9877c85f29a28dd353ea6a54402667",
     "shd_test.h5": "207ad1295a0ab611e22d1734989c254e",
 }
+GZIP, SHUFFLE = 1, 2  # numbers of HDF5's filters
 HEAP = b"GCOL\x01\0\0\0"  # how a heap of recordings begins
 SplitName = Literal["shd_train", "shd_test", "ssc_train", "ssc_valid", "ssc_test"]
 SPLITS = ("shd_train", "shd_test", "ssc_train", "ssc_valid", "ssc_test")
@@ -54,19 +56,23 @@ class SpikeFile:
         self.channels = channels
         self._file: Any = None
         self._owner: int | None = None
+        self._datasets: dict[str, Any] = {}  # of the open file, checked
         with _explained(self.path):
             self._open()
             hole = _endless(self.path)
             if hole is not None:
                 raise InputError(
-                    f"{self.path} is damaged: at byte {hole:,} recordings were overwritten with zeros, and HDF5 would "
-                    "read them without end. Get the file again."
+                    f"{self.path} is damaged: at byte {hole:,} recordings were overwritten with zeros or have a length "
+                    "that cannot be, and HDF5 might read them without end. Get the file again."
                 )
-            self.labels = whole_numbers(np.asarray(self._dataset("labels")), f"{self.path}: labels")
+            labels = self._dataset("labels")
+            self.labels = whole_numbers(np.asarray(labels), f"{self.path}: labels")
             times, units = (len(self._dataset(f"spikes/{name}")) for name in ("times", "units"))
             if not times == units == len(self.labels):
                 raise InputError(f"{self.path} has {times} times, {units} units and {len(self.labels)} labels.")
-            self.words = [key.decode() if isinstance(key, bytes) else str(key) for key in self._extra("keys")]
+            self.words = [
+                key.decode(errors="replace") if isinstance(key, bytes) else str(key) for key in self._extra("keys")
+            ]
             self.speakers = self._extra("speaker")
             if len(self.speakers) not in (0, len(self.labels)):
                 raise InputError(
@@ -92,6 +98,8 @@ class SpikeFile:
     def _dataset(self, path: str, *, needed: bool = True) -> Any:
         """Return a one-dimensional data set whose content lies in this file; None if it is not there and not needed."""
         h5py, found = _h5py(), self._open()
+        if path in self._datasets:
+            return self._datasets[path]
         for name in path.split("/"):
             link = found.get(name, getlink=True) if isinstance(found, h5py.Group) else None
             if link is None:
@@ -108,15 +116,18 @@ class SpikeFile:
         packed = self.path.stat().st_size
         if found.nbytes > unpacked_limit(packed):
             raise limit_exceeded(packed, f"{found.nbytes:,} in {path}")
+        _check_entries(found, f"{self.path}: {path}", packed)
+        self._datasets[path] = found
         return found
 
     def _open(self) -> Any:
         if self._file is None or self._owner != os.getpid():  # a handle does not survive a fork
             self._file, self._owner = _h5py().File(self.path, "r"), os.getpid()
+            self._datasets = {}
         return self._file
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_file": None, "_owner": None}
+        return {**self.__dict__, "_file": None, "_owner": None, "_datasets": {}}
 
 
 def find(folder: str | Path, split: SplitName, *, verify: bool = True) -> Path:
@@ -244,10 +255,10 @@ def write_spikes(
 
 
 def _endless(path: Path) -> int | None:
-    """Where HDF5 would never end, if there is such a place: free space of length zero in a heap.
+    """Return where HDF5 might read a heap without end: an object of length zero, or longer than the heap.
 
-    HDF5 reads a heap object by object: an index (0 for free space), a length, that many bytes. It goes on by the length
-    without looking at it, and so stays where it is at sixteen bytes of zeros.
+    HDF5 reads a heap object by object: an index (0 for free space), a length, that many bytes. It adds the length to its
+    position without a check: it stays where it is at sixteen bytes of zeros, and goes back where the sum overflows.
     """
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         start = content.find(HEAP)
@@ -256,11 +267,67 @@ def _endless(path: Path) -> int | None:
             at, end = start + 16, min(start + size, len(content))
             while at + 16 <= end:
                 index, length = struct.unpack_from("<H6xQ", content, at)
-                if index == length == 0:
+                step = length if index == 0 else 16 + -(-length // 8) * 8
+                if not 0 < step <= end - at:
                     return at
-                at += length if index == 0 else 16 + -(-length // 8) * 8
+                at += step
             start = content.find(HEAP, start + 8)
     return None
+
+
+def _check_entries(dataset: Any, what: str, packed: int) -> None:
+    """Raise `InputError` if an entry of variable length says that it is longer than the file.
+
+    HDF5 allocates that length before it looks for the entry. An entry is stored as its length (four bytes) and its
+    place in a heap (twelve).
+    """
+    h5py = _h5py()
+    entry = h5py.check_vlen_dtype(dataset.dtype)
+    text = h5py.check_string_dtype(dataset.dtype)
+    if dataset.dtype.kind != "O":
+        return
+    width = 1 if text is not None else np.dtype(entry).itemsize if isinstance(entry, np.dtype) else 0
+    if not width or (entry is not None and entry.kind not in "fiu") or dataset.id.get_type().get_size() != 16:
+        raise InputError(
+            f"{what} are {dataset.dtype} of variable length; they are numbers. Write it with write_spikes."
+        )
+    for raw in _stored(dataset, what):
+        lengths = np.frombuffer(raw[: len(raw) // 16 * 16], np.uint32)[::4]
+        if lengths.size and int(lengths.max()) * width > packed:
+            raise InputError(
+                f"{what} has an entry of {int(lengths.max()):,} values, more than the {packed:,} bytes of the file. It is "
+                "damaged; get the file again."
+            )
+
+
+def _stored(dataset: Any, what: str) -> Iterator[bytes]:
+    """Yield the bytes of a data set as they are in the file, without its filters."""
+    made = dataset.id.get_create_plist()
+    filters = [made.get_filter(i)[0] for i in range(made.get_nfilters())]
+    if dataset.chunks is None:
+        offset = dataset.id.get_offset()
+        if offset is not None:
+            with open(dataset.file.filename, "rb") as file:
+                file.seek(offset)
+                yield file.read(16 * len(dataset))
+        elif dataset.id.get_storage_size():
+            raise InputError(f"{what} is stored in a compact form that is not read. Write it with write_spikes.")
+        return
+    size = 16 * dataset.chunks[0]
+    if size > unpacked_limit(dataset.file.id.get_filesize()):
+        raise limit_exceeded(dataset.file.id.get_filesize(), f"{size:,} a chunk")
+    for number in range(dataset.id.get_num_chunks()):
+        place = dataset.id.get_chunk_info(number)
+        mask, raw = dataset.id.read_direct_chunk(place.chunk_offset)
+        applied = [kind for i, kind in enumerate(filters) if not mask >> i & 1]
+        for kind in reversed(applied):
+            if kind == GZIP:
+                raw = zlib.decompressobj().decompress(raw, size)
+            elif kind == SHUFFLE:
+                raw = np.frombuffer(raw, np.uint8).reshape(16, -1).T.tobytes()
+            else:
+                raise InputError(f"{what} is compressed by filter {kind}; only gzip and shuffle are read.")
+        yield raw
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def from_silif(weights: str | Path | Mapping[str, Any]) -> SpikingModel:
             raise CheckpointError(f"{weights} is no .npz file of arrays: {error}.") from None
     try:
         arrays = {name: torch.as_tensor(value) for name, value in weights.items()}
-    except TypeError as error:  # a dtype that torch has not
+    except (TypeError, ValueError) as error:  # a dtype or byte order that torch has not
         raise CheckpointError(f"these are not the weights of a SiLIF network: {error}.") from None
     depth = sum(name.endswith(".dt") for name in arrays)
     named = dict(_names(depth))
