@@ -145,8 +145,8 @@ def same(given, kept):
     )
 
 
-# Kinds of files. Each function makes the valid ones once, and yields (name, mutate, read): `mutate` returns bytes, `read`
-# calls a public reader on the path and raises Fault if what it accepts is not the content of the file.
+# Kinds of files. Each function makes the valid ones once and returns (mutate, read). `mutate` returns bytes and a note;
+# `read` takes the path and the note, calls a public reader, and raises Fault if that accepts what the file does not say.
 
 
 def models():

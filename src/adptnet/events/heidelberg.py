@@ -257,8 +257,8 @@ def write_spikes(
 def _endless(path: Path) -> int | None:
     """Return where HDF5 might read a heap without end: an object of length zero, or longer than the heap.
 
-    HDF5 reads a heap object by object: an index (0 for free space), a length, that many bytes. It adds the length to its
-    position without a check: it stays where it is at sixteen bytes of zeros, and goes back where the sum overflows.
+    HDF5 reads a heap object by object: an index (0 for free space), a length, that many bytes. It adds the length to
+    its position without a check: it stays where it is at sixteen bytes of zeros, and goes back where the sum overflows.
     """
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         start = content.find(HEAP)
@@ -295,8 +295,8 @@ def _check_entries(dataset: Any, what: str, packed: int) -> None:
         lengths = np.frombuffer(raw[: len(raw) // 16 * 16], np.uint32)[::4]
         if lengths.size and int(lengths.max()) * width > packed:
             raise InputError(
-                f"{what} has an entry of {int(lengths.max()):,} values, more than the {packed:,} bytes of the file. It is "
-                "damaged; get the file again."
+                f"{what} has an entry of {int(lengths.max()):,} values, more than the {packed:,} bytes of the file. "
+                "It is damaged; get the file again."
             )
 
 
