@@ -7,6 +7,7 @@ package, or accept it with content that is the file's; whatever else happens is 
 """
 
 import contextlib
+import copy
 import gzip
 import hashlib
 import io
@@ -56,7 +57,9 @@ def ensure(holds, what):
 
 
 def change_bytes(content, rng, within=None):
-    """`content` with one to four random changes, in its first `within` bytes if given."""
+    """`content` with one to four random changes, in its first `within` bytes if given; none without `rng`."""
+    if rng is None:
+        return content
     content = bytearray(content)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         end = max(1, min(len(content), within or len(content)))
@@ -127,8 +130,9 @@ def change_json(document, rng):
         elif kind == 4 and isinstance(parent, dict) and isinstance(parent[name], dict):
             for _ in range(rng.choice((3, 30, 240))):
                 parent[name] = {"type": rng.choice(("Negative", "Sparse")), "spectrum": parent[name]}
+            break  # deeper ones could not be written
         else:
-            parent[name] = rng.choice(VALUES)
+            parent[name] = copy.deepcopy(rng.choice(VALUES))
     text = json.dumps(document)
     return text.replace(f'"{DEEP}"', "[" * 5000 + "]" * 5000).replace(f'"{LONG}"', "9" * 5000)
 
@@ -145,8 +149,9 @@ def same(given, kept):
     )
 
 
-# Kinds of files. Each function makes the valid ones once and returns (mutate, read). `mutate` returns bytes and a note;
-# `read` takes the path and the note, calls a public reader, and raises Fault if that accepts what the file does not say.
+# Kinds of files. Each function makes the valid ones once and returns (mutate, read). `mutate` returns bytes and a note,
+# those of a valid file without random numbers; `read` takes path and note, calls a public reader, and raises Fault if
+# that accepts what the file does not say.
 
 
 def models():
@@ -166,6 +171,8 @@ def checkpoints(folder):
         kept.append((model.spec, model.state_dict(), (folder / f"model{number}").read_bytes()))
 
     def mutate(rng):
+        if rng is None:
+            return kept[0][2], kept[0][:2]
         spec, weights, content = rng.choice(kept)
         kind = rng.randrange(4)
         if kind == 0:
@@ -225,6 +232,8 @@ def specs(folder):
     texts = [json.loads(spec.to_json()) for spec in pool]
 
     def mutate(rng):
+        if rng is None:
+            return json.dumps(texts[0]).encode(), None
         document = rng.choice(texts)
         text = change_json(document, rng) if rng.random() < 0.8 else None
         if text is None:
@@ -249,6 +258,8 @@ def configs(folder):
     document = json.loads(experiment.to_json())
 
     def mutate(rng):
+        if rng is None:
+            return json.dumps(document).encode(), None
         whole = json.dumps(document).encode()
         return change_bytes(whole, rng) if rng.random() < 0.3 else change_json(document, rng).encode(
             "utf8", "ignore"
@@ -263,8 +274,11 @@ def configs(folder):
 
 def npz(arrays, rng):
     """An npz, compressed or not, in which shapes, kinds of numbers, headers or sizes may be wrong."""
-    arrays = {name: np.asarray(array) for name, array in arrays.items()}
-    kind, buffer = rng.randrange(6), io.BytesIO()
+    arrays, buffer = {name: np.asarray(array) for name, array in arrays.items()}, io.BytesIO()
+    if rng is None:
+        np.savez(buffer, **arrays)
+        return buffer.getvalue()
+    kind = rng.randrange(6)
     name = rng.choice(list(arrays))
     if kind == 0:
         arrays[name] = arrays[name].astype(rng.choice(("u8", "i8", "f4", "?", "S3", "U2", "c8", "O", "M8[s]", ">i4")))
@@ -334,7 +348,7 @@ def archives(folder):
                     x, y, p = (np.asarray(content[name][own].tolist(), object) for name in "xyp")
                     ensure(((p * 34 + y) * 34 + x).tolist() == found[0].units.tolist(), "other units")
 
-    return lambda rng: (npz(rng.choice((frames, pixels)), rng), None), read
+    return lambda rng: (npz(rng.choice((frames, pixels)) if rng else pixels, rng), None), read
 
 
 def pictures(folder):
@@ -349,6 +363,8 @@ def pictures(folder):
     tar = buffer.getvalue()
 
     def mutate(rng):
+        if rng is None:
+            return gzip.compress(tar), ".tar.gz"
         kind = rng.randrange(3)
         if kind:
             return npz(arrays, rng), ".npz"
@@ -380,6 +396,8 @@ def sounds(folder):
     numbers = (0, 1, 2, 3, 7, 16, 24, 64, 255, 65534, 65535, 2**31 - 1, 2**31, 0xFFFFFFF0, 2**32 - 1)
 
     def mutate(rng):
+        if rng is None:
+            return made[0], None
         content = bytearray(rng.choice(made))
         kind = rng.randrange(3)
         if kind == 0:
@@ -437,7 +455,8 @@ def spike_files(folder):
             elif kind == 1:
                 file[name] = np.asarray([0, 1, 2**64 - 1, 2**63], np.uint64)
             elif kind == 2:
-                file.create_dataset(name, (10**12,), dtype="u1", chunks=(1024,))
+                size, chunk = rng.choice(((10**12, 1024), (4, 2**31)))
+                file.create_dataset(name, (size,), maxshape=(None,), dtype="u1", chunks=(chunk,))
             elif kind == 3:
                 file[name] = h5py.ExternalLink("/etc/passwd", "/x")
             elif kind == 4:
@@ -454,6 +473,8 @@ def spike_files(folder):
         return path.read_bytes()
 
     def mutate(rng):
+        if rng is None:
+            return whole, None
         return (rewrite(rng) if rng.random() < 0.3 else change_bytes(whole, rng)), None
 
     def read(path, _):
@@ -478,6 +499,8 @@ def packed(folder):
     bomb = gzip.compress(bytes(80 * 2**20), 9)
 
     def mutate(rng):
+        if rng is None:
+            return gzip.compress(whole), ".gz"
         kind = rng.randrange(40)
         if kind == 0:
             return bomb, ".gz"
@@ -511,6 +534,8 @@ def rows(folder):
         )
 
     def mutate(rng):
+        if rng is None:
+            return b"\n".join(json.dumps(line).encode() for line in lines), None
         texts = [json.dumps(line).encode() for line in lines]
         if rng.random() < 0.3:
             return change_bytes(b"\n".join(texts) + b"\n", rng), None
@@ -538,25 +563,25 @@ def rows(folder):
 def manifests(folder):
     files = {"model.safetensors": b"weights", "progress.json": b"{}"}
 
+    sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    document = {"adptnet_checkpoint": 1, "sha256": sums}
+    bodies = (b"{}", b"[]", b'{"sha256": []}', b"\xff\xfe", b"3", b"", b"null", b'{"adptnet_checkpoint": 1}')
+    names = ("../../../../etc/hostname", "/etc/hostname", "..", ".", "", "a/b", "a\0b", "link", "sub")
+
+    def sign(body):
+        return body + b"\n" + hashlib.sha256(body).hexdigest().encode()
+
     def mutate(rng):
-        sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-        document = {"adptnet_checkpoint": 1, "sha256": sums}
-        kind = rng.randrange(4)
-        body = json.dumps(document).encode()
+        kind = 0 if rng is None else rng.randrange(4)
         if kind == 0:
-            return change_bytes(body + b"\n" + hashlib.sha256(body).hexdigest().encode(), rng), None
+            return change_bytes(sign(json.dumps(document).encode()), rng), None
         if kind == 1:
-            name = rng.choice(
-                ("../../../../etc/hostname", "/etc/hostname", "..", ".", "", "a/b", "a\0b", "link", "sub")
-            )
-            body = json.dumps({"adptnet_checkpoint": 1, "sha256": {name: "0" * 64, **sums}}).encode()
+            body = json.dumps({**document, "sha256": {rng.choice(names): "0" * 64, **sums}}).encode()
         elif kind == 2:
-            body = rng.choice(
-                (b"{}", b"[]", b'{"sha256": []}', b"\xff\xfe", b"3", b"", b"null", b'{"adptnet_checkpoint": 1}')
-            )
+            body = rng.choice(bodies)
         else:
             body = change_json(document, rng).encode(errors="surrogatepass")
-        return body + b"\n" + hashlib.sha256(body).hexdigest().encode(), None
+        return sign(body), None
 
     def read(path, _):
         own = path.parent / "step-000000001"
@@ -622,8 +647,11 @@ KINDS = {
 
 
 def peak():
-    """The most memory this process has used so far, in MB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    """The most memory this process has used so far, in MB. What getrusage says includes the parent's before exec."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return int(next(line for line in status.read_text().splitlines() if line.startswith("VmHWM")).split()[1]) / 1024
 
 
 def attempt(read, path, note):
@@ -652,11 +680,15 @@ def main(seed, counts):
         for kind, count in counts.items():
             mutate, read = prepared[kind]
             outcomes, faults = Counter(), []
+            path = Path(scratch) / kind / "mutated"
+            content, note = mutate(None)
+            path.write_bytes(content)
+            if attempt(read, path, note)[0] != "accepted":
+                faults.append(f"{kind}: a valid file is not accepted: {attempt(read, path, note)}")
             for number in range(count):
                 print(f"{kind} {number}", file=sys.stderr, flush=True)  # the last line names the file of a crash
                 rng = random.Random(f"{seed} {kind} {number}")
                 content, note = mutate(rng)
-                path = Path(scratch) / kind / "mutated"
                 path.write_bytes(content)
                 signal.alarm(PATIENCE)
                 outcome, fault = attempt(read, path, note)

@@ -103,6 +103,10 @@ def load(path: str | os.PathLike[str], *, device: Device = None) -> nn.Module:
             model.load_state_dict(tensors, assign=True)  # keeps the dtypes of the file
         except (RuntimeError, TypeError, ArithmeticError) as error:
             raise CheckpointError(f"weights and spec do not belong together. {error}") from None
+        for module in model.modules():
+            check: Any = getattr(module, "check_buffers", None)  # of values that index other tensors
+            if check is not None:
+                check()
         _tie(model, tied)
     return model if device is None else model.to(device)
 

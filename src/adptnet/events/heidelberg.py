@@ -114,8 +114,9 @@ class SpikeFile:
         if found.external or found.is_virtual:
             raise InputError(f"{self.path}: the values of {path} lie in other files; they must lie in the file itself.")
         packed = self.path.stat().st_size
-        if found.nbytes > unpacked_limit(packed):
-            raise limit_exceeded(packed, f"{found.nbytes:,} in {path}")
+        most = max((len(found), *(found.chunks or ()))) * found.id.get_type().get_size()  # HDF5 unpacks whole chunks
+        if most > unpacked_limit(packed):
+            raise InputError(f"{self.path}: {path}: {limit_exceeded(packed, f'{most:,}')}.")
         _check_entries(found, f"{self.path}: {path}", packed)
         self._datasets[path] = found
         return found
@@ -281,16 +282,13 @@ def _check_entries(dataset: Any, what: str, packed: int) -> None:
     HDF5 allocates that length before it looks for the entry. An entry is stored as its length (four bytes) and its
     place in a heap (twelve).
     """
-    h5py = _h5py()
-    entry = h5py.check_vlen_dtype(dataset.dtype)
-    text = h5py.check_string_dtype(dataset.dtype)
-    if dataset.dtype.kind != "O":
+    if not dataset.dtype.hasobject:
         return
-    width = 1 if text is not None else np.dtype(entry).itemsize if isinstance(entry, np.dtype) else 0
-    if not width or (entry is not None and entry.kind not in "fiu") or dataset.id.get_type().get_size() != 16:
-        raise InputError(
-            f"{what} are {dataset.dtype} of variable length; they are numbers. Write it with write_spikes."
-        )
+    entry, text = _h5py().check_vlen_dtype(dataset.dtype), _h5py().check_string_dtype(dataset.dtype)
+    numbers = isinstance(entry, np.dtype) and entry.kind in "fiu"
+    if not (numbers or text is not None) or dataset.id.get_type().get_size() != 16:
+        raise InputError(f"{what} holds entries of variable length that are not numbers. Write it with write_spikes.")
+    width = 1 if entry is None else entry.itemsize
     for raw in _stored(dataset, what):
         lengths = np.frombuffer(raw[: len(raw) // 16 * 16], np.uint32)[::4]
         if lengths.size and int(lengths.max()) * width > packed:
@@ -314,8 +312,6 @@ def _stored(dataset: Any, what: str) -> Iterator[bytes]:
             raise InputError(f"{what} is stored in a compact form that is not read. Write it with write_spikes.")
         return
     size = 16 * dataset.chunks[0]
-    if size > unpacked_limit(dataset.file.id.get_filesize()):
-        raise limit_exceeded(dataset.file.id.get_filesize(), f"{size:,} a chunk")
     for number in range(dataset.id.get_num_chunks()):
         place = dataset.id.get_chunk_info(number)
         mask, raw = dataset.id.read_direct_chunk(place.chunk_offset)

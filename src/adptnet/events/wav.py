@@ -1,5 +1,6 @@
 """Sound files."""
 
+import struct
 import warnings
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def read_wav(path: str | Path, *, mix: bool = False) -> tuple[npt.NDArray[np.flo
         raise InputError("sound files need scipy: pip install 'adptnet[events]'.") from None
     if not Path(path).is_file():
         raise InputError(f"{path} is no file.")
+    _check_size(Path(path))
     with warnings.catch_warnings():
         warnings.simplefilter("error", wavfile.WavFileWarning)
         warnings.filterwarnings("ignore", "Chunk .non-data. not understood", wavfile.WavFileWarning)
@@ -55,3 +57,24 @@ def read_wav(path: str | Path, *, mix: bool = False) -> tuple[npt.NDArray[np.flo
         first = int(np.flatnonzero(~np.isfinite(samples))[0])
         raise NonFiniteError(f"{path}: sample {first} is {samples[first]}; sound is made of finite numbers.")
     return samples, int(rate)
+
+
+def _check_size(path: Path) -> None:
+    """Raise `InputError` if the samples take more bytes than the file has; scipy would return those that are there."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        kind = file.read(12)[:4]
+        long = 0  # of RF64, whose samples may take more than 4 GB
+        while len(head := file.read(8)) == 8:
+            (length,) = struct.unpack(">I" if kind == b"RIFX" else "<I", head[4:])
+            if head[:4] == b"ds64" and length >= 16:
+                _, long = struct.unpack("<QQ", file.read(16).ljust(16, b"\0"))
+                length -= 16
+            if head[:4] == b"data":
+                length = long if kind == b"RF64" else length
+                if length > size - file.tell():
+                    raise InputError(
+                        f"{path} cannot be read as a wav file, it may be cut off: its samples take {length:,} bytes, "
+                        f"and {size - file.tell():,} are there."
+                    )
+            file.seek(min(length + length % 2, size), 1)
