@@ -97,7 +97,7 @@ def test_an_npz_compressed_in_another_way_or_with_two_arrays_of_one_name_is_reje
     path = tmp_path / "a.npz"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as archive:
         archive.writestr("frames.npy", npy_header("(3,)") + b"123")
-    with pytest.raises(InputError, match="another method than np.savez uses"):
+    with pytest.raises(InputError, match=r"another method than np\.savez uses"):
         open_archive(path)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("label.npy", npy_header("(3,)") + b"123")
