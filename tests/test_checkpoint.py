@@ -60,11 +60,13 @@ def test_dtypes_and_optimiser_marks_come_back(dtype, tmp_path):
     assert twin.cell.spectrum.log_dt._optim == {"weight_decay": 0.0}
 
 
-def test_loading_leaves_random_numbers_alone(tmp_path):
-    adptnet.save(ADPTNet(4), tmp_path / "model")
+@pytest.mark.parametrize("spectrum", [spectra.S4DReal(), spectra.Sparse(), spectra.LRURing()], ids=repr)
+def test_saving_and_loading_leave_random_numbers_alone(spectrum, tmp_path):
+    layer = ADPTNet(4, spectrum=spectrum)
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
+    adptnet.save(layer, tmp_path / "model")
     adptnet.load(tmp_path / "model")
     assert torch.equal(torch.rand(3), expected)
 

@@ -50,7 +50,7 @@ class FromExponents(SpectrumSpec):
                 f"FromExponents has {len(self.exponents)} exponents, but the state has size {state_size}. "
                 f"Pass state_size={len(self.exponents)}, or {state_size} exponents."
             )
-        if self.grows:
+        if self.grows and torch.device(device or "cpu").type != "meta":  # there it has a size and no states
             warnings.warn(
                 f"FromExponents: the largest exponent is {max(self.exponents)}: |λ̄| >= 1, the state may grow.",
                 stacklevel=2,
