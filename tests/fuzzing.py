@@ -455,7 +455,7 @@ def spike_files(folder):
             elif kind == 1:
                 file[name] = np.asarray([0, 1, 2**64 - 1, 2**63], np.uint64)
             elif kind == 2:
-                size, chunk = rng.choice(((10**12, 1024), (4, 2**31)))
+                size, chunk = rng.choice(((10**12, 1024), (60_000_000, 1024), (4, 2**31)))
                 file.create_dataset(name, (size,), maxshape=(None,), dtype="u1", chunks=(chunk,))
             elif kind == 3:
                 file[name] = h5py.ExternalLink("/etc/passwd", "/x")

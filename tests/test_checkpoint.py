@@ -420,3 +420,24 @@ def test_the_layout_of_a_layer_is_that_of_the_layer(axes):
     assert all(tensor.is_meta for tensor in layout.values())
     described = {name: (tensor.shape, tensor.dtype) for name, tensor in layout.items()}
     assert described == {name: (tensor.shape, tensor.dtype) for name, tensor in layer.state_dict().items()}
+
+
+def test_a_part_that_load_could_not_lay_out_is_named_when_saving(tmp_path, monkeypatch):
+    layer = ADPTNet(4)
+
+    def look_at_values(self, state_size, **options):
+        raise RuntimeError("Tensor.item() cannot be called on meta tensors")
+
+    monkeypatch.setattr(spectra.Linspace, "build", look_at_values)
+    with pytest.raises(CheckpointError, match=r"ADPTNet cannot be built on the meta device \(Tensor\.item\(\)"):
+        adptnet.save(layer, tmp_path / "model")
+
+
+def test_changes_of_shape_in_place_are_laid_out():
+    def make():
+        module = torch.nn.Module()
+        module.weight = torch.nn.Parameter(torch.empty(3, 4).uniform_(-1, 1).data.t_())
+        module.register_buffer("column", torch.zeros(3).unsqueeze_(-1))
+        return module
+
+    assert {name: tuple(t.shape) for name, t in lay_out(make).items()} == {"weight": (4, 3), "column": (3, 1)}

@@ -267,6 +267,19 @@ def test_a_recording_that_claims_to_be_longer_than_its_file_is_rejected(options,
         SpikeFile(spikes)
 
 
+@pytest.mark.parametrize("name", ["labels", "extra/keys", "extra/speaker", "spikes/units"])
+def test_values_that_no_byte_stands_for_are_counted_before_they_are_read(name, spikes, monkeypatch):
+    import h5py
+
+    with h5py.File(spikes, "a") as file:
+        del file[name]
+        file.create_dataset(name, (60_000_000,), dtype="u1", chunks=(1024,))
+    read = np.asarray
+    monkeypatch.setattr(np, "asarray", lambda array, *a: read(array, *a) if len(array) < 10 else pytest.fail("read"))
+    with pytest.raises(InputError, match=r"60,?000,?000"):
+        SpikeFile(spikes)
+
+
 def test_a_heap_whose_lengths_overflow_is_rejected(spikes):
     content = bytearray(spikes.read_bytes())
     heap = content.index(heidelberg.HEAP)
@@ -471,3 +484,10 @@ def test_delays_of_a_checkpoint_are_those_of_its_spec(tmp_path):
         with pytest.raises(CheckpointError, match="the spec says 2 to 5"):
             adptnet.load(tmp_path / "model")
     assert torch.get_default_dtype() == torch.float64
+
+
+def test_lengths_of_frames_end_at_the_last_count(tmp_path):
+    frames = np.zeros((4, 5, 2), np.uint8)
+    frames[0, 4, 1], frames[1, 0, 0], frames[2, 1, 0], frames[2, 3, 1] = 1, 2, 3, 4
+    np.savez(tmp_path / "a.npz", frames=frames, label=np.arange(4))
+    assert open_archive(tmp_path / "a.npz").lengths.tolist() == [5, 1, 4, 1]

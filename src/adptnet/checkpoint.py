@@ -244,7 +244,13 @@ def _check_unchanged(model: nn.Module, spec: ModuleSpec) -> None:
     weights: dict[str, Any] = model.state_dict()
     if any(isinstance(value, Tensor) and value.is_meta for value in weights.values()):
         raise CheckpointError("the model is on the meta device and has no weights. Build it with device='cpu'.")
-    layout = lay_out(lambda: spec.build(device="meta"))
+    try:
+        layout = lay_out(lambda: spec.build(device="meta"))
+    except Exception as error:  # of a part that is not the package's own
+        raise CheckpointError(
+            f"{type(model).__name__} cannot be built on the meta device ({_shorten(error)}), where load compares it "
+            "with its file. Build its parts without looking at the values of tensors."
+        ) from None
     plain = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     try:
         _compare(layout, plain)

@@ -24,6 +24,7 @@ _ELEMENTWISE = {
     "tanh", "truediv", "where",
 }
 # fmt: on
+_RESHAPES = {"resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"}
 _PREDICATES = {"eq", "ge", "gt", "le", "logical_not", "lt", "ne"}
 
 
@@ -57,7 +58,7 @@ class _ByShape(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         first = args[0] if args else kwargs.get("tensor")  # as torch.nn.init passes it
-        if name.endswith("_") and not name.endswith("__") and isinstance(first, Tensor):
+        if name.endswith("_") and not name.endswith("__") and isinstance(first, Tensor) and name not in _RESHAPES:
             return first  # in place: initial values
         name = name.strip("_")
         tensors = [value for value in args if isinstance(value, Tensor)]

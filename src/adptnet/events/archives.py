@@ -33,8 +33,9 @@ class FrameFile(Dataset[Example]):
                 "(recordings, steps, features). Save frames.astype(np.uint8)."
             )
         self.labels, self.speakers, self.is_test = _described(path, arrays, len(self.frames))
-        steps = np.arange(1, self.frames.shape[1] + 1)
-        self.lengths = np.maximum((self.frames.any(-1) * steps).max(-1), 1)
+        filled = np.asarray(self.frames.any(-1))
+        last = self.frames.shape[1] - filled[:, ::-1].argmax(-1)  # one after the last frame with a count
+        self.lengths = np.where(filled.any(-1), last, 1)
 
     def __len__(self) -> int:
         return len(self.labels)

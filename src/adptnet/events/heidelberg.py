@@ -40,6 +40,7 @@ MD5 = {  # as published beside the files
     "shd_test.h5": "207ad1295a0ab611e22d1734989c254e",
 }
 GZIP, SHUFFLE = 1, 2  # numbers of HDF5's filters
+MOST_WORDS = 2**16  # labels have sixteen bits
 HEAP = b"GCOL\x01\0\0\0"  # how a heap of recordings begins
 SplitName = Literal["shd_train", "shd_test", "ssc_train", "ssc_valid", "ssc_test"]
 SPLITS = ("shd_train", "shd_test", "ssc_train", "ssc_valid", "ssc_test")
@@ -65,20 +66,22 @@ class SpikeFile:
                     f"{self.path} is damaged: at byte {hole:,} recordings were overwritten with zeros or have a length "
                     "that cannot be, and HDF5 might read them without end. Get the file again."
                 )
-            labels = self._dataset("labels")
+            # Counts are compared before values are read: an empty chunk of HDF5 stands for any number of values.
+            times, units, labels = (self._dataset(name) for name in ("spikes/times", "spikes/units", "labels"))
+            if not len(times) == len(units) == len(labels):
+                raise InputError(f"{self.path} has {len(times)} times, {len(units)} units and {len(labels)} labels.")
             self.labels = whole_numbers(np.asarray(labels), f"{self.path}: labels")
-            times, units = (len(self._dataset(f"spikes/{name}")) for name in ("times", "units"))
-            if not times == units == len(self.labels):
-                raise InputError(f"{self.path} has {times} times, {units} units and {len(self.labels)} labels.")
-            self.words = [
-                key.decode(errors="replace") if isinstance(key, bytes) else str(key) for key in self._extra("keys")
-            ]
-            self.speakers = self._extra("speaker")
-            if len(self.speakers) not in (0, len(self.labels)):
+            words, speakers = (self._dataset(f"extra/{name}", needed=False) for name in ("keys", "speaker"))
+            if words is not None and len(words) > MOST_WORDS:
+                raise InputError(f"{self.path} has {len(words):,} words; there are at most {MOST_WORDS:,}.")
+            found = () if words is None else np.asarray(words)
+            self.words = [key.decode(errors="replace") if isinstance(key, bytes) else str(key) for key in found]
+            if speakers is not None and len(speakers) not in (0, len(self.labels)):
                 raise InputError(
-                    f"{self.path} has {len(self.speakers)} speakers for {len(self.labels)} recordings; there must be "
-                    "one for each, or none."
+                    f"{self.path} has {len(speakers)} speakers for {len(self.labels)} recordings; there must be one "
+                    "for each, or none."
                 )
+            self.speakers = np.zeros(0) if speakers is None else np.asarray(speakers)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -90,10 +93,6 @@ class SpikeFile:
             times, units = self._dataset("spikes/times")[index], self._dataset("spikes/units")[index]
         where = f"{self.path.name}, recording {index}"
         return Events.of(times, units, channels=self.channels, where=where), int(self.labels[index])
-
-    def _extra(self, name: str) -> Any:
-        found = self._dataset(f"extra/{name}", needed=False)
-        return np.zeros(0) if found is None else np.asarray(found)
 
     def _dataset(self, path: str, *, needed: bool = True) -> Any:
         """Return a one-dimensional data set whose content lies in this file; None if it is not there and not needed."""
