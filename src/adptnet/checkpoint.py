@@ -1,30 +1,48 @@
-"""Saving and loading: weights as safetensors, with the spec in the same file. Nothing is ever unpickled."""
+"""Saving and loading: weights as safetensors, with the spec in the same file. Nothing is ever unpickled.
+
+A file comes from outside: `load` reads it into memory of its own, checks the SHA-256 of that memory, and compares the
+tensors with those of the spec on the meta device before it builds anything.
+"""
 
 import hashlib
 import json
 import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
-from .errors import CheckpointError
+from .errors import AdptnetError, CheckpointError
 from .files import write_whole
+from .layout import lay_out
 from .spec import ModuleSpec, Spec
 from .typing import Device
+from .untrusted import parse_json
 
-__all__ = ["load", "save", "serialised"]
+__all__ = ["find_tied", "load", "save", "serialised"]
 
 _KEY = "adptnet"
+_CALLS_PER_TENSOR = 500  # torch functions that building a module may take for each tensor it has
+
+Tied = Sequence[Sequence[str]]  # groups of names of one tensor
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Writes the weights of `model` and its spec to one file, all of it or nothing.
+    """Write the weights of `model` and its spec to one file, all of it or nothing.
+
+    Parameters that are tied (`model.decoder.weight = model.encoder.weight`) are tied again by `load`.
 
     Args:
         model: A module with a spec: `ADPTNet`, `Recurrent`, `Bidirectional`, `Stack`, `ResidualBlock`, `SequenceModel`.
         path: The file, by custom `something.safetensors`.
+
+    Raises:
+        CheckpointError: `load` could not make this model again, e.g. since it is pruned or parametrised, or the file
+            cannot be there.
     """
     spec = getattr(model, "spec", None)
     if not isinstance(spec, ModuleSpec) or not type(model).__module__.startswith("adptnet."):
@@ -32,117 +50,314 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
             f"load could not build a {type(model).__name__} again. Save one of adptnet's own modules that has a spec; "
             "of a compiled model, save model._orig_mod."
         )
+    _check_unchanged(model, spec)
     target = Path(path)
     if not target.parent.is_dir():
         raise CheckpointError(f"The folder {target.parent} does not exist. Make it first: mkdir -p {target.parent}")
     if target.is_dir():
         raise CheckpointError(f"{target} is a folder. Pass a file in it, e.g. {target / 'model.safetensors'}")
-    write_whole(target, serialised(spec, model.state_dict()))
+    write_whole(target, serialised(spec, model.state_dict(), find_tied(model)))
 
 
-def serialised(spec: ModuleSpec | None, weights: dict[str, Tensor]) -> bytes:
-    """The content of a file of `weights`; with the spec, one that `load` reads and whose every byte it checks."""
+def serialised(spec: ModuleSpec | None, weights: dict[str, Tensor], tied: Tied = ()) -> bytes:
+    """Return the content of a file of `weights`; with the spec, one that `load` reads and whose every byte it checks.
+
+    Args:
+        spec: What the weights belong to.
+        weights: A state dict, complete: tied tensors are there under each of their names.
+        tied: See `find_tied`.
+    """
     from safetensors.torch import save as serialise
 
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
     if spec is None:
         return bytes(serialise(tensors))
     document = json.loads(spec.to_json())
+    if tied:
+        document["tied"] = [list(names) for names in tied]
     # Beside the spec in one entry: safetensors writes several in any order, and files would differ from run to run.
     document["sha256"] = _sha256(document, tensors)
     return bytes(serialise(tensors, metadata={_KEY: json.dumps(document)}))
 
 
 def load(path: str | os.PathLike[str], *, device: Device = None) -> nn.Module:
-    """The model that `save` wrote, in training mode and with the dtypes it had. A changed byte is refused.
+    """Return the model that `save` wrote, in training mode and with the dtypes it had.
+
+    The model owns its memory: the file may be changed or removed afterwards.
 
     Args:
         path: A file written by `save`.
         device: Where to put it; the CPU if not given.
+
+    Raises:
+        CheckpointError: The file is not there, not a checkpoint, damaged, or its weights and spec do not belong
+            together. This is found before more memory is used than the file has bytes.
+        SpecError: Its spec cannot be read; the message names the file.
     """
-    spec, tensors = _read(path)
-    _check_size(path, spec, tensors)
-    with torch.random.fork_rng(devices=[]):  # the weights are replaced: leave the caller's random numbers alone
-        model: nn.Module = spec.build()
-    for name, own in model.state_dict().items():
-        found = tensors.get(name)
-        if found is not None and (found.is_floating_point(), found.is_complex()) != (own.is_floating_point(), False):
-            raise CheckpointError(f"{os.fspath(path)}: {name} is {found.dtype}, where {own.dtype} is needed.")
-    try:
-        model.load_state_dict(tensors, assign=True)  # keeps the dtypes of the file
-    except RuntimeError as error:
-        raise CheckpointError(f"{os.fspath(path)}: weights and spec do not belong together. {error}") from None
+    spec, tensors, tied = _read(path)
+    with _naming(path):
+        _compare(_lay_out(spec, tensors), tensors)
+        try:
+            with torch.random.fork_rng(devices=[]):  # the weights are replaced: leave the caller's random numbers alone
+                model: nn.Module = spec.build()
+            model.load_state_dict(tensors, assign=True)  # keeps the dtypes of the file
+        except (RuntimeError, TypeError, ArithmeticError) as error:
+            raise CheckpointError(f"weights and spec do not belong together. {error}") from None
+        for module in model.modules():
+            check: Any = getattr(module, "check_buffers", None)  # of values that index other tensors
+            if check is not None:
+                check()
+        _tie(model, tied)
     return model if device is None else model.to(device)
 
 
-def _read(path: str | os.PathLike[str]) -> tuple[ModuleSpec, dict[str, Tensor]]:
-    from safetensors import SafetensorError, safe_open
-
+@contextmanager
+def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Put the name of the file in front of errors that do not have it."""
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    except FileNotFoundError:
-        raise CheckpointError(f"There is no file {os.fspath(path)}.") from None
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{os.fspath(path)} is not a complete safetensors file ({error}). "
-            "Write it again with adptnet.save(model, path)."
-        ) from None
+        yield
+    except AdptnetError as error:
+        raise type(error)(f"{os.fspath(path)}: {error}") from None
+
+
+def _read(path: str | os.PathLike[str]) -> tuple[ModuleSpec, dict[str, Tensor], Tied]:
+    """Return spec, tensors and ties of a file, in memory of their own and as they were written."""
+    metadata, tensors = _parse(path)
     if _KEY not in metadata:
         raise CheckpointError(
             f"{os.fspath(path)} holds weights but no adptnet spec. Build the model yourself and use load_state_dict, "
             "or write the file with adptnet.save(model, path)."
         )
     text = metadata[_KEY]
-    document = _parsed(text)
-    if "sha256" in document:  # files from before it was written have none
-        if document.pop("sha256") != _sha256(document, tensors):
-            raise CheckpointError(
-                f"{os.fspath(path)} is not as it was written: weights and spec have another SHA-256 than it says. "
-                "Copy it again, or write it again with adptnet.save(model, path)."
-            )
-        text = json.dumps(document)
-    spec = Spec.from_json(text)
-    if not isinstance(spec, ModuleSpec):
-        raise CheckpointError(f"{os.fspath(path)}: {type(spec).__name__} describes no whole module.")
-    return spec, tensors
+    document = _document(text)
+    # Files from before it was written have none.
+    if "sha256" in document and document.pop("sha256") != _sha256(document, tensors):
+        raise CheckpointError(
+            f"{os.fspath(path)} is not as it was written: weights and spec have another SHA-256 than it says. "
+            "Copy it again, or write it again with adptnet.save(model, path)."
+        )
+    with _naming(path):
+        tied = _check_tied(document.pop("tied", []), tensors)
+        spec = Spec.from_json(json.dumps(document) if document else text)
+        if not isinstance(spec, ModuleSpec):
+            raise CheckpointError(f"{type(spec).__name__} describes no whole module.")
+    return spec, tensors, tied
 
 
-def _parsed(text: str) -> dict[str, Any]:
-    """The document, or nothing if there is none; `Spec.from_json` then says why."""
+def _parse(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the metadata and the tensors of a safetensors file, copied from its bytes: it is never mapped."""
+    from safetensors.torch import load as deserialise
+
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError):
+        if os.path.exists(path) and not os.path.isfile(path):  # a folder, or a device without end
+            raise ValueError("not a regular file")
+        content = Path(path).read_bytes()
+        tensors = deserialise(content)
+        header = parse_json(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        return dict(header.get("__metadata__") or {}), tensors
+    except FileNotFoundError:
+        raise CheckpointError(f"There is no file {os.fspath(path)}.") from None
+    except Exception as error:  # the parser raises its own, KeyError for a dtype it does not know, MemoryError, ...
+        raise CheckpointError(
+            f"{os.fspath(path)} is not a complete safetensors file ({_shorten(error)}). "
+            "Write it again with adptnet.save(model, path)."
+        ) from None
+
+
+def _document(text: str) -> dict[str, Any]:
+    """Return the document, or nothing if there is none; `Spec.from_json` then says why."""
+    try:
+        document = parse_json(text)
+    except (ValueError, TypeError):
         return {}
     return document if isinstance(document, dict) else {}
 
 
 def _sha256(document: dict[str, Any], tensors: dict[str, Tensor]) -> str:
-    """The sum of a spec and the weights that go with it, whatever order they are in."""
+    """Return the sum of a spec and the weights that go with it, whatever order they are in."""
     digest = hashlib.sha256(json.dumps(document, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(_bytes(tensor))
     return digest.hexdigest()
 
 
-def _check_size(path: str | os.PathLike[str], spec: ModuleSpec, tensors: dict[str, Tensor]) -> None:
-    """Refuses, unbuilt, a spec that asks for more memory than its file fills."""
+def _bytes(tensor: Tensor) -> Any:
+    return tensor.flatten().view(torch.uint8).numpy()
+
+
+def _lay_out(spec: ModuleSpec, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of the module without memory for them.
+
+    Raises:
+        CheckpointError: The module has far more parts than there are `tensors`.
+    """
+    if _repetitions(json.loads(spec.to_json())) > max(1, sum(t.numel() > 0 for t in tensors.values())):
+        raise _too_large(tensors)  # each repetition has a tensor of its own
+    try:
+        return lay_out(lambda: spec.build(device="meta"), 1000 + _CALLS_PER_TENSOR * len(tensors))
+    except AdptnetError:
+        raise
+    except Exception:  # too many calls, or sizes beyond what torch can count
+        raise _too_large(tensors) from None
+
+
+def _too_large(tensors: dict[str, Tensor]) -> CheckpointError:
     stored = sum(tensor.numel() for tensor in tensors.values())
-    layers = [value for name, value in _counts(json.loads(spec.to_json())) if value > max(1, len(tensors))]
-    needed = 0 if layers else sum(t.numel() for t in spec.build(device="meta").state_dict().values())
-    if layers or needed > stored:
-        raise CheckpointError(
-            f"{os.fspath(path)}: weights and spec do not belong together. The spec describes a larger model than the "
-            f"{stored:,} numbers in the file."
-        )
+    return CheckpointError(
+        f"weights and spec do not belong together. The spec describes a larger model than the {stored:,} numbers in "
+        f"{len(tensors):,} tensors of the file."
+    )
 
 
-def _counts(node: Any) -> list[tuple[str, int]]:
-    """How often a spec repeats its parts: each repetition has tensors of its own."""
+def _repetitions(node: Any) -> int:
+    """Return how often the innermost part of a spec is repeated."""
     if not isinstance(node, dict):
-        return []
-    named = ("depth", "num_layers", "heads", "steps")
-    found = [(name, value) for name, value in node.items() if name in named and isinstance(value, int)]
-    return found + [count for value in node.values() for count in _counts(value)]
+        return 1
+    own = 1
+    for name in ("depth", "num_layers", "heads", "steps"):
+        value = node.get(name)
+        own *= value if isinstance(value, int) and value > 1 else 1
+    return own * max((_repetitions(value) for value in node.values()), default=1)
+
+
+def _compare(layout: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    """Raise `CheckpointError` unless `tensors` have the names, shapes and kinds of numbers of `layout`."""
+    if sum(t.numel() for t in layout.values()) > sum(t.numel() for t in tensors.values()):
+        raise _too_large(tensors)
+    faults = []
+    for name in sorted(layout.keys() | tensors.keys()):
+        own, found = layout.get(name), tensors.get(name)
+        if own is None or found is None:
+            faults.append(f"{name} is {'missing' if found is None else 'not part of the model'}")
+        elif own.shape != found.shape:
+            faults.append(f"{name} has shape {tuple(found.shape)}, where {tuple(own.shape)} is needed")
+        elif found.dtype != own.dtype and not (found.is_floating_point() and own.is_floating_point()):
+            faults.append(f"{name} is {found.dtype}, where {own.dtype} is needed")
+    if faults:
+        more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
+        raise CheckpointError(f"weights and spec do not belong together: {'; '.join(faults[:3])}{more}.")
+
+
+def _check_unchanged(model: nn.Module, spec: ModuleSpec) -> None:
+    """Raise `CheckpointError` if the model has other tensors than its spec, so that `load` would reject the file."""
+    weights: dict[str, Any] = model.state_dict()
+    if any(isinstance(value, Tensor) and value.is_meta for value in weights.values()):
+        raise CheckpointError("the model is on the meta device and has no weights. Build it with device='cpu'.")
+    try:
+        layout = lay_out(lambda: spec.build(device="meta"))
+    except Exception as error:  # of a part that is not the package's own
+        raise CheckpointError(
+            f"{type(model).__name__} cannot be built on the meta device ({_shorten(error)}), where load compares it "
+            "with its file. Build its parts without looking at the values of tensors."
+        ) from None
+    plain = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+    try:
+        _compare(layout, plain)
+        if len(plain) == len(weights):
+            return
+        fault = "it holds values that are not tensors"
+    except CheckpointError as error:
+        fault = str(error).rstrip(".")
+    raise CheckpointError(
+        f"{type(model).__name__} was changed after it was built, and load could not make it again: {fault}. "
+        + _how_to_undo(model, layout)
+    )
+
+
+def _how_to_undo(model: nn.Module, layout: Iterable[str]) -> str:
+    """Return what to type so that the model has the tensors of its spec again."""
+    known = set(layout)
+    for where, module in model.named_modules():
+        place = f"model.get_submodule({where!r})" if where else "model"
+        prefix = f"{where}." if where else ""
+        for name in [name.removesuffix("_orig") for name, _ in module.named_parameters(recurse=False)]:
+            if hasattr(module, f"{name}_mask"):
+                return f"Make the pruning permanent first: torch.nn.utils.prune.remove({place}, {name!r})."
+            if name.endswith("_g") and hasattr(module, f"{name[:-2]}_v"):
+                return f"Remove the weight norm first: torch.nn.utils.remove_weight_norm({place}, {name[:-2]!r})."
+        if parametrize.is_parametrized(module):
+            for name in module.parametrizations:
+                if f"{prefix}parametrizations.{name}.original" not in known or len(module.parametrizations[name]) > 1:
+                    return (
+                        "Remove the parametrisation first: "
+                        f"torch.nn.utils.parametrize.remove_parametrizations({place}, {name!r})."
+                    )
+    return "Save its weights with safetensors.torch.save_model, or give it back the parts that its spec describes."
+
+
+def find_tied(model: nn.Module) -> list[list[str]]:
+    """Return the names of parameters and buffers that are one tensor in memory, in groups.
+
+    Raises:
+        CheckpointError: Two of them overlap without being equal, which a file cannot say.
+    """
+    groups: dict[Any, list[str]] = {}
+    storages: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor) or not tensor.numel():
+            continue
+        view: Any = id(tensor)
+        if type(tensor) in (Tensor, nn.Parameter):  # others, such as DTensor, have no storage of their own
+            where = tensor.untyped_storage().data_ptr()
+            view = (where, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+            if view not in groups:
+                storages.setdefault(where, []).append((name, tensor))
+        groups.setdefault(view, []).append(name)
+    for sharing in storages.values():
+        _check_disjoint(sharing)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def _check_disjoint(sharing: list[tuple[str, Tensor]]) -> None:
+    """Raise if two views of one storage have bytes in common."""
+    if len(sharing) < 2:
+        return
+    owners = torch.full((sharing[0][1].untyped_storage().nbytes(),), -1, dtype=torch.int32)  # of every byte
+    for number, (name, tensor) in enumerate(sharing):
+        width = tensor.element_size()
+        shape = [size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+        strides = [stride * width for stride in tensor.stride()]
+        own = owners.as_strided((*shape, width), (*strides, 1), tensor.storage_offset() * width)
+        if own.max() >= 0:
+            raise CheckpointError(
+                f"{sharing[int(own.max())][0]} and {name} overlap in memory without being the same tensor, which a "
+                "file cannot express. Tie them whole, or separate them: nn.Parameter(tensor.detach().clone())."
+            )
+        own.fill_(number)
+
+
+def _check_tied(tied: Any, tensors: dict[str, Tensor]) -> Tied:
+    """Return the groups of a file; raise `CheckpointError` where their tensors are not there or not equal."""
+    groups: list[list[str]] = []
+    for names in tied if isinstance(tied, list) else [None]:
+        known = [name for group in groups for name in group]
+        if not isinstance(names, list) or len(names) < 2 or not all(isinstance(name, str) for name in names):
+            raise CheckpointError('its "tied" is not a list of groups of names.')
+        if not tensors.keys() >= set(names) or len({*known, *names}) < len(known) + len(names):
+            raise CheckpointError('its "tied" names tensors that are not there, or one of them twice.')
+        groups.append(names)
+    for first, *others in groups:
+        for other in others:
+            one, two = tensors[first], tensors[other]
+            same = one.dtype == two.dtype and one.shape == two.shape
+            if not same or not torch.equal(torch.from_numpy(_bytes(one)), torch.from_numpy(_bytes(two))):
+                raise CheckpointError(f"{first} and {other} are tied and yet differ.")
+    return groups
+
+
+def _tie(model: nn.Module, tied: Tied) -> None:
+    """Make each group of names one tensor again."""
+    for names in tied:
+        owners = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+        shared = getattr(*owners[0])
+        for module, name in owners[1:]:
+            if isinstance(getattr(module, name), nn.Parameter) == isinstance(shared, nn.Parameter):
+                setattr(module, name, shared)
+            else:  # a buffer that shows a parameter
+                getattr(module, name).data = shared.data
+
+
+def _shorten(error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."

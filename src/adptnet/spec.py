@@ -11,13 +11,16 @@ import difflib
 import json
 import math
 import numbers
+import types
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, TypeVar, cast, dataclass_transform
+from typing import Any, ClassVar, Literal, TypeVar, Union, cast, dataclass_transform, get_args, get_origin
 
-from .errors import SpecError
+from .errors import AdptnetError, SpecError
 from .typing import Device, DType
+from .untrusted import parse_json
 
 __all__ = [
+    "MAX_DEPTH",
     "SPEC_VERSION",
     "ModuleSpec",
     "Spec",
@@ -34,6 +37,7 @@ __all__ = [
 ]
 
 SPEC_VERSION = 1
+MAX_DEPTH = 32  # specs and tuples inside one another; the deepest model of the package has 8
 
 _kinds: dict[str, type["Spec"]] = {}
 
@@ -49,10 +53,14 @@ class Spec:
 
     @staticmethod
     def from_json(text: str) -> "Spec":
-        """The spec that `to_json` wrote. Unknown fields and newer versions are refused by name."""
+        """Return the spec that `to_json` wrote.
+
+        Raises:
+            SpecError: Text that is not JSON, unknown types and fields, values that do not fit, a newer version.
+        """
         try:
-            document = json.loads(text)
-        except (json.JSONDecodeError, TypeError, RecursionError) as error:
+            document = parse_json(text)
+        except (ValueError, TypeError) as error:
             raise SpecError(f"A spec is JSON as written by spec.to_json(); this text is not JSON: {error}.") from None
         if not isinstance(document, dict) or "adptnet_spec" not in document or "spec" not in document:
             raise SpecError(
@@ -61,15 +69,15 @@ class Spec:
             )
         version = document["adptnet_spec"]
         if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-            raise SpecError(f'"adptnet_spec" is the format\'s version, a whole number from 1; got {version!r}.')
+            raise SpecError(f'"adptnet_spec" is the format\'s version, a whole number from 1; got {_shown(version)}.')
         if version > SPEC_VERSION:
             raise SpecError(
-                f"This spec has version {version}; this adptnet reads versions up to {SPEC_VERSION}. "
+                f"This spec has version {_shown(version)}; this adptnet reads versions up to {SPEC_VERSION}. "
                 "It was written by a newer adptnet: pip install --upgrade adptnet."
             )
         unknown = sorted(set(document) - {"adptnet_spec", "spec"})
         if unknown:
-            raise SpecError(f"A spec document has no key {unknown[0]!r}; it has adptnet_spec and spec.")
+            raise SpecError(f"A spec document has no key {_shown(unknown[0])}; it has adptnet_spec and spec.")
         decoded = _decode(document["spec"], "spec")
         if not isinstance(decoded, Spec):
             raise SpecError(f'"spec" must be an object with a "type"; got {_shown(document["spec"])}.')
@@ -99,7 +107,14 @@ def spec(cls: _S) -> _S:
                 raise SpecError(f"{cls.__name__}({field.name}={_shown(value)}): must be True or False.")
             object.__setattr__(self, field.name, _plain(value))
         if checks is not None:
-            checks(self)
+            try:
+                checks(self)
+            except AdptnetError:
+                raise
+            except Exception:  # a check met a value of another type than its field has
+                _check_types(self)
+                raise
+        _check_types(self)
 
     cls.__post_init__ = __post_init__  # type: ignore[attr-defined]
     made = cast(_S, dataclasses.dataclass(frozen=True)(cls))
@@ -127,9 +142,47 @@ def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, numbers.Real) and not isinstance(value, (bool, float, int)) else value
 
 
-def _encode(value: Any, where: str) -> Any:
+def _check_types(made: Any) -> None:
+    """Raise `SpecError` at the first field of a spec whose value does not fit its annotation."""
+    for field in dataclasses.fields(made):
+        value = getattr(made, field.name)
+        if not _fits(value, field.type):
+            expected = field.type.__name__ if isinstance(field.type, type) else str(field.type).replace("typing.", "")
+            raise SpecError(f"{type(made).__name__}({field.name}={_shown(value)}): must be {expected}.")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether an annotation allows a value. Whole numbers have 64 bits, others are finite; unknown annotations fit."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return any(type(value) is type(choice) and value == choice for choice in arguments)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, choice) for choice in arguments)
+    if origin is tuple and isinstance(value, tuple):
+        if arguments[-1:] == (...,):
+            arguments = arguments[:1] * len(value)
+        return len(value) == len(arguments) and all(map(_fits, value, arguments))
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+    if kind is float:
+        return _is_number(value)
+    expected = origin or kind
+    if expected in (bool, str, tuple, types.NoneType) or (isinstance(expected, type) and issubclass(expected, Spec)):
+        return isinstance(value, expected)
+    return True
+
+
+def _check_depth(depth: int, where: str) -> None:
+    if depth > MAX_DEPTH:
+        raise SpecError(f"{_shown(where)}: more than {MAX_DEPTH} specs inside one another. Take some of them away.")
+
+
+def _encode(value: Any, where: str, depth: int = 1) -> Any:
+    _check_depth(depth, where)
     if isinstance(value, Spec):
-        fields = {f.name: _encode(getattr(value, f.name), f"{where}.{f.name}") for f in dataclasses.fields(value)}
+        fields = {
+            f.name: _encode(getattr(value, f.name), f"{where}.{f.name}", depth + 1) for f in dataclasses.fields(value)
+        }
         return {"type": type(value).__name__, **fields}
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -138,29 +191,32 @@ def _encode(value: Any, where: str) -> Any:
     if _is_number(value):
         return float(value)
     if isinstance(value, tuple):
-        return [_encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return [_encode(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
     raise SpecError(
-        f"{where} = {value!r} cannot go into a spec; it holds specs, finite numbers, text, None and tuples."
+        f"{where} = {_shown(value)} cannot go into a spec; it holds specs, finite numbers, text, None and tuples."
     )
 
 
-def _decode(value: Any, where: str) -> Any:
+def _decode(value: Any, where: str, depth: int = 1) -> Any:
+    _check_depth(depth, where)
     if isinstance(value, list):
-        return tuple(_decode(item, f"{where}[{i}]") for i, item in enumerate(value))
+        return tuple(_decode(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value))
     if not isinstance(value, dict):
         return value
     name = value.get("type")
     if not isinstance(name, str) or name not in _kinds:
-        raise SpecError(f"{where} has the type {name!r}, which is unknown here.{nearest(str(name), _kinds)}")
+        raise SpecError(f"{where} has the type {_shown(name)}, which is unknown here.{nearest(str(name), _kinds)}")
     kind = _kinds[name]
     known = [f.name for f in dataclasses.fields(kind)]
     for field in value:
         if field != "type" and field not in known:
-            raise SpecError(f"{where}: {name} has no field {field!r}.{nearest(field, known)}")
-    fields = {key: _decode(item, f"{where}.{key}") for key, item in value.items() if key != "type"}
+            raise SpecError(f"{where}: {name} has no field {_shown(field)}.{nearest(field, known)}")
+    fields = {key: _decode(item, f"{where}.{key}", depth + 1) for key, item in value.items() if key != "type"}
     try:
         return kind(**fields)
-    except TypeError as error:
+    except AdptnetError:
+        raise
+    except Exception as error:  # the text comes from outside: whatever stops a spec is the text's fault
         raise SpecError(f"{where}: {name} cannot be made from {_shown(fields)}: {error}.") from None
 
 
@@ -172,7 +228,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, or nesting without end
+        text = f"a {type(value).__name__} too long to print"
     return text if len(text) <= 120 else text[:117] + "..."
 
 
@@ -187,14 +246,14 @@ def check_positive(owner: object, **values: float) -> None:
     """Raises unless every value is a finite number above zero."""
     for name, value in values.items():
         if not _is_number(value) or value <= 0:
-            raise SpecError(f"{type(owner).__name__}({name}={value!r}): {name} must be a positive number.")
+            raise SpecError(f"{type(owner).__name__}({name}={_shown(value)}): {name} must be a positive number.")
 
 
 def check_nonnegative(owner: object, **values: float) -> None:
     """Raises unless every value is a finite number, zero or above."""
     for name, value in values.items():
         if not _is_number(value) or value < 0:
-            raise SpecError(f"{type(owner).__name__}({name}={value!r}): {name} must be a number, zero or above.")
+            raise SpecError(f"{type(owner).__name__}({name}={_shown(value)}): {name} must be a number, zero or above.")
 
 
 def check_scale(owner: object, **values: float) -> None:
@@ -202,7 +261,7 @@ def check_scale(owner: object, **values: float) -> None:
     check_positive(owner, **values)
     for name, value in values.items():
         if not 1e-15 <= value <= 1e15:
-            raise SpecError(f"{type(owner).__name__}({name}={value!r}): {name} must be between 1e-15 and 1e15.")
+            raise SpecError(f"{type(owner).__name__}({name}={_shown(value)}): {name} must be between 1e-15 and 1e15.")
 
 
 def check_seed(owner: object, **values: Any) -> None:
@@ -216,7 +275,7 @@ def check_fraction(owner: object, *, below: str, **values: float) -> None:
     """Raises unless every value is in [0, 1); `below` says why one whole is refused."""
     for name, value in values.items():
         if not _is_number(value) or not 0 <= value < 1:
-            raise SpecError(f"{type(owner).__name__}({name}={value!r}): {name} must be in [0, 1); {below}.")
+            raise SpecError(f"{type(owner).__name__}({name}={_shown(value)}): {name} must be in [0, 1); {below}.")
 
 
 def check_size(owner: object, **values: Any) -> None:

@@ -46,12 +46,23 @@ class PixelEvents(NamedTuple):
                 hint = " Pass (polarity > 0).astype(int)." if name == "polarity" else ""
                 needed = "0 and 1" if name == "polarity" else "whole numbers from 0"
                 raise InputError(f"{name} goes from {values.min()} to {values.max()}; needed are {needed}.{hint}")
+            if values.size and int(values.max()) >= 2**63:
+                raise InputError(f"{name} goes up to {values.max()}; events of a camera are numbers of 63 bits.")
         return PixelEvents(*(np.asarray(values).astype(np.int64) for values in self))
 
 
 def read_aer(path: str | Path) -> PixelEvents:
-    """The events of a file, in its order."""
-    content = Path(path).read_bytes()
+    """Return the events of a file, in its order.
+
+    Raises:
+        InputError: There is no such file, or it is not made of whole events.
+    """
+    if not Path(path).is_file():
+        raise InputError(f"there is no file {path}.")
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}.") from None
     if len(content) % 5:
         raise InputError(
             f"{path} has {len(content)} bytes; events have five each. The file is cut off, or of another kind."

@@ -1,7 +1,6 @@
 """Recordings in an npz: frames that are counted already, or the raw events of a camera."""
 
 import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,10 @@ import torch
 from torch.utils.data import Dataset
 
 from ..errors import InputError
+from ..untrusted import read_npz
 from .aer import PixelEvents
 from .dataset import Example
-from .stream import Events
+from .stream import Events, whole_numbers
 
 __all__ = ["FrameFile", "PixelFile", "open_archive"]
 
@@ -33,8 +33,9 @@ class FrameFile(Dataset[Example]):
                 "(recordings, steps, features). Save frames.astype(np.uint8)."
             )
         self.labels, self.speakers, self.is_test = _described(path, arrays, len(self.frames))
-        steps = np.arange(1, self.frames.shape[1] + 1)
-        self.lengths = np.maximum((self.frames.any(-1) * steps).max(-1), 1)
+        filled = np.asarray(self.frames.any(-1))
+        last = self.frames.shape[1] - filled[:, ::-1].argmax(-1)  # one after the last frame with a count
+        self.lengths = np.where(filled.any(-1), last, 1)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -53,17 +54,15 @@ class PixelFile:
         self.path = path
         self.width, self.height = width, height
         x, y, p, t, lengths = (arrays[name] for name in EVENTS)
-        if not x.shape == y.shape == p.shape == t.shape or lengths.ndim != 1 or lengths.sum() != x.size:
+        lengths = whole_numbers(lengths, f"{path}: lengths")
+        total = sum(lengths.ravel().tolist())  # numbers of Python, which do not wrap
+        if not x.shape == y.shape == p.shape == t.shape == (total,) or lengths.ndim != 1:
             raise InputError(
-                f"{path}: {x.size} x, {y.size} y, {p.size} p and {t.size} t_us, and lengths that sum to "
-                f"{int(lengths.sum())}; there must be as many of each."
-            )
-        if lengths.size and (not np.issubdtype(lengths.dtype, np.integer) or lengths.min() < 0):
-            raise InputError(
-                f"{path}: lengths are {lengths.dtype} from {lengths.min()}; they are whole numbers from 0."
+                f"{path}: {x.shape} x, {y.shape} y, {p.shape} p and {t.shape} t_us, and {lengths.shape} lengths that "
+                f"sum to {total}; there must be as many of each."
             )
         self._events = (x, y, p, t)
-        self._ends = np.concatenate(([0], np.cumsum(lengths.astype(np.int64))))
+        self._ends = np.concatenate(([0], np.cumsum(lengths)))
         self.labels, self.speakers, self.is_test = _described(path, arrays, len(lengths))
 
     def __len__(self) -> int:
@@ -79,7 +78,11 @@ class PixelFile:
 
 
 def open_archive(path: str | Path) -> FrameFile | PixelFile:
-    """The recordings of an npz, which says by its arrays what it holds. Nothing is unpickled."""
+    """Return the recordings of an npz, which says by its arrays what it holds. Nothing is unpickled.
+
+    Raises:
+        InputError: Not an npz, damaged, not in this layout, or too large when unpacked (`adptnet.untrusted`).
+    """
     path = Path(path)
     if not path.is_file():
         raise InputError(f"there is no file {path}.")
@@ -88,11 +91,8 @@ def open_archive(path: str | Path) -> FrameFile | PixelFile:
             f"{path} is no npz file, or it is cut off. Save it with np.savez(path, frames=..., label=...)."
         )
     try:
-        with np.load(path, allow_pickle=False) as file:
-            names = [name for name in ("frames", *EVENTS, "label", *OPTIONAL) if name in file]
-            arrays = {name: file[name] for name in names}
-            there = sorted(file)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        arrays, there = read_npz(path, ("frames", *EVENTS, "label", *OPTIONAL))
+    except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}. It may be cut off; get it again.") from None
     kind = next((names for names in (("frames",), EVENTS) if set(names) <= set(arrays)), None)
     if kind is None or "label" not in arrays:
@@ -108,10 +108,10 @@ def _described(path: Path, arrays: dict[str, npt.NDArray[Any]], count: int) -> t
     for name in ("label", *(name for name in OPTIONAL if name in arrays)):
         if arrays[name].shape != (count,):
             raise InputError(f"{path}: {name} has shape {arrays[name].shape}; there are {count} recordings.")
-    labels = arrays["label"]
+        if arrays[name].dtype.kind not in "iub" and name != "label":
+            raise InputError(f"{path}: {name} is {arrays[name].dtype}; it holds whole numbers.")
+    labels = whole_numbers(arrays["label"], f"{path}: labels")
     if not labels.size:
         raise InputError(f"{path} holds no recordings.")
-    if not np.issubdtype(labels.dtype, np.integer) or int(labels.min()) < 0:
-        raise InputError(f"{path}: label is {labels.dtype} from {labels.min()}; labels are whole numbers from 0.")
     speakers, is_test = (arrays.get(name) for name in OPTIONAL)
-    return labels.astype(np.int64), speakers, None if is_test is None else is_test.astype(bool)
+    return labels, speakers, None if is_test is None else is_test.astype(bool)

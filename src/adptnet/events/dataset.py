@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from ..errors import InputError
 from ..files import drafted, write_whole
+from ..untrusted import parse_json
 from .augment import Augmentation
 from .stream import Bins, Events
 
@@ -102,16 +103,20 @@ class EventDataset(Dataset[Example]):
         if self._frames is None:
             try:
                 self._frames = np.load(self.cache, mmap_mode="r")
-            except (OSError, ValueError) as error:
+            except Exception as error:  # of a damaged header numpy raises what ast and struct do, too
                 raise InputError(f"{self.cache} cannot be read: {error}. Delete it; it is made again.") from None
         assert self._frames is not None
+        expected = (len(self), self.bins.steps, self.bins.features)
+        if self._frames.dtype != np.uint8 or self._frames.shape != expected:
+            found, self._frames = f"{self._frames.dtype} of shape {self._frames.shape}", None
+            raise InputError(f"{self.cache} holds {found}, not uint8 of {expected}. Delete it; it is made again.")
         return Example(torch.from_numpy(self._frames[index].copy()), self._labels[index], self._lengths[index])
 
     def _prepare(self, cache: Path) -> None:
         note = cache.with_name(cache.name + ".json")
         source = {"bins": self.bins.to_json(), "recordings": len(self), "file": _fingerprint(self.recordings)}
         if cache.exists() and note.exists():
-            kept = _noted(note)
+            kept = _noted(note, len(self))
             if kept["source"] != source:
                 raise InputError(
                     f"{cache} holds frames of other recordings or bins. Delete both, or pass another name."
@@ -136,11 +141,19 @@ class EventDataset(Dataset[Example]):
         return {**self.__dict__, "_frames": None}
 
 
-def _noted(note: Path) -> Any:
+def _noted(note: Path, count: int) -> Any:
+    """Return what is noted beside a cache: its source, and a label and a length for each of `count` recordings."""
     try:
-        return json.loads(note.read_text())
-    except ValueError:
-        raise InputError(f"{note} cannot be read. Delete it; it is made again.") from None
+        kept = parse_json(note.read_bytes())
+    except (ValueError, OSError):
+        kept = None
+    if not isinstance(kept, dict) or "source" not in kept:
+        raise InputError(f"{note} cannot be read. Delete it; it is made again.")
+    for name in ("labels", "lengths"):
+        values = kept.get(name)
+        if not isinstance(values, list) or len(values) != count or not all(type(v) is int and v >= 0 for v in values):
+            raise InputError(f"{note} has no {name} of {count} recordings. Delete it; it is made again.")
+    return kept
 
 
 def _fingerprint(recordings: Any) -> list[Any]:

@@ -4,9 +4,9 @@ Layout: spikes/times and spikes/units of variable length, labels, extra/keys (th
 highest frequency. The data are CC BY 4.0; get them from zenkelab.org/datasets.
 """
 
+import functools
 import gzip
 import hashlib
-import json
 import mmap
 import os
 import shutil
@@ -14,16 +14,17 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from ..errors import InputError
-from ..files import drafted, write_whole
+from ..errors import AdptnetError, InputError
+from ..files import drafted
 from ..spec import nearest
-from .stream import Events
+from ..untrusted import LimitedReader, limit_exceeded, unpacked_limit
+from .stream import Events, whole_numbers
 
 __all__ = ["MD5", "SpikeFile", "find", "write_spikes"]
 
@@ -38,6 +39,8 @@ MD5 = {  # as published beside the files
     "shd_train.h5": "8e9877c85f29a28dd353ea6a54402667",
     "shd_test.h5": "207ad1295a0ab611e22d1734989c254e",
 }
+GZIP, SHUFFLE = 1, 2  # numbers of HDF5's filters
+MOST_WORDS = 2**16  # labels have sixteen bits
 HEAP = b"GCOL\x01\0\0\0"  # how a heap of recordings begins
 SplitName = Literal["shd_train", "shd_test", "ssc_train", "ssc_valid", "ssc_test"]
 SPLITS = ("shd_train", "shd_test", "ssc_train", "ssc_valid", "ssc_test")
@@ -54,33 +57,31 @@ class SpikeFile:
         self.channels = channels
         self._file: Any = None
         self._owner: int | None = None
+        self._datasets: dict[str, Any] = {}  # of the open file, checked
         with _explained(self.path):
             self._open()
             hole = _endless(self.path)
             if hole is not None:
                 raise InputError(
-                    f"{self.path} is damaged: at byte {hole:,} recordings were overwritten with zeros, and HDF5 would "
-                    "read them without end. Get the file again."
+                    f"{self.path} is damaged: at byte {hole:,} recordings were overwritten with zeros or have a length "
+                    "that cannot be, and HDF5 might read them without end. Get the file again."
                 )
-            for name in ("spikes/times", "spikes/units", "labels"):
-                if name not in self._open():
-                    raise InputError(f"{self.path} has no {name}; it is not in the layout of SHD and SSC.")
-            labels = np.asarray(self._open()["labels"])
-            if labels.size and not (np.issubdtype(labels.dtype, np.integer) and labels.min() >= 0):
+            # Counts are compared before values are read: an empty chunk of HDF5 stands for any number of values.
+            times, units, labels = (self._dataset(name) for name in ("spikes/times", "spikes/units", "labels"))
+            if not len(times) == len(units) == len(labels):
+                raise InputError(f"{self.path} has {len(times)} times, {len(units)} units and {len(labels)} labels.")
+            self.labels = whole_numbers(np.asarray(labels), f"{self.path}: labels")
+            words, speakers = (self._dataset(f"extra/{name}", needed=False) for name in ("keys", "speaker"))
+            if words is not None and len(words) > MOST_WORDS:
+                raise InputError(f"{self.path} has {len(words):,} words; there are at most {MOST_WORDS:,}.")
+            found = () if words is None else np.asarray(words)
+            self.words = [key.decode(errors="replace") if isinstance(key, bytes) else str(key) for key in found]
+            if speakers is not None and len(speakers) not in (0, len(self.labels)):
                 raise InputError(
-                    f"{self.path}: labels are {labels.dtype} from {labels.min()}; they are whole numbers from 0."
+                    f"{self.path} has {len(speakers)} speakers for {len(self.labels)} recordings; there must be one "
+                    "for each, or none."
                 )
-            self.labels = labels.astype(np.int64)
-            times, units = (len(self._open()[f"spikes/{name}"]) for name in ("times", "units"))
-            if not times == units == len(self.labels):
-                raise InputError(f"{self.path} has {times} times, {units} units and {len(self.labels)} labels.")
-            self.words = [key.decode() if isinstance(key, bytes) else str(key) for key in self._extra("keys")]
-            self.speakers = self._extra("speaker")
-            if len(self.speakers) not in (0, len(self.labels)):
-                raise InputError(
-                    f"{self.path} has {len(self.speakers)} speakers for {len(self.labels)} recordings; there must be "
-                    "one for each, or none."
-                )
+            self.speakers = np.zeros(0) if speakers is None else np.asarray(speakers)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -95,28 +96,51 @@ class SpikeFile:
         if not -len(self) <= index < len(self):
             raise IndexError(f"recording {index} of {len(self)}")
         with _explained(self.path):
-            spikes = self._open()["spikes"]
-            times, units = spikes["times"][index], spikes["units"][index]
+            times, units = self._dataset("spikes/times")[index], self._dataset("spikes/units")[index]
         where = f"{self.path.name}, recording {index}"
         return Events.of(times, units, channels=self.channels, where=where), int(self.labels[index])
 
-    def _extra(self, name: str) -> Any:
-        file = self._open()
-        return np.asarray(file[f"extra/{name}"]) if f"extra/{name}" in file else np.zeros(0)
+    def _dataset(self, path: str, *, needed: bool = True) -> Any:
+        """Return a one-dimensional data set whose content lies in this file; None if it is not there and not needed."""
+        h5py, found = _h5py(), self._open()
+        if path in self._datasets:
+            return self._datasets[path]
+        for name in path.split("/"):
+            link = found.get(name, getlink=True) if isinstance(found, h5py.Group) else None
+            if link is None:
+                if not needed:
+                    return None
+                raise InputError(f"{self.path} has no {path}; it is not in the layout of SHD and SSC.")
+            if not isinstance(link, h5py.HardLink):
+                raise InputError(f"{self.path}: {path} is a link; it must lie in the file itself.")
+            found = found[name]
+        if not isinstance(found, h5py.Dataset) or found.ndim != 1:
+            raise InputError(f"{self.path}: {path} is not a row of values; it is not in the layout of SHD and SSC.")
+        if found.external or found.is_virtual:
+            raise InputError(f"{self.path}: the values of {path} lie in other files; they must lie in the file itself.")
+        packed = self.path.stat().st_size
+        most = max((len(found), *(found.chunks or ()))) * found.id.get_type().get_size()  # HDF5 unpacks whole chunks
+        if most > unpacked_limit(packed):
+            raise InputError(f"{self.path}: {path}: {limit_exceeded(packed, f'{most:,}')}.")
+        _check_entries(found, f"{self.path}: {path}", packed)
+        self._datasets[path] = found
+        return found
 
     def _open(self) -> Any:
         if self._file is None or self._owner != os.getpid():  # a handle does not survive a fork
             self._file, self._owner = _h5py().File(self.path, "r"), os.getpid()
+            self._datasets = {}
         return self._file
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_file": None, "_owner": None}
+        return {**self.__dict__, "_file": None, "_owner": None, "_datasets": {}}
 
 
 def find(folder: str | Path, split: SplitName, *, verify: bool = True) -> Path:
-    """The `.h5` file of a split in `folder`, unpacked beside its `.zip` or `.gz` if need be.
+    """Return the `.h5` file of a split in `folder`, unpacked beside its `.zip` or `.gz` if need be.
 
-    With `verify` a file is compared with its published MD5 once; a note beside it remembers that.
+    With `verify` a file is compared with its published MD5, once in a process. There is none for the unpacked files of
+    SSC and for its `.gz`; those are read as any file from outside.
     """
     if split not in SPLITS:
         raise InputError(f"split={split!r} is unknown.{nearest(str(split), SPLITS)}")
@@ -143,19 +167,20 @@ def _verify(path: Path) -> None:
     expected = MD5.get(path.name)
     if expected is None:
         return
-    note, status = path.with_name(path.name + ".checked"), path.stat()
-    seen = {"md5": expected, "bytes": status.st_size, "modified": status.st_mtime_ns}
-    if note.exists() and note.read_text() == json.dumps(seen):
-        return
-    with open(path, "rb") as file:
-        found = hashlib.file_digest(file, "md5").hexdigest()
+    status = path.stat()
+    found = _md5(path, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     if found != expected:
         raise InputError(
             f"{path} has the MD5 {found}, published is {expected}: the download is damaged or another release. Get it "
             "again, or pass verify=False."
         )
-    with suppress(OSError):  # in a folder that cannot be written to it is compared every time
-        write_whole(note, json.dumps(seen).encode())
+
+
+@functools.lru_cache(maxsize=16)
+def _md5(path: Path, *status: int) -> str:
+    """Return the sum of a file; once for each `status`, and never from a note that someone else may have written."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "md5").hexdigest()
 
 
 def _unpack(archive: Path, target: Path) -> None:
@@ -169,8 +194,8 @@ def _unpack(archive: Path, target: Path) -> None:
             ) from None
         try:
             with file, _member(archive, target.name) as source:
-                shutil.copyfileobj(source, file, 1 << 20)
-        except (zipfile.BadZipFile, zlib.error, EOFError, OSError, KeyError) as error:
+                shutil.copyfileobj(LimitedReader(source, archive.stat().st_size), file, 1 << 20)
+        except Exception as error:  # zipfile and gzip raise their own, zlib's, struct's, RuntimeError, ...
             raise InputError(f"{archive} cannot be unpacked: {error}. Get it again.") from None
 
 
@@ -181,9 +206,11 @@ def _member(archive: Path, name: str) -> Iterator[Any]:
             yield file
         return
     with zipfile.ZipFile(archive) as files:
-        inside = [item for item in files.namelist() if Path(item).name == name]
+        inside = [item for item in files.infolist() if Path(item.filename).name == name]
         if not inside:
-            raise KeyError(f"there is no {name} in it")
+            raise ValueError(f"there is no {name} in it")
+        if inside[0].compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise ValueError("it is compressed by another method than deflate")
         with files.open(inside[0]) as member:
             yield member
 
@@ -234,10 +261,10 @@ def write_spikes(
 
 
 def _endless(path: Path) -> int | None:
-    """Where HDF5 would never end, if there is such a place: free space of length zero in a heap.
+    """Return where HDF5 might read a heap without end: an object of length zero, or longer than the heap.
 
-    HDF5 reads a heap object by object: an index (0 for free space), a length, that many bytes. It goes on by the length
-    without looking at it, and so stays where it is at sixteen bytes of zeros.
+    HDF5 reads a heap object by object: an index (0 for free space), a length, that many bytes. It adds the length to
+    its position without a check: it stays where it is at sixteen bytes of zeros, and goes back where the sum overflows.
     """
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         start = content.find(HEAP)
@@ -246,21 +273,74 @@ def _endless(path: Path) -> int | None:
             at, end = start + 16, min(start + size, len(content))
             while at + 16 <= end:
                 index, length = struct.unpack_from("<H6xQ", content, at)
-                if index == length == 0:
+                step = length if index == 0 else 16 + -(-length // 8) * 8
+                if not 0 < step <= end - at:
                     return at
-                at += length if index == 0 else 16 + -(-length // 8) * 8
+                at += step
             start = content.find(HEAP, start + 8)
     return None
 
 
+def _check_entries(dataset: Any, what: str, packed: int) -> None:
+    """Raise `InputError` if an entry of variable length says that it is longer than the file.
+
+    HDF5 allocates that length before it looks for the entry. An entry is stored as its length (four bytes) and its
+    place in a heap (twelve).
+    """
+    if not dataset.dtype.hasobject:
+        return
+    entry, text = _h5py().check_vlen_dtype(dataset.dtype), _h5py().check_string_dtype(dataset.dtype)
+    numbers = isinstance(entry, np.dtype) and entry.kind in "fiu"
+    if not (numbers or text is not None) or dataset.id.get_type().get_size() != 16:
+        raise InputError(f"{what} holds entries of variable length that are not numbers. Write it with write_spikes.")
+    width = 1 if entry is None else entry.itemsize
+    for raw in _stored(dataset, what):
+        lengths = np.frombuffer(raw[: len(raw) // 16 * 16], np.uint32)[::4]
+        if lengths.size and int(lengths.max()) * width > packed:
+            raise InputError(
+                f"{what} has an entry of {int(lengths.max()):,} values, more than the {packed:,} bytes of the file. "
+                "It is damaged; get the file again."
+            )
+
+
+def _stored(dataset: Any, what: str) -> Iterator[bytes]:
+    """Yield the bytes of a data set as they are in the file, without its filters."""
+    made = dataset.id.get_create_plist()
+    filters = [made.get_filter(i)[0] for i in range(made.get_nfilters())]
+    if dataset.chunks is None:
+        offset = dataset.id.get_offset()
+        if offset is not None:
+            with open(dataset.file.filename, "rb") as file:
+                file.seek(offset)
+                yield file.read(16 * len(dataset))
+        elif dataset.id.get_storage_size():
+            raise InputError(f"{what} is stored in a compact form that is not read. Write it with write_spikes.")
+        return
+    size = 16 * dataset.chunks[0]
+    for number in range(dataset.id.get_num_chunks()):
+        place = dataset.id.get_chunk_info(number)
+        mask, raw = dataset.id.read_direct_chunk(place.chunk_offset)
+        applied = [kind for i, kind in enumerate(filters) if not mask >> i & 1]
+        for kind in reversed(applied):
+            if kind == GZIP:
+                raw = zlib.decompressobj().decompress(raw, size)
+            elif kind == SHUFFLE:
+                raw = np.frombuffer(raw, np.uint8).reshape(16, -1).T.tobytes()
+            else:
+                raise InputError(f"{what} is compressed by filter {kind}; only gzip and shuffle are read.")
+        yield raw
+
+
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """What HDF5 says of a file that it cannot read, as an error that says what to do."""
-    if not path.exists():
-        raise InputError(f"{path} does not exist.")
+    """Turn what HDF5 says of a file that it cannot read into an error that says what to do."""
+    if not path.is_file():
+        raise InputError(f"{path} does not exist, or is not a file.")
     try:
         yield
-    except (OSError, KeyError, RuntimeError) as error:
+    except AdptnetError:
+        raise
+    except Exception as error:  # h5py and numpy raise whatever a damaged header leads to
         raise InputError(f"{path} cannot be read as HDF5, it may be cut off: {error}. Get the file again.") from None
 
 

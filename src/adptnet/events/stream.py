@@ -8,10 +8,24 @@ import numpy.typing as npt
 from ..errors import InputError, SpecError
 from ..spec import Spec, check_positive, check_size, nearest, spec
 
-__all__ = ["Bins", "Events"]
+__all__ = ["Bins", "Events", "whole_numbers"]
 
 BinRule = Literal["floor", "silif"]
 Late = Literal["drop", "clamp", "raise"]
+
+
+def whole_numbers(values: npt.ArrayLike, what: str, *, hint: str = "") -> npt.NDArray[np.int64]:
+    """Return `values` as int64, checked before they are converted: whole numbers from 0 that 64 bits hold."""
+    array = np.asarray(values)
+    if not array.size:
+        return np.zeros(array.shape, np.int64)
+    if not np.issubdtype(array.dtype, np.integer):
+        raise InputError(f"{what} are {array.dtype}; they are whole numbers from 0.{hint}")
+    if array.min() < 0 or array.max() >= 2**63:
+        raise InputError(
+            f"{what} are {array.dtype} from {array.min()} to {array.max()}; they are whole numbers from 0, of 63 bits."
+        )
+    return array.astype(np.int64)
 
 
 class Events(NamedTuple):
@@ -25,12 +39,16 @@ class Events(NamedTuple):
         times: npt.ArrayLike, units: npt.ArrayLike, *, channels: int | None = None, where: str = "events"
     ) -> "Events":
         """Events from anything like arrays, checked: as many times as units, finite, not negative, units in range."""
-        t = np.asarray(times).astype(np.float64)  # float16 has half a millisecond at 1 s: no arithmetic in it
-        u = np.asarray(units)
+        t, u = np.asarray(times), np.asarray(units)
+        if t.size and not (np.issubdtype(t.dtype, np.floating) or np.issubdtype(t.dtype, np.integer)):
+            raise InputError(f"{where}: times are {t.dtype}; they are numbers, in seconds.")
+        t = t.astype(np.float64)  # float16 has half a millisecond at 1 s: no arithmetic in it
         if t.ndim != 1 or u.shape != t.shape:
             raise InputError(f"{where}: {t.shape} times and {u.shape} units; there must be one unit for each time.")
         if u.size and not np.issubdtype(u.dtype, np.integer):
             raise InputError(f"{where}: units are {u.dtype}; they are whole numbers. Pass units.astype(int).")
+        if u.size and u.max() >= 2**63:
+            raise InputError(f"{where}: units go up to {u.max()}; units are from 0, of 63 bits.")
         u = u.astype(np.int64)
         if not np.isfinite(t).all() or (t < 0).any():
             bad = int(np.flatnonzero(~(np.isfinite(t) & (t >= 0)))[0])

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..cells import SiLIF
 from ..errors import CheckpointError
 from ..nn.spiking import SpikingModel, SpikingModelSpec
+from ..untrusted import read_npz
 
 __all__ = ["from_silif"]
 
@@ -25,11 +25,13 @@ def from_silif(weights: str | Path | Mapping[str, Any]) -> SpikingModel:
     """
     if isinstance(weights, (str, Path)):
         try:
-            with np.load(weights) as file:
-                weights = {name: file[name] for name in file.files}
+            weights = read_npz(Path(weights))[0]
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{weights} is no .npz file of arrays: {error}.") from None
-    arrays = {name: torch.as_tensor(value) for name, value in weights.items()}
+    try:
+        arrays = {name: torch.as_tensor(value) for name, value in weights.items()}
+    except (TypeError, ValueError) as error:  # a dtype or byte order that torch has not
+        raise CheckpointError(f"these are not the weights of a SiLIF network: {error}.") from None
     depth = sum(name.endswith(".dt") for name in arrays)
     named = dict(_names(depth))
     missing, unknown = sorted(set(named) - set(arrays)), sorted(set(arrays) - set(named))
@@ -38,10 +40,18 @@ def from_silif(weights: str | Path | Mapping[str, Any]) -> SpikingModel:
             f"these are not the weights of a SiLIF network: missing {missing[:3]}, unknown {unknown[:3]}. "
             "Names are like snn.0.dt, snn.0.W.weight, snn.0.norm.weight; the last layer is the read-out."
         )
+    for name, array in arrays.items():
+        if array.dim() != (2 if name.endswith(".W.weight") else 0 if name.endswith("_tracked") else 1):
+            raise CheckpointError(f"{name} of a SiLIF network cannot have the shape {tuple(array.shape)}.")
+        if not array.is_floating_point() and not name.endswith("_tracked"):
+            raise CheckpointError(f"{name} of a SiLIF network is floating-point; this one is {array.dtype}.")
     width, channels = arrays["snn.0.W.weight"].shape
     spec = SpikingModelSpec(SiLIF(width), channels, arrays[f"snn.{depth}.W.weight"].shape[0], depth=depth)
     model = spec.build(dtype=arrays["snn.0.W.weight"].dtype)
-    model.load_state_dict({ours: arrays[theirs] for theirs, ours in named.items()})
+    try:
+        model.load_state_dict({ours: arrays[theirs] for theirs, ours in named.items()})
+    except RuntimeError as error:
+        raise CheckpointError(f"these are not the weights of one SiLIF network: {error}") from None
     return model.eval()
 
 

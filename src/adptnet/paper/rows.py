@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..untrusted import parse_json
 from .recipe import SCALES, Part, Point, Row, Rows, Scale, belongs
 from .registry import ReproductionError, Result
 
@@ -163,7 +164,7 @@ def _whole_lines(path: Path) -> Iterator[tuple[int, Any]]:
         raise ReproductionError(f"{path} cannot be read: {error.strerror}.") from None
     for number, text in enumerate(lines, 1):
         try:
-            row = json.loads(text)
+            row = parse_json(text)
         except ValueError:
             continue
         yield number, row
@@ -173,7 +174,7 @@ def _check(row: Any, label: str, scale: Scale, place: str) -> None:
     """Raises ReproductionError if this is not a row of the result and scale that its file is for."""
     if not isinstance(row, dict):
         raise ReproductionError(f"{place}: not a row, which is a JSON object. Take the line out.")
-    wrong = [name for name, kind in _FIELDS.items() if not isinstance(row.get(name), kind)]
+    wrong = [n for n, kind in _FIELDS.items() if not isinstance(row.get(n), kind) or isinstance(row[n], bool)]
     if wrong:
         raise ReproductionError(f"{place}: not a row of `adptnet reproduce`: no {', '.join(wrong)}. Take the line out.")
     if (row["label"], row["scale"]) != (label, scale):

@@ -11,11 +11,13 @@ import numpy as np
 from torch import nn
 
 from ..analysis import figures
+from ..errors import CheckpointError
 from ..files import write_whole
 from ..spec import ModuleSpec
 from ..tasks import Scores, Task
 from ..training import Alone, Keeping, RunFolder, TrainConfig, evaluate, train
 from ..training.lock import held
+from ..training.records import read_json
 from .evidence import Difference, paired
 from .recipe import Row, Rows, Table
 from .rows import plain
@@ -111,7 +113,10 @@ class _Notes:
         self._path = None if folder is None else folder / "seen.json"
         self._found: dict[str, Any] = {}
         if self._path is not None and self._path.exists():
-            self._found = json.loads(self._path.read_bytes())
+            found = read_json(self._path)
+            if not isinstance(found, dict) or not all(step.isdecimal() for step in found):
+                raise CheckpointError(f"{self._path} is not as it was written. Delete its folder {folder}.")
+            self._found = found
 
     def add(self, step: int, value: Any) -> None:
         if value is None:

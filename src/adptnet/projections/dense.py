@@ -2,8 +2,9 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 
+from ..errors import IncompatibleError
 from ..spec import spec
 from ..typing import Device, DType
 from .base import Projection, ProjectionSpec, with_bias
@@ -37,11 +38,31 @@ class Orthogonal(ProjectionSpec):
             dtype or torch.get_default_dtype(), torch.float32
         )  # no factorisation in half precision
         weight = torch.empty(out_features, in_features, device=device, dtype=dtype)
-        if weight.is_meta:  # nothing to factorise: only the size is asked for
-            return with_bias(DenseProjection(nn.Parameter(weight)), self.bias)
+        if weight.is_meta:  # nothing to factorise: only names and sizes are needed
+            layout = DenseProjection(nn.Parameter(weight))
+            parametrize.register_parametrization(layout, "weight", _OrthogonalLayout(weight), unsafe=True)
+            return with_bias(layout, self.bias)
         projection = DenseProjection(nn.Parameter(nn.init.orthogonal_(weight)))
         parametrizations.orthogonal(projection, "weight")
         return with_bias(projection, self.bias)
+
+
+class _OrthogonalLayout(nn.Module):
+    """The tensors of torch's orthogonal parametrisation on the meta device, where it cannot be made."""
+
+    base: Tensor
+
+    def __init__(self, weight: Tensor):
+        super().__init__()
+        self.register_buffer("base", weight.new_empty(max(weight.shape), max(weight.shape)))
+
+    def forward(self, original: Tensor) -> Tensor:
+        if not original.is_meta:
+            raise IncompatibleError(
+                "Orthogonal() was built on the meta device, which gives its sizes only. Build it on a device with "
+                "memory: spec.build(device='cpu')."
+            )
+        return original
 
 
 class DenseProjection(Projection):

@@ -95,20 +95,30 @@ def folders() -> tuple[Path, ...]:
 
 
 def find(name: str) -> Path:
-    """The path of a data set that is here already; raises with what to do if it is not."""
+    """Return the path of a data set that is here already, its content compared with the published SHA-256.
+
+    Raises:
+        DataError: It is not here, or its content is another; the message says what to do.
+    """
     return _found(known(name), folders())
 
 
 @functools.lru_cache(maxsize=16)
 def _found(file: DataFile, places: tuple[Path, ...]) -> Path:
-    """Asked for at every batch, so folders are searched once; tasks hold the content of a file that is gone later."""
-    incomplete = None
+    """Asked for at every batch, so a file is searched and checked once; tasks hold the content of one that is gone."""
+    fault = None
     for path in _candidates(file, places):
-        if path.name != file.filename or path.stat().st_size == file.size:
+        if path.name != file.filename:
             return path
-        incomplete = f"{path} has {path.stat().st_size:,} bytes, so it is not the whole file."
+        size = path.stat().st_size
+        if size != file.size:
+            fault = f"{path} has {size:,} bytes, so it is not the whole file."
+        elif sha256_of(path) != file.sha256:
+            fault = f"{path} has another SHA-256 than it should: it is damaged, or not the published file."
+        else:
+            return path
     raise DataError(
-        (incomplete or f"{file.name} is not in {' and '.join(map(str, places))}.")
+        (fault or f"{file.name} is not in {' and '.join(map(str, places))}.")
         + f" Fetch it: adptnet data fetch {file.name}. Or put {file} into a folder and set ADPTNET_DATA to that folder."
     )
 

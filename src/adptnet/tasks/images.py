@@ -1,9 +1,9 @@
 """Images from files: CIFAR-10's binary archive, or any npz of images and labels. Nothing is unpickled."""
 
 import functools
+import gzip
 import tarfile
 import zipfile
-import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import DataError
+from ..errors import AdptnetError, DataError
+from ..untrusted import LimitedReader, read_npz
 
 __all__ = ["Images", "read_images"]
 
@@ -29,19 +30,31 @@ class Images(NamedTuple):
 
 @functools.lru_cache(maxsize=2)
 def read_images(path: Path) -> Images:
-    """Reads cifar-10-binary.tar.gz, or an npz with x_train, y_train, x_test and y_test."""
+    """Return the images of cifar-10-binary.tar.gz, or of an npz with x_train, y_train, x_test and y_test.
+
+    Raises:
+        DataError: There is no such file, it is damaged, in another layout, or too large when unpacked.
+    """
     if not path.is_file():
         raise DataError(f"there is no file {path}. Pass the path of an npz with images, or data='cifar10'.")
     try:
         return _from_npz(path) if path.suffix == ".npz" else _from_archive(path)
-    except (OSError, EOFError, tarfile.TarError, zipfile.BadZipFile, zlib.error) as error:
+    except AdptnetError:
+        raise
+    except Exception as error:  # tarfile, gzip and zipfile raise their own, zlib's, struct's, ...
         raise DataError(f"{path} cannot be read: {error}. Fetch it again, or check it: adptnet data verify") from None
 
 
 def _from_archive(path: Path) -> Images:
     wanted = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
     found = {}
-    with tarfile.open(path, "r:*") as archive:
+    with open(path, "rb") as packed:
+        compressed = packed.read(2) == b"\x1f\x8b"
+    # Read once from start to end, so that the limit counts every byte: a member may be as large as it says.
+    with (
+        (gzip.open if compressed else open)(path, "rb") as stream,
+        tarfile.open(fileobj=LimitedReader(stream, path.stat().st_size), mode="r|") as archive,
+    ):
         for member in archive:
             name = Path(member.name).name
             content = archive.extractfile(member) if name in wanted else None
@@ -66,25 +79,30 @@ def _records(content: np.ndarray) -> tuple[Tensor, Tensor]:
 def _from_npz(path: Path) -> Images:
     if not zipfile.is_zipfile(path):
         raise DataError(f"{path} is no npz file. Save it with np.savez(path, x_train=..., y_train=..., ...).")
-    with np.load(path, allow_pickle=False) as file:
-        missing = [name for name in Images._fields if name not in file]
-        if missing:
-            raise DataError(
-                f"{path} has no array {missing[0]!r}; it has {', '.join(sorted(file)) or 'none'}. Save it with "
-                "np.savez(path, x_train=..., y_train=..., x_test=..., y_test=...)."
-            )
-        try:
-            arrays = [file[name] for name in Images._fields]
-        except ValueError as error:  # objects, which only pickle could read
-            raise DataError(f"{path}: {error}. Save plain arrays of numbers.") from None
+    try:
+        found, there = read_npz(path, Images._fields)
+    except ValueError as error:
+        raise DataError(f"{path}: {error}.") from None
+    missing = [name for name in Images._fields if name not in found]
+    if missing:
+        raise DataError(
+            f"{path} has no array {missing[0]!r}; it has {', '.join(there) or 'none'}. Save it with "
+            "np.savez(path, x_train=..., y_train=..., x_test=..., y_test=...)."
+        )
     parts = []
-    for x, y, split in ((*arrays[:2], "train"), (*arrays[2:], "test")):
+    for split in ("train", "test"):
+        x, y = found[f"x_{split}"], found[f"y_{split}"]
         if x.dtype != np.uint8 or x.ndim not in (3, 4) or not x.size:
             raise DataError(
                 f"{path}: x_{split} is {x.dtype} of shape {x.shape}; images are uint8, (images, height, width) or "
                 "(images, height, width, channels)."
             )
-        if y.shape != x.shape[:1] or not np.issubdtype(y.dtype, np.integer) or int(y.min()) < 0:
+        if (
+            y.shape != x.shape[:1]
+            or not np.issubdtype(y.dtype, np.integer)
+            or int(y.min()) < 0
+            or int(y.max()) >= 2**63
+        ):
             raise DataError(
                 f"{path}: y_{split} is {y.dtype} of shape {y.shape}; it must hold {len(x)} labels, whole numbers "
                 "from 0."

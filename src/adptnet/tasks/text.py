@@ -149,6 +149,8 @@ def _windows(tokens: Tensor, starts: Tensor, length: int) -> Batch:
 def _content(path: Path, symbols: str) -> tuple[Tensor, str]:
     """The tokens of a file, and the characters they stand for."""
     try:
+        if path.exists() and not path.is_file():
+            raise DataError(f"{path} is not a regular file. Pass the path of a text file.")
         content = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}. Pass the path of a text file.") from None

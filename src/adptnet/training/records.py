@@ -12,6 +12,7 @@ import torch
 from .._version import __version__
 from ..errors import CheckpointError
 from ..files import write_whole
+from ..untrusted import parse_json
 
 __all__ = ["environment", "read_json", "write_json"]
 
@@ -25,7 +26,7 @@ def write_json(path: Path, content: Any) -> None:
 def read_json(path: Path) -> Any:
     """What `write_json` wrote; a `CheckpointError` if the file is damaged."""
     try:
-        return json.loads(path.read_bytes())
+        return parse_json(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from None
     except ValueError as error:

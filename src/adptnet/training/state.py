@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import serialised
+from ..checkpoint import find_tied, serialised
 from ..errors import CheckpointError
 from ..spec import ModuleSpec
 from .carry import Carried
@@ -163,4 +163,4 @@ def set_random_states(states: dict[str, Tensor]) -> None:
 def with_spec(model: nn.Module, weights: dict[str, Tensor]) -> bytes:
     """A file that `adptnet.load` reads, where the model has a spec."""
     spec = getattr(model, "spec", None)
-    return serialised(spec if isinstance(spec, ModuleSpec) else None, weights)
+    return serialised(spec, weights, find_tied(model)) if isinstance(spec, ModuleSpec) else serialised(None, weights)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from ..files import write_whole
+from ..untrusted import parse_json
 
 __all__ = ["CheckpointWarning", "Store", "read_folder", "write_folder"]
 
@@ -44,20 +45,41 @@ def write_folder(folder: Path, files: dict[str, bytes]) -> None:
 
 def read_folder(folder: Path) -> dict[str, bytes]:
     """What `write_folder` wrote; a `CheckpointError` that names the file if a byte of it is missing or changed."""
-    body, _, own = _bytes(folder / _MANIFEST).rpartition(b"\n")
-    if hashlib.sha256(body).hexdigest().encode() != own:
-        raise CheckpointError(f"{folder / _MANIFEST} is not as it was written.")
-    manifest = json.loads(body)
-    if manifest["adptnet_checkpoint"] > VERSION:
-        raise CheckpointError(
-            f"{folder} has version {manifest['adptnet_checkpoint']}; this adptnet reads versions up to {VERSION}. "
-            "It was written by a newer adptnet: pip install --upgrade adptnet."
-        )
-    files = {name: _bytes(folder / name) for name in manifest["sha256"]}
+    sums = _read_manifest(folder)
+    files = {name: _bytes(folder / name) for name in sums}
     for name, content in files.items():
-        if hashlib.sha256(content).hexdigest() != manifest["sha256"][name]:
+        if hashlib.sha256(content).hexdigest() != sums[name]:
             raise CheckpointError(f"{folder / name} is not as it was written.")
     return files
+
+
+def _read_manifest(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of every file of a checkpoint, by names that stay inside the folder."""
+    path = folder / _MANIFEST
+    body, _, own = _bytes(path).rpartition(b"\n")
+    if hashlib.sha256(body).hexdigest().encode() != own:
+        raise CheckpointError(f"{path} is not as it was written.")
+    try:
+        manifest = parse_json(body)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not a manifest: {error}.") from None
+    version = manifest.get("adptnet_checkpoint") if isinstance(manifest, dict) else None
+    if type(version) is not int or version < 1:
+        raise CheckpointError(f'{path} is not a manifest: it has no "adptnet_checkpoint", a whole number from 1.')
+    if version > VERSION:
+        raise CheckpointError(
+            f"{folder} has version {str(version)[:20]}; this adptnet reads versions up to {VERSION}. "
+            "It was written by a newer adptnet: pip install --upgrade adptnet."
+        )
+    sums = manifest.get("sha256")
+    if not isinstance(sums, dict) or not sums:
+        raise CheckpointError(f'{path} is not a manifest: "sha256" must name the files of the checkpoint.')
+    for name, digest in sums.items():
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) or name == _MANIFEST:
+            raise CheckpointError(f"{path} names the file {name[:80]!r}; names are letters, digits, '.', '_' and '-'.")
+        if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-f]{64}", digest):
+            raise CheckpointError(f"{path} has no SHA-256 for {name}.")
+    return sums
 
 
 class Store:
@@ -111,6 +133,8 @@ class Store:
 
 def _bytes(path: Path) -> bytes:
     try:
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise CheckpointError(f"{path} is not a regular file. A checkpoint consists of its own files.")
         return path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from None

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...errors import SpecError
+from ...errors import CheckpointError, SpecError
 from ...ops.linear_scan import linear_scan
 from ...projections import Dense, Projection, ProjectionSpec
 from ...spec import check_kind, check_size, spec
@@ -134,6 +134,14 @@ class DelayedLIFCell(SpikingCell):
             return torch.cat((after, spikes, sent[..., :-size]), -1)
 
         return step
+
+    def check_buffers(self) -> None:
+        """Raise `CheckpointError` if delays, which may come from a file, are outside the range of the spec."""
+        low, high = self.spec.delays
+        if not (low <= int(self.delays.min()) and int(self.delays.max()) <= high):
+            raise CheckpointError(
+                f"delays go from {self.delays.min()} to {self.delays.max()}; the spec says {low} to {high}."
+            )
 
     def initial_state(self, batch: int, *, device: Device = None, dtype: DType = None) -> Tensor:
         """As the spec says, with no spike on its way."""
