@@ -1,6 +1,8 @@
 """Runs in folders: nothing is lost, whatever ends them, and a resumed run has the numbers of one without a cut."""
 
+import contextlib
 import errno
+import itertools
 import json
 import math
 import os
@@ -340,6 +342,78 @@ def test_any_changed_byte_of_the_newest_checkpoint_is_noticed(two_checkpoints, t
             tried += 1
     assert store.Store(kept).newest()[0] == 12
     assert tried > 600
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: no operation on files does anything from then on."""
+
+
+def killed_at(number, patch):
+    """Let the process be killed at the `number`-th change of a file or folder; return how many there were."""
+    done = [0]
+
+    def dying(real):
+        def operation(*args, **options):
+            done[0] += 1
+            if done[0] >= number:
+                raise Killed
+            return real(*args, **options)
+
+        return operation
+
+    for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "open"):
+        patch.setattr(os, name, dying(getattr(os, name)))
+    patch.setattr("builtins.open", dying(open))
+    return done
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path, keep):
+    """Of a step that is saved again, also when the save after a kill is killed as well."""
+    old, new = ({"a": content * 100, "b": content} for content in (b"old", b"new"))
+    for number in itertools.count(1):
+        kept = store.Store(tmp_path / str(number), keep)
+        kept.save(7, old)
+        for files, again in ((new, number), (old, 2 * number // 3 + 1), (new, number)):
+            with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
+                operations = killed_at(again, patch)
+                kept.save(7, files)
+            step, found = store.Store(kept.folder, keep).newest()
+            assert step == 7
+            assert found in (old, new), f"killed at operation {again}"
+        whole = operations[0] < number
+        before = {path.name for path in kept.folder.iterdir()}
+        assert kept.newest(put_aside=True) == (step, found)
+        assert kept.steps() == [7], before
+        kept.save(8, new)
+        assert kept.newest() == (8, new)
+        assert sorted(path.name for path in kept.folder.iterdir()) == [
+            kept.path(step).name for step in sorted((7, 8)[-keep:])
+        ]
+        if whole:
+            break
+    assert number > 20
+
+
+def test_a_damaged_checkpoint_is_replaced_by_the_copy_that_an_interrupted_save_left(tmp_path):
+    kept = store.Store(tmp_path)
+    kept.save(7, {"a": b"1"})
+    shutil.copytree(kept.path(7), tmp_path / ".old-step-000000007.1a2b3c4d")
+    shutil.copytree(kept.path(7), tmp_path / ".draft-step-000000009.1a2b3c4d")
+    (tmp_path / ".draft-step-000000009.1a2b3c4d" / "a").unlink()  # half written: of no interest
+    flipped(kept.path(7) / "a", 0)
+    assert kept.newest() == (7, {"a": b"1"})
+    assert kept.newest(put_aside=True) == (7, {"a": b"1"})
+    assert store.read_folder(kept.path(7)) == {"a": b"1"}
+    assert (tmp_path / "refused-step-000000007").is_dir()
+
+
+def test_a_failure_whose_record_was_written_again_can_be_replayed_after_a_kill(tmp_path, monkeypatch):
+    monkeypatch.setattr(WordProblem, "loss", lambda self, outputs, targets: outputs.sum() * math.nan)
+    with pytest.raises(TrainingDiverged):
+        run(experiment(), tmp_path / "a")
+    (tmp_path / "a" / "failure").rename(tmp_path / "a" / ".old-failure.1a2b3c4d")
+    assert replay(tmp_path / "a")[0] == 1
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing", "half written"])

@@ -26,7 +26,7 @@ from .progress import Silent, screen
 from .records import read_json
 from .signals import STOPPING, stoppable
 from .state import Progress, set_random_states
-from .store import Store, read_folder
+from .store import Store, copies, read_whole_copy
 from .trainer import train
 
 __all__ = ["finished", "read_experiment", "replay", "run", "trained"]
@@ -159,9 +159,9 @@ def replay(folder: Path) -> tuple[int, Diagnosis]:
     """Runs the step at which the run in `folder` failed once more; returns its number and what was found."""
     from safetensors.torch import load
 
-    if not (folder / "failure").is_dir():
+    if not any(copy.is_dir() for copy in copies(folder / "failure")):
         raise InputError(f"{folder} holds no failure to replay.")
-    files = read_folder(folder / "failure")
+    files = read_whole_copy(folder / "failure")[1]
     experiment = read_experiment(folder)
     model = built(experiment).train()
     model.load_state_dict(load(files["model.safetensors"]))
