@@ -12,10 +12,10 @@ from torch import nn
 
 from ..analysis import figures
 from ..files import write_whole
-from ..spec import ModuleSpec
+from ..spec import ModuleSpec, Spec
 from ..tasks import Scores, Task
 from ..training import Alone, Keeping, RunFolder, TrainConfig, evaluate, train
-from ..training.lock import held
+from ..training.lock import hold_folder
 from .evidence import Difference, paired
 from .recipe import Row, Rows, Table
 from .rows import plain
@@ -76,11 +76,13 @@ def scored(
     model = spec.build().to(device.get())  # drawn on the CPU: the same weights everywhere
     look = None if watch is None else watch(model)
     folder = unfinished.get()
+    parts: dict[str, Spec] = {"task": task, "model": spec, "training": config}
     with ExitStack() as stack:
         keeper = None
         if folder is not None:
-            stack.enter_context(held(folder))
-            keeper = RunFolder(folder, Alone(device.get()), Keeping(), {})
+            hold = stack.enter_context(hold_folder(folder))
+            settings = {name: json.loads(part.to_json())["spec"] for name, part in parts.items()}
+            keeper = RunFolder(folder, Alone(device.get()), Keeping(), settings, hold)
             keeper.how_to_go_on = ". The same command goes on from the last checkpoint."
             stack.callback(keeper.close)
         notes = _Notes(folder)

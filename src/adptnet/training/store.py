@@ -9,12 +9,13 @@ import re
 import secrets
 import shutil
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import CheckpointError
 from ..files import write_whole
 
-__all__ = ["CheckpointWarning", "Store", "copies", "read_folder", "read_whole_copy", "write_folder"]
+__all__ = ["CheckpointWarning", "Store", "copies", "explain_damage", "read_folder", "read_whole_copy", "write_folder"]
 
 VERSION = 1
 _MANIFEST = "manifest.json"
@@ -90,6 +91,20 @@ def read_whole_copy(folder: Path) -> tuple[Path, dict[str, bytes]]:
             with contextlib.suppress(CheckpointError):  # half written, or half removed
                 return copy, read_folder(copy)
         raise reason from None
+
+
+@contextlib.contextmanager
+def explain_damage(folder: Path) -> Iterator[None]:
+    """Raise a `CheckpointError` that names `folder` where its files, though as they were written, cannot be used."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder} does not hold what a run writes there ({type(error).__name__}: {error}). Remove it, or start in "
+            "another folder."
+        ) from error
 
 
 class Store:
