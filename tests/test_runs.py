@@ -43,7 +43,7 @@ from adptnet.training.evaluation import score_of
 from adptnet.training.lock import hold_folder
 from adptnet.training.runs import trained
 from adptnet.training.state import Progress
-from small_runs import Endless, Ragged, experiment, start, start_ranks, train_in
+from small_runs import Endless, Ragged, experiment, same, start, start_ranks, train_in
 
 pytestmark = pytest.mark.timeout(300)  # processes start slowly on a busy machine
 
@@ -61,20 +61,6 @@ def single_precision():
     torch.set_default_dtype(torch.float32)
     yield
     torch.set_default_dtype(torch.float64)
-
-
-def same(one: Path, other: Path) -> bool:
-    """Whether two runs ended with the same bits: weights, checkpoints, snapshots and metrics."""
-    weights = [load_file(folder / "model.safetensors") for folder in (one, other)]
-    assert weights[0].keys() == weights[1].keys()
-    ends = [sorted((folder / "checkpoints").glob("step-*"))[-1] for folder in (one, other)]
-    files = ["model.safetensors", "optimiser.safetensors", "random.safetensors"]
-    return (
-        all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-        and all((ends[0] / name).read_bytes() == (ends[1] / name).read_bytes() for name in files)
-        and read_metrics(one / "metrics.jsonl") == read_metrics(other / "metrics.jsonl")
-        and finished(one)["test"] == finished(other)["test"]
-    )
 
 
 def cut(folder, wanted, step, **keeping):

@@ -164,7 +164,8 @@ def run_here(left: list[Point], jobs: int, keep: Keeping) -> list[Point]:
             process.terminate()
         well = process.wait() == 0
         running.remove(process)
-        print(f"{_shown(point.values)}: {'done' if well else f'FAILED: {_last_line(log, begun)}'}", flush=True)
+        outcome = "done" if well else "stopped" if stopping.is_set() else f"FAILED: {_last_line(log, begun)}"
+        print(f"{_shown(point.values)}: {outcome}", flush=True)
         return well
 
     with stoppable(at_once=True), ThreadPoolExecutor(jobs) as pool:
