@@ -609,10 +609,15 @@ def test_metrics_that_were_changed_between_two_starts_are_reported(two_checkpoin
         (folder / "result.json").unlink()
         change(folder / "metrics.jsonl")
         run(experiment(evaluate_every=5), folder, resume=True)
+        return folder
 
     resumed(lambda path: path.write_bytes(path.read_bytes() + b'{"step": 13, "loss": 1.0}\n'))  # to be done again
     with pytest.warns(CheckpointWarning, match="not as it was at step 12, when the checkpoint was written"):
         resumed(lambda path: path.write_bytes(path.read_bytes().replace(b'"rate": 0', b'"rate": 9', 1)))
+    none = r"has no loss of 1 of the 12 steps before this start \(3\)"
+    with pytest.warns(CheckpointWarning, match=none), pytest.warns(CheckpointWarning, match="not as it was at step 12"):
+        folder = resumed(lambda path: path.write_bytes(path.read_bytes().replace(b'"step": 3,', b'"step": 33,')))
+    assert b'"step": 33' in (folder / "metrics.jsonl.damaged").read_bytes()
     none = r"has no loss of 12 of the 12 steps before this start \(1, 2, .* 10, …"
     with pytest.warns(CheckpointWarning, match=none), pytest.warns(CheckpointWarning, match="not as it was at step 12"):
         resumed(Path.unlink)
@@ -633,6 +638,18 @@ def test_metrics_that_found_no_room_come_back_from_the_checkpoint(tmp_path, monk
     assert adptnet.training.metrics.Metrics.flush is real
     run(wanted, tmp_path / "cut", resume=True)
     assert same(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_metrics_that_were_written_after_the_checkpoint_that_holds_them_are_there_once(metrics, tmp_path):
+    metrics.add(step=1, loss=1.0)
+    metrics.flush()
+    metrics.add(step=2, loss=0.5)
+    kept = metrics.to_keep()
+    assert len(kept.waiting) == 1
+    metrics.flush()
+    resumed = adptnet.training.metrics.Metrics(tmp_path / "metrics.jsonl", 2, kept=kept)
+    resumed.close()
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 def test_two_runs_in_one_folder_are_refused_until_the_first_is_gone(tmp_path):

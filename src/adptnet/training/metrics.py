@@ -54,23 +54,25 @@ class Metrics:
         self._written = time.monotonic()
         self._waiting: list[str] = []
         kept = kept or Kept()
-        lines = read_lines(path)
+        waiting = [line.encode() for line in kept.waiting]
+        lines = [line for line in read_lines(path) if line.text + b"\n" not in waiting]
         damaged = [line for line in lines if line.content is None]
-        good = [line.text + b"\n" for line in lines if line.content is not None and line.content["step"] <= step]
-        if damaged:
-            aside = path.with_name(f"{path.name}.damaged")
-            with open(aside, "ab") as file:
-                file.write(b"".join(line.text + b"\n" for line in damaged))
-                file.flush()
-                os.fsync(file.fileno())
-            _warn(f"{_name_lines(path, damaged)} All others stay as they are; the damaged are now in {aside.name}.")
-        content = b"".join(good)
-        if kept.sha256 not in (None, hashlib.sha256(content).hexdigest()) and not damaged:
-            _warn(
-                f"{path} is not as it was at step {step}, when the checkpoint was written: lines of it were changed, "
-                "added or removed since. They stay as they are now."
+        past = [line for line in lines if line.content is not None and line.content["step"] <= step]
+        content = b"".join(line.text + b"\n" for line in past)
+        if damaged or kept.sha256 not in (None, hashlib.sha256(content).hexdigest()):
+            what = (
+                f"{path} is not as it was at step {step}, when the checkpoint was written: lines were changed, added "
+                "or removed since."
             )
-        content += "".join(kept.waiting).encode()
+            aside = path.with_name(f"{path.name}.damaged")
+            stay = {line.number for line in past}
+            with open(aside, "ab+", buffering=0) as file:  # lines of later steps, too: the step may be what is wrong
+                append_lines(file, b"".join(line.text + b"\n" for line in lines if line.number not in stay))
+            _warn(
+                f"{_name_lines(path, damaged) if damaged else what} Lines up to step {step} stay as they are; others "
+                f"are now in {aside.name}."
+            )
+        content += b"".join(waiting)
         write_whole(path, content)
         self._open(content)
 
