@@ -42,6 +42,7 @@ from adptnet.training import (
 from adptnet.training.evaluation import score_of
 from adptnet.training.lock import hold_folder
 from adptnet.training.runs import trained
+from adptnet.training.signals import stoppable
 from adptnet.training.state import Progress
 from small_runs import Endless, Ragged, experiment, same, start, start_ranks, train_in
 
@@ -149,6 +150,17 @@ def test_a_run_that_was_asked_to_stop_goes_on_to_the_same_bits(tmp_path, step):
     run(wanted, tmp_path / "cut", resume=True)
     assert same(tmp_path / "whole", tmp_path / "cut")
     assert [s["step"] for s in json.loads((tmp_path / "cut" / "environment.json").read_text())] == [0, step + 1]
+
+
+def test_a_second_signal_of_another_kind_is_a_request_too_and_one_of_the_same_kind_acts():
+    """Ctrl-C reaches the runs of a sweep, and so does the SIGTERM by which the sweep ends them."""
+    with stoppable() as request:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert request.signum == signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_a_run_that_is_resumed_in_another_environment_lists_what_differs(tmp_path):

@@ -11,6 +11,7 @@ import numpy as np
 from torch import nn
 
 from ..analysis import figures
+from ..errors import CheckpointError
 from ..files import write_whole
 from ..spec import ModuleSpec, Spec
 from ..tasks import Scores, Task
@@ -113,7 +114,12 @@ class _Notes:
         self._path = None if folder is None else folder / "seen.json"
         self._found: dict[str, Any] = {}
         if self._path is not None and self._path.exists():
-            self._found = json.loads(self._path.read_bytes())
+            try:
+                self._found = {str(int(step)): value for step, value in json.loads(self._path.read_bytes()).items()}
+            except (ValueError, AttributeError, RecursionError):
+                raise CheckpointError(
+                    f"{self._path} is not as it was written. Remove {folder}: the point begins again."
+                ) from None
 
     def add(self, step: int, value: Any) -> None:
         if value is None:
