@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -119,6 +120,13 @@ def command_in(arguments, printed):
     except KeyboardInterrupt:  # before the command was there to hear of it
         code = 130
     sys.exit(code)
+
+
+def members_of_group(number):
+    """How many processes of a group are alive."""
+    listed = subprocess.run(["ps", "-A", "-o", "pgid=,stat="], capture_output=True, text=True, check=True).stdout
+    found = [line.split() for line in listed.splitlines()]
+    return sum(group == str(number) and not state.startswith("Z") for group, state in found)
 
 
 def start_ranks(folder, described, count=2, saves=1, sharded=False):

@@ -28,6 +28,7 @@ from adptnet.paper.recipes import low_param, training_dynamics
 from adptnet.paper.registry import ReproductionError, find, labels, results
 from adptnet.paper.rows import Shelf, key, plain
 from adptnet.training import Keeping
+from small_runs import members_of_group
 
 PROJECT = Path(__file__).parent.parent
 CHEAP = (
@@ -463,13 +464,6 @@ def wait_until(happened, seconds=60.0):
     while not happened():
         assert time.monotonic() < end, "waited too long"
         time.sleep(0.05)
-
-
-def members_of_group(number):
-    """How many processes of a group are alive."""
-    listed = subprocess.run(["ps", "-A", "-o", "pgid=,stat="], capture_output=True, text=True, check=True).stdout
-    found = [line.split() for line in listed.splitlines()]
-    return sum(group == str(number) and not state.startswith("Z") for group, state in found)
 
 
 # Verdicts

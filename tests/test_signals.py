@@ -8,11 +8,10 @@ import signal
 import time
 from collections import Counter
 
-import psutil
 import pytest
 
 from adptnet.training import store
-from small_runs import command_in, same, start
+from small_runs import command_in, members_of_group, same, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -52,7 +51,8 @@ def send_signals(tmp_path, arguments, output, progress, counts, seed):
                 if process.is_alive():
                     sent[waiting[-1]] += send(process, waiting.pop(), draw)
             process.join()
-            wait_for_group(process.pid)
+            while members_of_group(process.pid):  # the runs of a sweep that was killed end by themselves
+                time.sleep(0.2)
             done = process.exitcode == 0
             assert process.exitcode in (0, 1, 130, 143, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
             assert process.exitcode != 1 or "sweep" in arguments, (tmp_path / "printed").read_text()
@@ -86,12 +86,6 @@ def send(process, number, draw):
     except ProcessLookupError:
         return 0
     return 1
-
-
-def wait_for_group(leader):
-    """Wait for what a killed process leaves behind, such as the runs of a sweep."""
-    while any(_group(process.pid) == leader for process in psutil.process_iter()):
-        time.sleep(0.05)
 
 
 def _group(number):
