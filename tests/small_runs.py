@@ -3,16 +3,19 @@
 import multiprocessing
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
-from adptnet import nn
+from adptnet import cli, nn
 from adptnet.cells import ADPTSpec
 from adptnet.spec import spec
 from adptnet.tasks import Batch, FiniteTask, Task, WordProblem
 from adptnet.tasks.base import IGNORED
-from adptnet.training import Experiment, Keeping, TrainConfig, launched, run
+from adptnet.training import Experiment, Keeping, TrainConfig, finished, launched, read_metrics, run
 
 
 def experiment(task=None, *, width=6, norm="batch", dropout=0.1, beta=1.0, **training) -> Experiment:
@@ -73,6 +76,20 @@ class Endless(Task):
         return {"accuracy": float((outputs.argmax(-1) == targets).double().mean())}
 
 
+def same(one: Path, other: Path) -> bool:
+    """Whether two runs ended with the same bits: weights, checkpoints, snapshots and metrics."""
+    weights = [load_file(folder / "model.safetensors") for folder in (one, other)]
+    assert weights[0].keys() == weights[1].keys()
+    ends = [sorted((folder / "checkpoints").glob("step-*"))[-1] for folder in (one, other)]
+    files = ["model.safetensors", "optimiser.safetensors", "random.safetensors"]
+    return (
+        all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+        and all((ends[0] / name).read_bytes() == (ends[1] / name).read_bytes() for name in files)
+        and read_metrics(one / "metrics.jsonl") == read_metrics(other / "metrics.jsonl")
+        and finished(one)["test"] == finished(other)["test"]
+    )
+
+
 def start(worker, *args):
     """`worker(*args)` in a process of its own."""
     context = multiprocessing.get_context("forkserver")
@@ -88,6 +105,28 @@ def train_in(folder, described, saves=1, settings=None, sharded=False):
     os.environ.update(settings or {})
     place = launched(sharded=sharded) if sharded else None
     run(Experiment.from_json(described), Path(folder), resume=True, place=place, keeping=Keeping(steps=saves))
+
+
+def command_in(arguments, printed):
+    """Run `adptnet` with these arguments in a process of its own, the leader of a group: float32, one thread."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    with open(printed, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    try:
+        os.setsid()
+        code = cli.main([str(argument) for argument in arguments])
+    except KeyboardInterrupt:  # before the command was there to hear of it
+        code = 130
+    sys.exit(code)
+
+
+def members_of_group(number):
+    """How many processes of a group are alive."""
+    listed = subprocess.run(["ps", "-A", "-o", "pgid=,stat="], capture_output=True, text=True, check=True).stdout
+    found = [line.split() for line in listed.splitlines()]
+    return sum(group == str(number) and not state.startswith("Z") for group, state in found)
 
 
 def start_ranks(folder, described, count=2, saves=1, sharded=False):

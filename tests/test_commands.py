@@ -315,6 +315,29 @@ def test_a_config_that_is_not_understood_is_refused(capsys, tmp_path, change, me
     assert message in refused(capsys, "train", "--config", tmp_path / "config.json")
 
 
+@pytest.mark.parametrize("command", ["train", "sweep", "evaluate"])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: path.symlink_to("/dev/zero"), "cannot be read (not a regular file)"),
+        (os.mkfifo, "cannot be read (not a regular file)"),
+        (Path.mkdir, "config.json cannot be read ("),
+        (lambda path: path.write_bytes(b"\x00\xff" * 99), "is no text"),
+        (lambda path: (path.touch(), os.truncate(path, 2**30)), "cannot be read (it has more than 1,048,576 bytes)"),
+        (lambda path: path.symlink_to("config.json"), "cannot be read (Too many levels of symbolic links)"),
+    ],
+    ids=["device", "pipe", "folder", "binary", "large", "loop"],
+)
+def test_a_config_that_is_not_a_small_file_is_refused_at_once(capsys, tmp_path, command, make, message):
+    make(tmp_path / "config.json")
+    given = [tmp_path] if command == "evaluate" else ["--config", tmp_path / "config.json"]
+    assert message in refused(capsys, command, *given)
+
+
+def test_a_name_that_is_too_long_is_no_config(capsys):
+    assert "cannot be read (File name too long)" in refused(capsys, "train", "--config", "x" * 5000)
+
+
 def commands_of(page):
     """What a page tells its reader to type after `adptnet`."""
     for block in re.findall(r"^```\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
@@ -418,11 +441,21 @@ def is_what_one_process_gives(folder, scratch):
 
 def test_a_point_that_fails_is_named(tmp_path, capsys):
     asked = ["sweep", "word-problem", *SMALL, "--grid", "training.learning_rate", "1e30"]
-    assert "1 of 1 runs did not end well: see" in refused(capsys, *asked, "--output", tmp_path)
+    said = refused(capsys, *asked, "--output", tmp_path)
+    assert "1 of 1 runs did not end well: see" in said
+    assert "training.learning_rate=1e30: FAILED: TrainingDiverged: the loss was" in said
     failed = next(path.parent for path in tmp_path.glob("*/failure"))
     assert "TrainingDiverged: the loss was" in (failed / "log.txt").read_text()
     ran("replay", failed)
     assert "the loss was" in capsys.readouterr().out
+
+
+def test_a_sweep_that_cannot_write_names_the_folder(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    asked = ["sweep", "word-problem", *SMALL, "--grid", "model.beta", 0, 1, "--output", tmp_path / "file"]
+    said = refused(capsys, *asked)
+    assert "2 of 2 runs did not end well" in said
+    assert re.search(rf"model.beta=1: FAILED: {tmp_path}/file/\w+ cannot be written to \(Not a directory\)", said)
 
 
 def test_a_run_that_is_terminated_saves_and_says_how_to_go_on(tmp_path):

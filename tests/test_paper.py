@@ -28,6 +28,7 @@ from adptnet.paper.recipes import low_param, training_dynamics
 from adptnet.paper.registry import ReproductionError, find, labels, results
 from adptnet.paper.rows import Shelf, key, plain
 from adptnet.training import Keeping
+from small_runs import members_of_group
 
 PROJECT = Path(__file__).parent.parent
 CHEAP = (
@@ -227,7 +228,7 @@ def test_garbage_in_a_file_of_rows_is_no_row_and_of_two_rows_the_first_counts(tm
     (point,) = result.recipe.points("smoke")
     shelf = Shelf(tmp_path)
     shelf.path(result, "smoke").parent.mkdir()
-    shelf.path(result, "smoke").write_bytes(b"\xff\x00\xfe garbage\n\n{'a': 1}\n")
+    shelf.path(result, "smoke").write_bytes(b"\xff\x00\xfe garbage\n\n{'a': 1}\n" + b"[" * 100_000 + b"\n")
     for number in (1, 2):
         shelf.add(result, "smoke", a_row(result, point, numbers={"a": number}))
     rows, left = shelf.rows(result, "smoke")
@@ -266,6 +267,27 @@ def test_a_full_disk_is_an_error_that_says_what_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(Shelf, "add", full)
     with pytest.raises(ReproductionError, match=r"No space left on device. Those before it are kept"):
         ran(tmp_path, "fig:ortho_gd")
+
+
+def test_a_row_that_found_no_room_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    result = results()["fig:dynamical_system"]
+    (point,) = result.recipe.points("smoke")
+    shelf = Shelf(tmp_path)
+    shelf.add(result, "smoke", a_row(result, point, numbers={"a": 1}))
+    before = shelf.path(result, "smoke").read_bytes()
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            shelf.add(result, "smoke", a_row(result, point, numbers={"a": 2}))
+    assert shelf.path(result, "smoke").read_bytes() == before
+    shelf.path(result, "smoke").unlink()
+    os.mkfifo(shelf.path(result, "smoke"))
+    with pytest.raises(ReproductionError, match=r"fig-dynamical_system.jsonl cannot be read: not a regular file"):
+        shelf.rows(result, "smoke")
 
 
 def test_a_point_that_fails_does_not_end_the_others(tmp_path, monkeypatch, capsys):
@@ -442,13 +464,6 @@ def wait_until(happened, seconds=60.0):
     while not happened():
         assert time.monotonic() < end, "waited too long"
         time.sleep(0.05)
-
-
-def members_of_group(number):
-    """How many processes of a group are alive."""
-    listed = subprocess.run(["ps", "-A", "-o", "pgid=,stat="], capture_output=True, text=True, check=True).stdout
-    found = [line.split() for line in listed.splitlines()]
-    return sum(group == str(number) and not state.startswith("Z") for group, state in found)
 
 
 # Verdicts

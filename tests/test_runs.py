@@ -1,12 +1,13 @@
 """Runs in folders: nothing is lost, whatever ends them, and a resumed run has the numbers of one without a cut."""
 
+import contextlib
 import errno
+import itertools
 import json
 import math
 import os
 import pickle
 import random
-import re
 import shutil
 import signal
 import sys
@@ -39,10 +40,11 @@ from adptnet.training import (
     store,
 )
 from adptnet.training.evaluation import score_of
-from adptnet.training.lock import held
+from adptnet.training.lock import hold_folder
 from adptnet.training.runs import trained
+from adptnet.training.signals import stoppable
 from adptnet.training.state import Progress
-from small_runs import Endless, Ragged, experiment, start, start_ranks, train_in
+from small_runs import Endless, Ragged, experiment, same, start, start_ranks, train_in
 
 pytestmark = pytest.mark.timeout(300)  # processes start slowly on a busy machine
 
@@ -60,20 +62,6 @@ def single_precision():
     torch.set_default_dtype(torch.float32)
     yield
     torch.set_default_dtype(torch.float64)
-
-
-def same(one: Path, other: Path) -> bool:
-    """Whether two runs ended with the same bits: weights, checkpoints, snapshots and metrics."""
-    weights = [load_file(folder / "model.safetensors") for folder in (one, other)]
-    assert weights[0].keys() == weights[1].keys()
-    ends = [sorted((folder / "checkpoints").glob("step-*"))[-1] for folder in (one, other)]
-    files = ["model.safetensors", "optimiser.safetensors", "random.safetensors"]
-    return (
-        all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-        and all((ends[0] / name).read_bytes() == (ends[1] / name).read_bytes() for name in files)
-        and read_metrics(one / "metrics.jsonl") == read_metrics(other / "metrics.jsonl")
-        and finished(one)["test"] == finished(other)["test"]
-    )
 
 
 def cut(folder, wanted, step, **keeping):
@@ -164,22 +152,87 @@ def test_a_run_that_was_asked_to_stop_goes_on_to_the_same_bits(tmp_path, step):
     assert [s["step"] for s in json.loads((tmp_path / "cut" / "environment.json").read_text())] == [0, step + 1]
 
 
-def test_a_run_that_goes_on_with_other_versions_or_threads_says_so(tmp_path):
+def test_a_second_signal_of_another_kind_is_a_request_too_and_one_of_the_same_kind_acts():
+    """Ctrl-C reaches the runs of a sweep, and so does the SIGTERM by which the sweep ends them."""
+    with stoppable() as request:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert request.signum == signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_run_that_is_resumed_in_another_environment_lists_what_differs(tmp_path):
     wanted = experiment()
     cut(tmp_path / "cut", wanted, 5, steps=5)
     path = tmp_path / "cut" / "environment.json"
     (begun,) = json.loads(path.read_text())
-    then = {**begun, "adptnet": "0.0.1", "torch": "1.13.0", "threads": 999}
+    assert begun["threads"] == torch.get_num_threads()
+    assert begun["device"] == "cpu"
+    then = {**begun, "adptnet": "0.0.1", "torch": "1.13.0", "python": "2.7.18", "threads": 999, "device": "H100"}
+    then["backend"] = {**begun["backend"], "adpt_scan": "compiled kernel 0123456789ab"}
     path.write_text(json.dumps([then, {**begun, "step": 6}]))  # the second start has made no step
-    now = re.escape(
-        f"adptnet {adptnet.__version__} and torch {torch.__version__} and threads {torch.get_num_threads()}"
-    )
-    old = "with adptnet 0.0.1 and torch 1.13.0 and threads 999 up to step 6"
-    with pytest.warns(CheckpointWarning, match=f"{old} .* {now}:") as said:
+    with pytest.warns(CheckpointWarning, match=r"resumed from step 6 .* may differ in the last digits") as said:
         run(wanted, tmp_path / "cut", resume=True)
+    listed = str(said[0].message).splitlines()[1:]
+    names = ["adptnet", "torch", "python", "threads", "device"]
+    expected = [f"  {name}: {then[name]} → {begun[name]}" for name in names]
+    expected.append(f"  backend.adpt_scan: compiled kernel 0123456789ab → {begun['backend']['adpt_scan']}")
+    assert sorted(listed) == sorted(expected)
     assert len(said) == 1
     assert [start["step"] for start in json.loads(path.read_text())] == [0, 6, 6]
     assert finished(tmp_path / "cut")
+
+
+@pytest.mark.skipif(adptnet.backends()["adpt_scan"].startswith("reference"), reason="no compiled kernels here")
+def test_a_run_that_is_resumed_with_another_backend_says_so(tmp_path, monkeypatch):
+    cut(tmp_path / "a", experiment(), 5, steps=5)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    run(experiment(), tmp_path / "a", resume=True)  # the same backend: no warning
+    monkeypatch.setenv("ADPTNET_BACKEND", "reference")
+    with pytest.warns(CheckpointWarning, match=r"backend\.adpt_scan: compiled kernel \w+ → reference"):
+        run(experiment(), tmp_path / "b", resume=True)
+
+
+def test_a_checkpoint_of_other_settings_is_not_resumed_though_config_json_is_gone(tmp_path):
+    cut(tmp_path / "a", experiment(), 5, steps=5)
+    (tmp_path / "a" / "config.json").unlink()
+    other = experiment(learning_rate=0.5, schedule=Cosine())
+    with pytest.raises(CheckpointError, match="step-000000006 is of another experiment") as refused:
+        run(other, tmp_path / "a", resume=True)
+    with pytest.raises(InputError, match=r"already holds this run. Pass --resume"):
+        run(experiment(), tmp_path / "a")
+    assert "training.learning_rate was 0.01 and is 0.5" in str(refused.value)
+    assert "training.schedule.type was 'Linear' and is 'Cosine'" in str(refused.value)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(CheckpointError, match=r"weights of another model: .*float32, .*float64"):
+            run(experiment(), tmp_path / "a", resume=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    run(experiment(), tmp_path / "a", resume=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("progress.json", b"[]"),
+        ("progress.json", b'{"step": "7"}'),
+        ("model.safetensors", b"no tensors"),
+        ("random.safetensors", None),
+        ("run.json", b"[1]"),
+        ("run.json", b'{"metrics": 7}'),
+    ],
+)
+def test_a_checkpoint_of_something_else_is_named_even_if_its_sums_are_right(two_checkpoints, tmp_path, name, content):
+    folder = shutil.copytree(two_checkpoints[0], tmp_path / "a")
+    (folder / "result.json").unlink()
+    path = folder / "checkpoints" / "step-000000012"
+    files = {**store.read_folder(path), name: content}
+    store.write_folder(path, {name: content for name, content in files.items() if content is not None})
+    with pytest.raises(CheckpointError, match=r"step-000000012 does not hold|cannot be of step '7'"):
+        run(experiment(evaluate_every=5), folder, resume=True)
 
 
 @pytest.mark.parametrize(
@@ -342,6 +395,78 @@ def test_any_changed_byte_of_the_newest_checkpoint_is_noticed(two_checkpoints, t
     assert tried > 600
 
 
+class Killed(BaseException):
+    """Stands for SIGKILL: no operation on files does anything from then on."""
+
+
+def killed_at(number, patch):
+    """Let the process be killed at the `number`-th change of a file or folder; return how many there were."""
+    done = [0]
+
+    def dying(real):
+        def operation(*args, **options):
+            done[0] += 1
+            if done[0] >= number:
+                raise Killed
+            return real(*args, **options)
+
+        return operation
+
+    for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "open"):
+        patch.setattr(os, name, dying(getattr(os, name)))
+    patch.setattr("builtins.open", dying(open))
+    return done
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path, keep):
+    """Of a step that is saved again, also when the save after a kill is killed as well."""
+    old, new = ({"a": content * 100, "b": content} for content in (b"old", b"new"))
+    for number in itertools.count(1):
+        kept = store.Store(tmp_path / str(number), keep)
+        kept.save(7, old)
+        for files, again in ((new, number), (old, 2 * number // 3 + 1), (new, number)):
+            with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
+                operations = killed_at(again, patch)
+                kept.save(7, files)
+            step, found = store.Store(kept.folder, keep).newest()
+            assert step == 7
+            assert found in (old, new), f"killed at operation {again}"
+        whole = operations[0] < number
+        before = {path.name for path in kept.folder.iterdir()}
+        assert kept.newest(put_aside=True) == (step, found)
+        assert kept.steps() == [7], before
+        kept.save(8, new)
+        assert kept.newest() == (8, new)
+        assert sorted(path.name for path in kept.folder.iterdir()) == [
+            kept.path(step).name for step in sorted((7, 8)[-keep:])
+        ]
+        if whole:
+            break
+    assert number > 20
+
+
+def test_a_damaged_checkpoint_is_replaced_by_the_copy_that_an_interrupted_save_left(tmp_path):
+    kept = store.Store(tmp_path)
+    kept.save(7, {"a": b"1"})
+    shutil.copytree(kept.path(7), tmp_path / ".old-step-000000007.1a2b3c4d")
+    shutil.copytree(kept.path(7), tmp_path / ".draft-step-000000009.1a2b3c4d")
+    (tmp_path / ".draft-step-000000009.1a2b3c4d" / "a").unlink()  # half written: of no interest
+    flipped(kept.path(7) / "a", 0)
+    assert kept.newest() == (7, {"a": b"1"})
+    assert kept.newest(put_aside=True) == (7, {"a": b"1"})
+    assert store.read_folder(kept.path(7)) == {"a": b"1"}
+    assert (tmp_path / "refused-step-000000007").is_dir()
+
+
+def test_a_failure_whose_record_was_written_again_can_be_replayed_after_a_kill(tmp_path, monkeypatch):
+    monkeypatch.setattr(WordProblem, "loss", lambda self, outputs, targets: outputs.sum() * math.nan)
+    with pytest.raises(TrainingDiverged):
+        run(experiment(), tmp_path / "a")
+    (tmp_path / "a" / "failure").rename(tmp_path / "a" / ".old-failure.1a2b3c4d")
+    assert replay(tmp_path / "a")[0] == 1
+
+
 @pytest.mark.parametrize("damage", ["cut", "missing", "half written"])
 def test_a_checkpoint_that_is_not_whole_is_refused_by_name_and_the_one_before_used(two_checkpoints, tmp_path, damage):
     folder = shutil.copytree(two_checkpoints[0], tmp_path / "a")
@@ -426,8 +551,14 @@ def test_a_disk_that_is_full_from_the_beginning_is_said(tmp_path, monkeypatch):
         run(experiment(), tmp_path / "a")
 
 
-def test_metrics_wait_for_room_on_a_full_disk(tmp_path, monkeypatch):
-    metrics = adptnet.training.metrics.Metrics(tmp_path / "metrics.jsonl")
+@pytest.fixture
+def metrics(tmp_path):
+    made = adptnet.training.metrics.Metrics(tmp_path / "metrics.jsonl")
+    yield made
+    made.close()
+
+
+def test_metrics_wait_for_room_on_a_full_disk(metrics, tmp_path, monkeypatch):
     metrics.add(step=1, loss=1.0)
     metrics.flush()
     metrics.add(step=2, loss=float("inf"))
@@ -438,13 +569,99 @@ def test_metrics_wait_for_room_on_a_full_disk(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.warns(CheckpointWarning, match="No space left"):
-            metrics.flush()
+            assert not metrics.flush()
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 1.0}]
-    metrics.flush()
+    assert metrics.flush()
     assert read_metrics(tmp_path / "metrics.jsonl")[1:] == [{"step": 2, "loss": "inf"}]
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 3, "lo')
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_metrics_that_are_removed_during_a_run_are_written_again(metrics, tmp_path, replaced):
+    path = tmp_path / "metrics.jsonl"
+    metrics.add(step=1, loss=1.0)
+    metrics.flush()
+    path.unlink()
+    if replaced:
+        path.write_text("another\n")
+    metrics.add(step=2, loss=0.5)
+    with pytest.warns(CheckpointWarning, match=f"was {'replaced' if replaced else 'removed'} during the run"):
+        assert metrics.flush()
+    assert [line["step"] for line in read_metrics(path)] == [1, 2]
+    assert not replaced or (tmp_path / "metrics.jsonl.replaced").read_text() == "another\n"
+
+
+DAMAGED = [b'{"step": 4, "los\xff": 1.0}', b"[1, 2]", b"7", b'{"loss": 1.0}', b'{"step": "4"}', b"[" * 100_000]
+
+
+@pytest.mark.parametrize("line", DAMAGED, ids=range(len(DAMAGED)))
+def test_a_damaged_line_of_metrics_is_reported_and_all_others_are_kept(two_checkpoints, tmp_path, line):
+    folder = shutil.copytree(two_checkpoints[0], tmp_path / "a")
+    (folder / "result.json").unlink()
+    path = folder / "metrics.jsonl"
+    before = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(before[:3]) + line + b"\n" + b"".join(before[4:]) + b'{"step": 13, "lo')
+    with pytest.warns(CheckpointWarning, match=r"metrics.jsonl is damaged: 1 of its lines .*number 4\)"):
+        assert len(read_metrics(path)) == len(before) - 1
+    with pytest.warns(CheckpointWarning) as said:
+        run(experiment(evaluate_every=5), folder, resume=True)
+    assert [str(each.message).partition(" ")[2][:30] for each in said] == [
+        "is damaged: 1 of its lines can",
+        "has no loss of 1 of the 12 ste",
+    ]
+    assert path.read_bytes().splitlines(keepends=True) == before[:3] + before[4:]
+    assert (folder / "metrics.jsonl.damaged").read_bytes() == line + b"\n"
+
+
+def test_metrics_that_were_changed_between_two_starts_are_reported(two_checkpoints, tmp_path):
+    def resumed(change):
+        folder = shutil.copytree(two_checkpoints[0], tmp_path / str(len(list(tmp_path.iterdir()))))
+        (folder / "result.json").unlink()
+        change(folder / "metrics.jsonl")
+        run(experiment(evaluate_every=5), folder, resume=True)
+        return folder
+
+    resumed(lambda path: path.write_bytes(path.read_bytes() + b'{"step": 13, "loss": 1.0}\n'))  # to be done again
+    with pytest.warns(CheckpointWarning, match="not as it was at step 12, when the checkpoint was written"):
+        resumed(lambda path: path.write_bytes(path.read_bytes().replace(b'"rate": 0', b'"rate": 9', 1)))
+    none = r"has no loss of 1 of the 12 steps before this start \(3\)"
+    with pytest.warns(CheckpointWarning, match=none), pytest.warns(CheckpointWarning, match="not as it was at step 12"):
+        folder = resumed(lambda path: path.write_bytes(path.read_bytes().replace(b'"step": 3,', b'"step": 33,')))
+    assert b'"step": 33' in (folder / "metrics.jsonl.damaged").read_bytes()
+    none = r"has no loss of 12 of the 12 steps before this start \(1, 2, .* 10, …"
+    with pytest.warns(CheckpointWarning, match=none), pytest.warns(CheckpointWarning, match="not as it was at step 12"):
+        resumed(Path.unlink)
+
+
+def test_metrics_that_found_no_room_come_back_from_the_checkpoint(tmp_path, monkeypatch):
+    wanted = experiment()
+    run(wanted, tmp_path / "whole")
+    real = adptnet.training.metrics.Metrics.flush
+
+    def full(self):
+        return len(self._waiting) == 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adptnet.training.metrics.Metrics, "flush", full)
+        cut(tmp_path / "cut", wanted, 5, steps=5)
+    assert not read_metrics(tmp_path / "cut" / "metrics.jsonl")
+    assert adptnet.training.metrics.Metrics.flush is real
+    run(wanted, tmp_path / "cut", resume=True)
+    assert same(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_metrics_that_were_written_after_the_checkpoint_that_holds_them_are_there_once(metrics, tmp_path):
+    metrics.add(step=1, loss=1.0)
+    metrics.flush()
+    metrics.add(step=2, loss=0.5)
+    kept = metrics.to_keep()
+    assert len(kept.waiting) == 1
+    metrics.flush()
+    resumed = adptnet.training.metrics.Metrics(tmp_path / "metrics.jsonl", 2, kept=kept)
+    resumed.close()
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 def test_two_runs_in_one_folder_are_refused_until_the_first_is_gone(tmp_path):
@@ -456,8 +673,49 @@ def test_two_runs_in_one_folder_are_refused_until_the_first_is_gone(tmp_path):
         run(experiment(steps=100000), tmp_path / "a", resume=True)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    with held(tmp_path / "a"):
+    with hold_folder(tmp_path / "a"):
         pass
+
+
+def test_a_lock_that_is_removed_lets_no_second_run_in(tmp_path):
+    with hold_folder(tmp_path) as hold:
+        (tmp_path / "lock").unlink()
+        with pytest.raises(FolderInUse, match="another process trains in"), hold_folder(tmp_path):
+            pass
+        hold.check()
+        assert (tmp_path / "lock").exists()
+    with hold_folder(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("loss", ["lock", "folder"])
+def test_a_run_whose_folder_was_taken_over_stops_and_writes_nothing_more(tmp_path, monkeypatch, loss):
+    """Where the file system cannot lock a folder, or the folder itself was removed."""
+    if loss == "lock":
+        monkeypatch.setattr(adptnet.training.lock, "_lock_folder", lambda folder: None)
+    taken = []
+
+    def second_run(self, step, size, seed, real=WordProblem.training_batch):
+        if step == 7 and not taken:
+            if loss == "folder":
+                (tmp_path / "a").rename(tmp_path / "moved")
+            else:
+                (tmp_path / "a" / "lock").unlink()
+            taken.append(holds.enter_context(hold_folder(tmp_path / "a")))
+            taken.append({path.name: path.read_bytes() for path in (tmp_path / "a").rglob("*") if path.is_file()})
+        return real(self, step, size, seed)
+
+    monkeypatch.setattr(WordProblem, "training_batch", second_run)
+    message = "another process trains in" if loss == "lock" else "was moved or removed while a run trained in it"
+    with contextlib.ExitStack() as holds, pytest.raises(FolderInUse, match=message):
+        run(experiment(), tmp_path / "a", keeping=Keeping(steps=2))
+    found = {path.name: path.read_bytes() for path in (tmp_path / "a").rglob("*") if path.is_file()}
+    assert {**found, "lock": b""} == {**taken[1], "lock": b""}
+    monkeypatch.undo()
+    rest = tmp_path / ("a" if loss == "lock" else "moved")
+    run(experiment(), rest, resume=True)
+    run(experiment(), tmp_path / "whole")
+    assert same(tmp_path / "whole", rest)
 
 
 def test_a_loss_that_is_not_finite_is_kept_for_replay(tmp_path, monkeypatch):
@@ -527,8 +785,8 @@ def test_a_folder_is_for_one_experiment(tmp_path):
     run(experiment(steps=2), tmp_path / "a")
     with pytest.raises(InputError, match=r"already holds this run. Pass --resume"):
         run(experiment(steps=2), tmp_path / "a")
-    with pytest.raises(InputError, match=r"another experiment: training.steps was 2 and is 3"):
-        run(experiment(steps=3), tmp_path / "a", resume=True)
+    with pytest.raises(InputError, match=r"training.steps was 2 and is 3; training.seed was 0 and is 1"):
+        run(experiment(steps=3, seed=1), tmp_path / "a", resume=True)
     assert run(experiment(steps=2), tmp_path / "a", resume=True) == finished(tmp_path / "a")
 
 
@@ -601,10 +859,17 @@ def test_a_damaged_file_of_a_run_is_named(two_checkpoints, tmp_path):
 
     with pytest.raises(CheckpointError, match=r"result.json is not as it was written .* Delete it"):
         resumed(damaged("result.json", b"{"))
+    for content in (b"{}", b"[1]", b"7", b"[" * 100_000):
+        with pytest.raises(CheckpointError, match=r"result.json is not as it was written.* Delete it"):
+            resumed(damaged("result.json", content))
     (tmp_path / "a" / "result.json").unlink()
     (tmp_path / "a" / "environment.json").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"environment.json is not as it was written .* Delete it"):
         resumed(tmp_path / "a")
+    for content in (b"{}", b"[1]", b'[{"step": "0"}]'):
+        (tmp_path / "a" / "environment.json").write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"environment.json is not as it was written. Delete it"):
+            resumed(tmp_path / "a")
     (tmp_path / "a" / "environment.json").unlink()
     with open(tmp_path / "a" / "metrics.jsonl", "ab") as metrics:
         metrics.write(b"\xff\xfe")

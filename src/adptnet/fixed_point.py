@@ -50,9 +50,9 @@ class Contraction:
 
     If every iteration leaves the share θ of the error, an iterate is 1 / (1 - θ) moves away from the solution. That is
     true whatever the transition is, while the move alone says nothing where the transition is far from the Jacobian.
-    θ is measured for each step over the steps up to it, down to the tolerance. Below it a fast θ is forgotten as soon as
-    the residual rises, because what is left is rounding; a slow one is not, because residuals of the size of rounding
-    add up as well.
+    θ is measured for each step over the steps up to it, down to the tolerance. Below it a fast θ is forgotten once the
+    residual rises, because what is left is rounding; a slow one is not, because residuals of the size of rounding add
+    up as well.
     """
 
     SLOW = 0.9

@@ -5,9 +5,11 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -135,36 +137,60 @@ def run_here(left: list[Point], jobs: int, keep: Keeping) -> list[Point]:
         raise InputError(f"--jobs {jobs}: runs at the same time, from 1.")
     threads = str(max(1, (os.cpu_count() or 1) // jobs))
     running: set[subprocess.Popen[bytes]] = set()
+    stopping = threading.Event()
 
     def one(point: Point) -> bool:
-        point.folder.mkdir(parents=True, exist_ok=True)
-        config = point.folder / "config.json"
-        if not config.exists():
-            training.write_json(config, json.loads(point.experiment.to_json()))
         saving = [
             token
             for field in dataclasses.fields(keep)
             for token in _tokens(f"keep.{field.name}", _typed(getattr(keep, field.name)))
         ]
         command = [sys.executable, "-m", "adptnet", "train", "--output", str(point.folder), "--resume", *saving]
-        with open(point.folder / "log.txt", "ab") as log:
-            alone = {"OMP_NUM_THREADS": threads, **os.environ}
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=alone)
-            running.add(process)
-            well = process.wait() == 0
-            running.remove(process)
-        print(f"{_shown(point.values)}: {'done' if well else 'FAILED'}", flush=True)
+        log = point.folder / "log.txt"
+        try:
+            point.folder.mkdir(parents=True, exist_ok=True)
+            config = point.folder / "config.json"
+            if not config.exists():
+                training.write_json(config, json.loads(point.experiment.to_json()))
+            with open(log, "ab") as file:
+                begun = file.tell()
+                alone = {"OMP_NUM_THREADS": threads, **os.environ}
+                process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=alone)
+        except OSError as error:
+            print(f"{_shown(point.values)}: FAILED: {point.folder} cannot be written to ({error.strerror})", flush=True)
+            return False
+        running.add(process)
+        if stopping.is_set():
+            process.terminate()
+        well = process.wait() == 0
+        running.remove(process)
+        outcome = "done" if well else "stopped" if stopping.is_set() else f"FAILED: {_last_line(log, begun)}"
+        print(f"{_shown(point.values)}: {outcome}", flush=True)
         return well
 
     with stoppable(at_once=True), ThreadPoolExecutor(jobs) as pool:
-        ends = [pool.submit(one, point) for point in left]
         try:
+            ends = [pool.submit(one, point) for point in left]
             return [point for point, end in zip(left, ends, strict=True) if not end.result()]
         except KeyboardInterrupt:
+            stopping.set()
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list(running):
                 process.terminate()  # it saves, and can go on
             raise
+
+
+def _last_line(log: Path, begun: int) -> str:
+    """Return the last line that a run has added to its log, or why there is none."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(begun, file.seek(0, os.SEEK_END) - 4096))
+            lines = file.read().decode(errors="replace").split("\n")
+        full = shutil.disk_usage(log.parent).free < 4096
+    except OSError as error:
+        return f"{log} cannot be read ({error.strerror})"
+    said = next((line.strip() for line in reversed(lines) if line.strip()), f"nothing is in {log}")
+    return f"the disk of {log.parent} is full; {said}" if full else said
 
 
 class Job:

@@ -88,7 +88,8 @@ def run(options: Reproduce) -> int:
                 shelf.add(job.result, options.scale, row)
             except OSError as error:
                 raise ReproductionError(
-                    f"the row of {job.result.name} could not be written: {error.strerror}. Those before it are kept; "
+                    f"the row of {job.result.name} could not be written to {shelf.path(job.result, options.scale)}: "
+                    f"{error.strerror}. Those before it are kept; "
                     "when there is room again, the same command goes on from them."
                 ) from None
             shelf.forget(job.result, options.scale, job.point)

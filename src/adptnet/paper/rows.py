@@ -13,7 +13,6 @@ import fcntl
 import hashlib
 import json
 import math
-import os
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..files import append_lines, read_regular
 from ..untrusted import parse_json
 from .recipe import SCALES, Part, Point, Row, Rows, Scale, belongs
 from .registry import ReproductionError, Result
@@ -96,15 +96,10 @@ class Shelf:
         path = self.path(result, scale)
         path.parent.mkdir(parents=True, exist_ok=True)
         line = (json.dumps(plain(row), allow_nan=False) + "\n").encode()
-        with path.open("ab+") as file:
+        with path.open("ab+", buffering=0) as file:
             with contextlib.suppress(OSError):  # a file system without locks: shares have files of their own
                 fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
-            file.seek(0, os.SEEK_END)
-            if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
-                line = b"\n" + line  # after a line that was cut off
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+            append_lines(file, line)
 
     def unfinished(self, result: Result, scale: Scale, point: Point) -> Path:
         """A folder for what a point has done so far."""
@@ -159,7 +154,7 @@ def _largest(points: Sequence[Point], setting: str, lines: Collection[str]) -> l
 def _whole_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """What the lines of a file say, by number, without those that were cut off."""
     try:
-        lines = path.read_bytes().splitlines()
+        lines = read_regular(path).splitlines()
     except OSError as error:
         raise ReproductionError(f"{path} cannot be read: {error.strerror}.") from None
     for number, text in enumerate(lines, 1):

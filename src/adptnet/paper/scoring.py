@@ -13,10 +13,10 @@ from torch import nn
 from ..analysis import figures
 from ..errors import CheckpointError
 from ..files import write_whole
-from ..spec import ModuleSpec
+from ..spec import ModuleSpec, Spec
 from ..tasks import Scores, Task
 from ..training import Alone, Keeping, RunFolder, TrainConfig, evaluate, train
-from ..training.lock import held
+from ..training.lock import hold_folder
 from ..training.records import read_json
 from .evidence import Difference, paired
 from .recipe import Row, Rows, Table
@@ -78,11 +78,13 @@ def scored(
     model = spec.build().to(device.get())  # drawn on the CPU: the same weights everywhere
     look = None if watch is None else watch(model)
     folder = unfinished.get()
+    parts: dict[str, Spec] = {"task": task, "model": spec, "training": config}
     with ExitStack() as stack:
         keeper = None
         if folder is not None:
-            stack.enter_context(held(folder))
-            keeper = RunFolder(folder, Alone(device.get()), Keeping(), {})
+            hold = stack.enter_context(hold_folder(folder))
+            settings = {name: json.loads(part.to_json())["spec"] for name, part in parts.items()}
+            keeper = RunFolder(folder, Alone(device.get()), Keeping(), settings, hold)
             keeper.how_to_go_on = ". The same command goes on from the last checkpoint."
             stack.callback(keeper.close)
         notes = _Notes(folder)
@@ -115,7 +117,9 @@ class _Notes:
         if self._path is not None and self._path.exists():
             found = read_json(self._path)
             if not isinstance(found, dict) or not all(step.isdecimal() for step in found):
-                raise CheckpointError(f"{self._path} is not as it was written. Delete its folder {folder}.")
+                raise CheckpointError(
+                    f"{self._path} is not as it was written. Remove {folder}: the point begins again."
+                )
             self._found = found
 
     def add(self, step: int, value: Any) -> None:

@@ -1,6 +1,5 @@
 """Running an experiment in a folder, from the beginning or from where it was cut off."""
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -12,26 +11,27 @@ from torch import nn
 
 from ..checkpoint import load, serialised
 from ..errors import CheckpointError, IncompatibleError, InputError, SpecError
-from ..files import write_whole
+from ..files import read_regular, write_whole
 from ..spec import Spec
 from ..tasks import Scores
 from .evaluation import evaluate
 from .experiment import Experiment
 from .failure import Diagnosis, diagnose
-from .folder import Keeping, RunFolder, batch_from
-from .lock import held
-from .metrics import plain, read_metrics, restored
+from .folder import Keeping, RunFolder, batch_from, check_settings
+from .lock import hold_folder
+from .metrics import plain, read_lines, restored
 from .places import Place, launched
 from .progress import Silent, screen
-from .records import read_json
+from .records import differences, list_changes, read_json
 from .signals import STOPPING, stoppable
-from .state import Progress, set_random_states
-from .store import Store, read_folder
+from .state import progress_from, set_random_states
+from .store import Store, copies, explain_damage, read_whole_copy
 from .trainer import train
 
 __all__ = ["finished", "read_experiment", "replay", "run", "trained"]
 
 WEIGHTS, RESULT = "model.safetensors", "result.json"
+LARGEST_CONFIG = 2**20  # bytes
 
 
 def run(
@@ -55,15 +55,16 @@ def run(
     """
     place = place or launched(experiment.training.precision)
     with ExitStack() as stack:
+        hold = None
         if place.first:
-            stack.enter_context(held(folder))
+            hold = stack.enter_context(hold_folder(folder))
             _claim(folder, experiment, resume)
         done = place.gathered(finished(folder) if place.first else None)[0]
         if done is not None:
             return dict(done)
         for length in experiment.training.lengths or (None,):  # what the run will be scored on: better missed now
             next(iter(experiment.task.evaluation("test", 1, 1, length=length)))
-        keeper = RunFolder(folder, place, keeping, json.loads(experiment.to_json())["spec"])
+        keeper = RunFolder(folder, place, keeping, json.loads(experiment.to_json())["spec"], hold)
         stack.callback(keeper.close)
         request = stack.enter_context(stoppable(signals))
         model = built(experiment)
@@ -84,6 +85,7 @@ def run(
         weights = {name: place.whole(tensor) for name, tensor in model.state_dict().items()}
         if place.first:
             keeper.write(WEIGHTS, serialised(experiment.model, weights))
+            keeper.write_metrics()
             keeper.write(RESULT, json.dumps(plain(result), indent=1, allow_nan=False).encode())
         return result
 
@@ -110,17 +112,27 @@ def scored(model: nn.Module, experiment: Experiment, place: Place | None = None)
 
 
 def finished(folder: Path) -> dict[str, Any] | None:
-    """The result of the run in `folder`; None if it has not ended."""
+    """Return the result of the run in `folder`; None if it has not ended."""
     path = folder / RESULT
-    return restored(read_json(path)) if path.exists() else None
+    if not path.exists():
+        return None
+    result = restored(read_json(path))
+    numbers = ("score", "seconds", "step", "parameters")
+    if (
+        not isinstance(result, dict)
+        or not isinstance(result.get("test"), dict)
+        or not all(isinstance(result.get(name), int | float) for name in numbers)
+    ):
+        raise CheckpointError(f"{path} is not as it was written. Delete it, and go on with --resume.")
+    return result
 
 
 def read_experiment(path: Path) -> Experiment:
     """The experiment in a file, or in the folder of a run."""
-    path = path / "config.json" if path.is_dir() else path
     hint = "Pass a config.json, or the folder of a run."
     try:
-        found = Spec.from_json(path.read_text())
+        path = path / "config.json" if path.is_dir() else path
+        found = Spec.from_json(read_regular(path, LARGEST_CONFIG).decode())
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}). {hint}") from None
     except UnicodeDecodeError:
@@ -150,8 +162,10 @@ def trained(folder: Path) -> nn.Module:
     newest = Store(folder / "checkpoints").newest()
     if newest is None:
         raise CheckpointError(f"{folder} holds no weights yet. Go on with: adptnet train --output {folder} --resume")
+    step, files = newest
     model = built(experiment)
-    model.load_state_dict(parsed(newest[1].get("best.safetensors", newest[1][WEIGHTS])))
+    with explain_damage(Store(folder / "checkpoints").path(step)):
+        model.load_state_dict(parsed(files["best.safetensors" if "best.safetensors" in files else WEIGHTS]))
     return model
 
 
@@ -159,48 +173,49 @@ def replay(folder: Path) -> tuple[int, Diagnosis]:
     """Runs the step at which the run in `folder` failed once more; returns its number and what was found."""
     from safetensors.torch import load
 
-    if not (folder / "failure").is_dir():
+    if not any(copy.is_dir() for copy in copies(folder / "failure")):
         raise InputError(f"{folder} holds no failure to replay.")
-    files = read_folder(folder / "failure")
+    files = read_whole_copy(folder / "failure")[1]
     experiment = read_experiment(folder)
     model = built(experiment).train()
-    model.load_state_dict(load(files["model.safetensors"]))
-    with torch.random.fork_rng(devices=[]):
+    with explain_damage(folder / "failure"), torch.random.fork_rng(devices=[]):
+        model.load_state_dict(load(files["model.safetensors"]))
         set_random_states({"cpu": load(files["random.safetensors"])["0/cpu"]})
-        diagnosis = diagnose(model, experiment.task, batch_from(files["batch.safetensors"]))
-    return Progress(**json.loads(files["progress.json"])).step + 1, diagnosis
+        batch, step = batch_from(files["batch.safetensors"]), progress_from(files["progress.json"]).step
+        return step + 1, diagnose(model, experiment.task, batch)
 
 
 def _claim(folder: Path, experiment: Experiment, resume: bool) -> None:
-    """Makes the folder this experiment's own, or says why it cannot be."""
+    """Make the folder this experiment's own, or say why it cannot be."""
     path = folder / "config.json"
+    settings = json.loads(experiment.to_json())
     try:
-        if path.exists():
-            before = read_experiment(path)
-            if before != experiment and _begun(folder):
-                raise InputError(
-                    f"{folder} holds another experiment: {_difference(before, experiment)}. Pass another --output."
-                )
-            if not resume and _begun(folder):
+        if _begun(folder):
+            if path.exists():
+                before = read_experiment(path)
+                if before != experiment:
+                    changed = differences(json.loads(before.to_json())["spec"], settings["spec"])
+                    raise InputError(
+                        f"{folder} holds another experiment: {list_changes(changed)}. Pass another --output."
+                    )
+            else:
+                _check_newest(Store(folder / "checkpoints"), settings["spec"])
+            if not resume:
                 raise InputError(f"{folder} already holds this run. Pass --resume to go on, or another --output.")
-            if before == experiment:
-                return
-        write_whole(path, (json.dumps(json.loads(experiment.to_json()), indent=1) + "\n").encode())
+        if not path.exists() or read_experiment(path) != experiment:
+            write_whole(path, (json.dumps(settings, indent=1) + "\n").encode())
     except OSError as error:
         raise InputError(f"{path} cannot be written ({error.strerror}). Pass another --output.") from None
+
+
+def _check_newest(store: Store, settings: dict[str, Any]) -> None:
+    """Raise a `CheckpointError` if the newest checkpoint is of other settings."""
+    found = store.newest()
+    if found is not None:
+        check_settings(store.path(found[0]), found[1], settings)
 
 
 def _begun(folder: Path) -> bool:
     """Whether a run has left anything in `folder` but its settings: one that was refused has not."""
     kept = ("checkpoints", "snapshots", "failure", WEIGHTS, RESULT)
-    return any((folder / name).exists() for name in kept) or bool(read_metrics(folder / "metrics.jsonl"))
-
-
-def _difference(before: Any, after: Any, where: str = "") -> str:
-    """The first field in which two specs differ."""
-    if type(before) is type(after) and isinstance(before, Spec):
-        for field in dataclasses.fields(before):
-            old, new = getattr(before, field.name), getattr(after, field.name)
-            if old != new:
-                return _difference(old, new, f"{where}.{field.name}".lstrip("."))
-    return f"{where} was {before!r} and is {after!r}"
+    return any((folder / name).exists() for name in kept) or bool(read_lines(folder / "metrics.jsonl"))

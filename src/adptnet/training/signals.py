@@ -31,7 +31,8 @@ class Request:
 def stoppable(signals: Sequence[int] = STOPPING, *, at_once: bool = False) -> Iterator[Request]:
     """Inside, `signals` only leave a request, or raise KeyboardInterrupt if `at_once`.
 
-    A second one acts as usual.
+    A second one of the same kind acts as usual: Ctrl-C reaches the runs of a sweep, and so does the SIGTERM by which
+    the sweep then ends them, which must not keep them from saving.
     """
     request = Request()
     if threading.current_thread() is not threading.main_thread():
@@ -41,8 +42,7 @@ def stoppable(signals: Sequence[int] = STOPPING, *, at_once: bool = False) -> It
 
     def ask(signum: int, frame: FrameType | None) -> None:
         request.signum = signum
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.signal(signum, before[signum])
         if at_once:
             raise KeyboardInterrupt
 

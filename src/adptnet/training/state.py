@@ -15,7 +15,7 @@ from .carry import Carried
 from .config import TrainConfig
 from .places import Place
 
-__all__ = ["Progress", "TrainingState", "random_states", "set_random_states", "with_spec"]
+__all__ = ["Progress", "TrainingState", "progress_from", "random_states", "set_random_states", "with_spec"]
 
 _WEIGHTS, _BEST, _OPTIMISER, _RANDOM, _CARRIED, _PROGRESS = (
     "model.safetensors",
@@ -60,6 +60,14 @@ class Progress:
         return better
 
 
+def progress_from(content: bytes) -> Progress:
+    """Read a progress.json."""
+    progress = Progress(**json.loads(content))
+    if not isinstance(progress.step, int) or progress.step < 0 or not isinstance(progress.seconds, float):
+        raise CheckpointError(f"A checkpoint cannot be of step {progress.step!r} after {progress.seconds!r} seconds.")
+    return progress
+
+
 class TrainingState:
     """Weights, optimiser, random numbers and progress of a run, to and from files."""
 
@@ -80,8 +88,14 @@ class TrainingState:
     @torch.no_grad()
     def set_weights(self, weights: dict[str, Tensor]) -> None:
         own = self.model.state_dict()
-        if {name: t.shape for name, t in own.items()} != {name: t.shape for name, t in weights.items()}:
-            raise CheckpointError("The checkpoint holds the weights of another model.")
+        kinds = [{name: (t.shape, t.dtype) for name, t in each.items()} for each in (own, weights)]
+        if kinds[0] != kinds[1]:
+            name = next(name for name in {**own, **weights} if kinds[0].get(name) != kinds[1].get(name))
+            here, there = (_describe_kind(kind.get(name)) for kind in kinds)
+            raise CheckpointError(
+                f"The checkpoint holds the weights of another model: its {name} is {there}, and that of the model is "
+                f"{here}."
+            )
         for name, tensor in own.items():
             tensor.copy_(self.place.spread(weights[name], tensor))
 
@@ -117,7 +131,7 @@ class TrainingState:
             )
         set_random_states(self._of_this_process(states))
         self.carried.load(self._of_this_process(load(files[_CARRIED])))
-        self.progress = Progress(**json.loads(files[_PROGRESS]))
+        self.progress = progress_from(files[_PROGRESS])
         self.place.scale = self.progress.scale
 
     def _optimiser_tensors(self) -> dict[str, Tensor]:
@@ -144,6 +158,10 @@ class TrainingState:
     def _of_this_process(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         split = [(name.partition("/"), tensor) for name, tensor in tensors.items()]
         return {name: tensor for (rank, _, name), tensor in split if rank == str(self.place.rank)}
+
+
+def _describe_kind(kind: tuple[torch.Size, torch.dtype] | None) -> str:
+    return "missing" if kind is None else f"{tuple(kind[0])} of {kind[1]}"
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:

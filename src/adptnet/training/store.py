@@ -1,21 +1,26 @@
 """Checkpoints on disk: folders that are there whole or not at all, and whose every byte is checked when read."""
 
+import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
+import secrets
 import shutil
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import CheckpointError
 from ..files import write_whole
 from ..untrusted import parse_json
 
-__all__ = ["CheckpointWarning", "Store", "read_folder", "write_folder"]
+__all__ = ["CheckpointWarning", "Store", "copies", "explain_damage", "read_folder", "read_whole_copy", "write_folder"]
 
 VERSION = 1
 _MANIFEST = "manifest.json"
+_LEFTOVERS = [("draft", ".*"), ("draft", ""), ("old", ".*")]  # without a token: of adptnet 0.1.0
 
 
 class CheckpointWarning(UserWarning):
@@ -23,11 +28,14 @@ class CheckpointWarning(UserWarning):
 
 
 def write_folder(folder: Path, files: dict[str, bytes]) -> None:
-    """Writes `files` and a manifest of their sums; the folder is there at once, in place of an older one."""
-    draft = folder.with_name(f".draft-{folder.name}")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
+    """Write `files` and a manifest of their sums as `folder`, in place of an older one.
+
+    At every moment a whole copy, old or new, is in one of `copies(folder)`, so that a kill loses nothing.
+    """
+    token = secrets.token_hex(4)
+    draft, old = (folder.with_name(f".{kind}-{folder.name}.{token}") for kind in ("draft", "old"))
     try:
+        draft.mkdir(parents=True)
         for name, content in files.items():
             write_whole(draft / name, content)
         sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
@@ -35,12 +43,22 @@ def write_folder(folder: Path, files: dict[str, bytes]) -> None:
         write_whole(draft / _MANIFEST, body + b"\n" + hashlib.sha256(body).hexdigest().encode())
         _sync(draft)
         if folder.exists():
-            shutil.rmtree(folder)
+            os.rename(folder, old)
         os.rename(draft, folder)
         _sync(folder.parent)
     except BaseException:
+        if old.exists() and not folder.exists():
+            os.rename(old, folder)
         shutil.rmtree(draft, ignore_errors=True)
         raise
+    for leftover in copies(folder)[1:]:
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def copies(folder: Path) -> list[Path]:
+    """Return `folder` and what an interrupted `write_folder` left beside it, to be read in this order."""
+    left = [sorted(folder.parent.glob(f".{kind}-{folder.name}{rest}")) for kind, rest in _LEFTOVERS]
+    return [folder, *itertools.chain(*left)]
 
 
 def read_folder(folder: Path) -> dict[str, bytes]:
@@ -82,6 +100,35 @@ def _read_manifest(folder: Path) -> dict[str, str]:
     return sums
 
 
+def read_whole_copy(folder: Path) -> tuple[Path, dict[str, bytes]]:
+    """Read `folder`, or the copy of it that an interrupted `write_folder` left; return where it was found, too.
+
+    Raises:
+        CheckpointError: No copy is whole; the message is that of `folder` itself.
+    """
+    try:
+        return folder, read_folder(folder)
+    except CheckpointError as reason:
+        for copy in copies(folder)[1:]:
+            with contextlib.suppress(CheckpointError):  # half written, or half removed
+                return copy, read_folder(copy)
+        raise reason from None
+
+
+@contextlib.contextmanager
+def explain_damage(folder: Path) -> Iterator[None]:
+    """Raise a `CheckpointError` that names `folder` where its files, though as they were written, cannot be used."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder} does not hold what a run writes there ({type(error).__name__}: {error}). Remove it, or start in "
+            "another folder."
+        ) from error
+
+
 class Store:
     """The newest checkpoints of a run, by step."""
 
@@ -90,45 +137,60 @@ class Store:
         self.keep = keep
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, the newest first; whether they can be read is not known."""
-        named = [re.fullmatch(r"step-(\d+)", path.name) for path in self.folder.glob("step-*")]
-        return sorted((int(match[1]) for match in named if match), reverse=True)
+        """Return the steps that have a checkpoint, the newest first; whether they can be read is not known."""
+        return self._steps(r"step-([0-9]{9,})")
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:09d}"
 
     def save(self, step: int, files: dict[str, bytes]) -> None:
-        """Adds a checkpoint, then removes the oldest beyond `keep`."""
+        """Add a checkpoint, then remove the oldest beyond `keep`."""
         write_folder(self.path(step), files)
         for old in self.steps()[self.keep :]:
-            os.rename(self.path(old), self.folder / f".draft-{old}")  # never a checkpoint that is half removed
-        for leftover in self.folder.glob(".draft-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+            os.rename(self.path(old), self.folder / f".removed-{old}")  # never a checkpoint that is half removed
+        for kind in ("draft", "old", "removed"):
+            for leftover in self.folder.glob(f".{kind}-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
 
     def newest(self, *, put_aside: bool = False) -> tuple[int, dict[str, bytes]] | None:
-        """The newest checkpoint that is as it was written. Newer ones are named in a warning.
+        """Return the newest checkpoint that is as it was written. Damaged ones are named in a warning.
 
-        With `put_aside` they are renamed, to leave room for the checkpoints of a run that goes on.
+        With `put_aside` they are renamed, and a copy that an interrupted save left takes the place of its checkpoint,
+        to leave room for the checkpoints of a run that is resumed.
         """
         refused: list[tuple[int, CheckpointError]] = []
-        for step in self.steps():
+        for step in self._steps(r"(?:\.draft-|\.old-)?step-([0-9]{9,})(?:\.\w+)?"):
             try:
-                files = read_folder(self.path(step))
+                found, files = read_whole_copy(self.path(step))
             except CheckpointError as reason:
-                refused.append((step, reason))
+                if self.path(step).exists():  # else the save was interrupted before there was a checkpoint
+                    refused.append((step, reason))
                 continue
             for other, error in refused:
-                aside = self.folder / f"refused-{self.path(other).name}"
-                if put_aside:
-                    shutil.rmtree(aside, ignore_errors=True)
-                    self.path(other).rename(aside)
-                done = f"The checkpoint was put aside as {aside.name}; the" if put_aside else "The"
+                aside = self._put_aside(other) if put_aside else None
+                done = f"The checkpoint was put aside as {aside}; the" if aside else "The"
                 warnings.warn(f"{error} {done} one of step {step} is used.", CheckpointWarning, stacklevel=2)
+            if put_aside and found != self.path(step):
+                if self.path(step).exists():
+                    self._put_aside(step)
+                os.rename(found, self.path(step))
             return step, files
         if refused:
             reasons = " ".join(str(error) for _, error in refused)
             raise CheckpointError(f"No checkpoint in {self.folder} can be used. {reasons} Start in another folder.")
         return None
+
+    def _steps(self, pattern: str) -> list[int]:
+        """Return the steps in the names that match `pattern`, the newest first."""
+        names = os.listdir(self.folder) if self.folder.is_dir() else []
+        return sorted({int(match[1]) for name in names if (match := re.fullmatch(pattern, name))}, reverse=True)
+
+    def _put_aside(self, step: int) -> str:
+        """Rename a damaged checkpoint and return its new name."""
+        aside = self.folder / f"refused-{self.path(step).name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(self.path(step), aside)
+        return aside.name
 
 
 def _bytes(path: Path) -> bytes:
