@@ -159,8 +159,9 @@ def test_auto_knows_what_a_gpu_runs_in_one_operation(with_card, name):
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:3", torch.device("cuda", 1), "mps", "xpu"])
 @pytest.mark.parametrize("installed", [True, False])
-def test_auto_answers_for_a_device_that_is_not_here(with_card, monkeypatch, device, installed):
+def test_auto_answers_for_a_device_that_is_not_here(with_card, monkeypatch, caplog, device, installed):
     with_card(None)
+    monkeypatch.setattr(native, "_said", set())
     monkeypatch.setattr(gpu, "_installed", lambda: installed)
     cells = [spec.build(dtype=torch.float32) for spec, _ in CELLS.values()]
     cells += [cells[0].given(beta=torch.ones(1)), cells[0].given(dt=torch.ones(1, 100))]
@@ -171,6 +172,7 @@ def test_auto_answers_for_a_device_that_is_not_here(with_card, monkeypatch, devi
     for cell in cells:
         choice = solvers.Auto().choose(cell, 2, 100, device)
         assert torch.device(device).type in choice.reason
+    assert not caplog.messages  # a question is no run
 
 
 def test_the_series_of_the_rotation_is_copied_to_a_device_once(monkeypatch):

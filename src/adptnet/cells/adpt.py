@@ -73,7 +73,7 @@ class ADPTCell(BoundCell):
         lengths: Tensor | None = None,
         lean: bool = False,
     ) -> Tensor | None:
-        if not fused.own_steps(self, ADPTCell) or not fused.covers(self.spec, drive.dtype, drive.device):
+        if not fused.own_steps(self, ADPTCell) or not fused.covers(self.spec, drive.dtype, drive.device, log=True):
             return None
         return self.scan_given(drive, state, reset, lengths, lean, beta=False)
 
@@ -209,17 +209,17 @@ class GivenCell(BoundCell):
         lengths: Tensor | None = None,
         lean: bool = False,
     ) -> Tensor | None:
-        if not self._scans(drive.dtype, drive.device):
+        if not self._scans(drive.dtype, drive.device, log=True):
             return None
         return self.cell.scan_given(drive, state, reset, lengths, lean, beta=self.beta is not None)
 
     def scans(self, device: torch.device | str) -> bool:
         return self._scans(self.dtype, torch.device(device)) and not transformed(*self.parameters())
 
-    def _scans(self, dtype: torch.dtype | None, device: torch.device) -> bool:
+    def _scans(self, dtype: torch.dtype | None, device: torch.device, *, log: bool = False) -> bool:
         own = fused.own_steps(self, GivenCell) and fused.own_steps(self.cell, ADPTCell)
-        given = {"dt": self.dt is not None, "beta": self.beta is not None}
-        return own and fused.covers(self.cell.spec, dtype, device, **given)
+        dt, beta = self.dt is not None, self.beta is not None
+        return own and fused.covers(self.cell.spec, dtype, device, dt=dt, beta=beta, log=log)
 
     def eigenvalues(self) -> BlockDiagonal | None:
         return self.cell.eigenvalues() if self.dt is None else None

@@ -80,7 +80,7 @@ class CoupledCell(Cell):
         lengths: Tensor | None = None,
         lean: bool = False,
     ) -> Tensor | None:
-        if not self._scans(drive.dtype, drive.device):
+        if not self._scans(drive.dtype, drive.device, log=True):
             return None
         constants, form = self.fast.constants(beta=False)
         gain, feedback, decay, charge = self.evaluated()
@@ -91,9 +91,9 @@ class CoupledCell(Cell):
     def scans(self, device: torch.device | str) -> bool:
         return self._scans(self.dtype, torch.device(device)) and not transformed(*self.parameters())
 
-    def _scans(self, dtype: torch.dtype | None, device: torch.device) -> bool:
+    def _scans(self, dtype: torch.dtype | None, device: torch.device, *, log: bool = False) -> bool:
         own = fused.own_steps(self, CoupledCell) and fused.own_steps(self.fast, ADPTCell)
-        return own and fused.covers(self.spec, dtype, device)
+        return own and fused.covers(self.spec, dtype, device, log=log)
 
     def evaluated(self) -> Memory:
         """The slow memory, with its parameters evaluated."""

@@ -44,15 +44,22 @@ def own_steps(cell: Cell, kind: type[Cell]) -> bool:
 
 
 def covers(
-    spec: ADPTSpec, dtype: torch.dtype | None, device: torch.device, *, dt: bool = False, beta: bool = False
+    spec: ADPTSpec,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    *,
+    dt: bool = False,
+    beta: bool = False,
+    log: bool = False,
 ) -> bool:
-    """Whether one operation runs all steps of such a cell on a device, which need not be here; if not, logs why once.
+    """Whether one operation runs all steps of such a cell on a device, which need not be here.
 
     Args:
         spec: Of the cell.
         dtype: Of its drive.
         device: Where its drive would be.
         dt, beta: Whether they come with the drive.
+        log: Log once why not: the steps are about to be run.
     """
     reason = _uncovered(spec, dtype)
     if dt:
@@ -62,7 +69,7 @@ def covers(
     if reason is None and dtype is not None and device.type != "cpu":
         form, paired, slow = form_of(spec, beta_given=beta), spec.spectrum.is_complex, spec.memory is not None
         reason = why_not(form, spec.size, paired=paired, slow=slow, dtype=dtype, device=str(device))
-    if reason is not None and native.wanted():
+    if log and reason is not None and native.wanted():
         native.notice(reason)
     return reason is None and (device.type != "cpu" or (dtype is not None and ready(dtype)))
 
