@@ -23,7 +23,8 @@ def facts() -> dict[str, Any]:
     found = environment()
     del found["threads"]  # sides have their own
     folder = re.compile(r"\S*" + re.escape(os.sep))  # of a kernel: wherever it was built, it is the same
-    kernels = {name: folder.sub("", what) for name, what in native.backends().items()}
+    backends = native.backends()
+    kernels = {name: folder.sub("", backends[name]) for name in native.OPERATIONS}
     return {
         **found,
         "numpy": numpy.__version__,

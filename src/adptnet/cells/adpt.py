@@ -73,14 +73,15 @@ class ADPTCell(BoundCell):
         lengths: Tensor | None = None,
         lean: bool = False,
     ) -> Tensor | None:
-        if not fused.own_steps(self, ADPTCell) or not fused.covers(self.spec, drive):
+        if not fused.own_steps(self, ADPTCell) or not fused.covers(self.spec, drive.dtype, drive.device, log=True):
             return None
         return self.scan_given(drive, state, reset, lengths, lean, beta=False)
 
     def scans(self, device: torch.device | str) -> bool:
-        drive = torch.empty(0, dtype=self.dtype, device=device)
         return (
-            fused.own_steps(self, ADPTCell) and fused.covers(self.spec, drive) and not transformed(*self.parameters())
+            fused.own_steps(self, ADPTCell)
+            and fused.covers(self.spec, self.dtype, torch.device(device))
+            and not transformed(*self.parameters())
         )
 
     def scan_given(
@@ -208,10 +209,17 @@ class GivenCell(BoundCell):
         lengths: Tensor | None = None,
         lean: bool = False,
     ) -> Tensor | None:
-        own = fused.own_steps(self, GivenCell) and fused.own_steps(self.cell, ADPTCell)
-        if not own or not fused.covers(self.cell.spec, drive, dt=self.dt, beta=self.beta):
+        if not self._scans(drive.dtype, drive.device, log=True):
             return None
         return self.cell.scan_given(drive, state, reset, lengths, lean, beta=self.beta is not None)
+
+    def scans(self, device: torch.device | str) -> bool:
+        return self._scans(self.dtype, torch.device(device)) and not transformed(*self.parameters())
+
+    def _scans(self, dtype: torch.dtype | None, device: torch.device, *, log: bool = False) -> bool:
+        own = fused.own_steps(self, GivenCell) and fused.own_steps(self.cell, ADPTCell)
+        dt, beta = self.dt is not None, self.beta is not None
+        return own and fused.covers(self.cell.spec, dtype, device, dt=dt, beta=beta, log=log)
 
     def eigenvalues(self) -> BlockDiagonal | None:
         return self.cell.eigenvalues() if self.dt is None else None

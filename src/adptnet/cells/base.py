@@ -76,8 +76,15 @@ class Cell(nn.Module, abc.ABC):
 
     @torch.no_grad()
     def scans(self, device: torch.device | str) -> bool:
-        """Whether `scan` has a faster way on a device: found out by a step, where a cell does not know."""
-        if self.input_size is None or self.dtype is None:
+        """Whether `scan` has a faster way on a device, which need not be here.
+
+        Where a cell does not know, it is found out by a step on the device of its parameters; of another kind of device
+        nothing is known, and the answer is no.
+        """
+        inherited = getattr(self.scan, "__func__", None) is Cell.scan
+        if inherited or self.input_size is None or self.dtype is None or self.device is None:
+            return False
+        if torch.device(device).type != self.device.type:
             return False
         position = torch.zeros(1, 1, dtype=torch.int64, device=device)
         drive = self.prepare(torch.zeros(1, 1, self.input_size, dtype=self.dtype, device=device), position)

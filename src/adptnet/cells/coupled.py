@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..ops.transforms import transformed
 from ..spectra import BlockDiagonal
 from ..transitions import Coupled, Transition
 from ..typing import Device, DType, Positions, Vector
@@ -79,14 +80,20 @@ class CoupledCell(Cell):
         lengths: Tensor | None = None,
         lean: bool = False,
     ) -> Tensor | None:
-        own = fused.own_steps(self, CoupledCell) and fused.own_steps(self.fast, ADPTCell)
-        if not own or not fused.covers(self.spec, drive):
+        if not self._scans(drive.dtype, drive.device, log=True):
             return None
         constants, form = self.fast.constants(beta=False)
         gain, feedback, decay, charge = self.evaluated()
         constants = fused.coupled(constants, gain, feedback, decay.real, charge)
         factors = fused.factors_of(self.fast.directions, form, drive.dtype)
         return fused.scan(constants, form, drive, state, reset, lengths, lean, factors)
+
+    def scans(self, device: torch.device | str) -> bool:
+        return self._scans(self.dtype, torch.device(device)) and not transformed(*self.parameters())
+
+    def _scans(self, dtype: torch.dtype | None, device: torch.device, *, log: bool = False) -> bool:
+        own = fused.own_steps(self, CoupledCell) and fused.own_steps(self.fast, ADPTCell)
+        return own and fused.covers(self.spec, dtype, device, log=log)
 
     def evaluated(self) -> Memory:
         """The slow memory, with its parameters evaluated."""

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from ..beta import Beta, is_zero
 from ..conjugates import ConjugateSpec, Diagonal, Exact, Product, Taylor
 from ..directions import LAYER_NORM_EPS, Directions, FromInput, FromState
-from ..ops import adpt_step, gpu, native
-from ..ops.adpt_scan import DENSE, Constants, Factors, Form, Retracted, Source, adpt_scan, ready
+from ..ops import adpt_step, native
+from ..ops.adpt_scan import DENSE, Constants, Factors, Form, Retracted, Source, adpt_scan, ready, why_not
 from ..ops.transforms import transformed, watched
 from ..projections import Projection
 from ..projections.base import Biased
@@ -43,27 +43,42 @@ def own_steps(cell: Cell, kind: type[Cell]) -> bool:
     return all(name not in cell.__dict__ and getattr(type(cell), name) is getattr(kind, name) for name in names)
 
 
-def covers(spec: ADPTSpec, drive: Tensor, *, dt: Tensor | None = None, beta: Tensor | None = None) -> bool:
-    """Whether the operation can run such a cell; if not, why is said once."""
-    reason = _uncovered(spec, drive)
-    if dt is not None:
+def covers(
+    spec: ADPTSpec,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    *,
+    dt: bool = False,
+    beta: bool = False,
+    log: bool = False,
+) -> bool:
+    """Whether one operation runs all steps of such a cell on a device, which need not be here.
+
+    Args:
+        spec: Of the cell.
+        dtype: Of its drive.
+        device: Where its drive would be.
+        dt, beta: Whether they come with the drive.
+        log: Log once why not: the steps are about to be run.
+    """
+    reason = _uncovered(spec, dtype)
+    if dt:
         reason = "the kernel has no dt=."
-    if beta is not None and spec.heads > 1:
+    if beta and spec.heads > 1:
         reason = "the kernel has no beta= with heads."
-    if reason is not None and native.wanted():
+    if reason is None and dtype is not None and device.type != "cpu":
+        form, paired, slow = form_of(spec, beta_given=beta), spec.spectrum.is_complex, spec.memory is not None
+        reason = why_not(form, spec.size, paired=paired, slow=slow, dtype=dtype, device=str(device))
+    if log and reason is not None and native.wanted():
         native.notice(reason)
-    return reason is None and ready(drive.dtype, drive.device.type)
+    return reason is None and (device.type != "cpu" or (dtype is not None and ready(dtype)))
 
 
-def _uncovered(spec: ADPTSpec, drive: Tensor) -> str | None:
+def _uncovered(spec: ADPTSpec, dtype: torch.dtype | None) -> str | None:
     direction = spec.direction
     from_state = spec.conjugate.turns and isinstance(direction, FromState)
-    if drive.device.type != "cpu":
-        missing = gpu.why_not(drive.device.type)
-        if missing is not None:
-            return missing
-    if drive.dtype not in (torch.float32, torch.float64):
-        return f"there is no kernel for {drive.dtype}."
+    if dtype not in (torch.float32, torch.float64):
+        return f"there is no kernel for {dtype}."
     if not isinstance(spec.conjugate, (Exact, Taylor, Diagonal)) and spec.conjugate != Product(1):
         return f"the kernel has no conjugate={spec.conjugate}."
     if spec.conjugate.rotates and not isinstance(spec.retraction, (Exponential, Cayley)):
@@ -227,7 +242,7 @@ def steps_known(spec: ADPTSpec, states: Tensor, drive: Tensor, constants: Consta
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if states.device.type != "cpu" or recorded or spec.start or watched() or transformed(*tensors):
         return False
-    if _uncovered(spec, drive) is not None or not adpt_step.covers(constants, form):
+    if _uncovered(spec, drive.dtype) is not None or not adpt_step.covers(constants, form):
         if native.wanted():
             native.notice("the kernel of Jacobians and Newton passes is for one head, a real spectrum, K and V of x.")
         return False

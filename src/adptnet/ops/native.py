@@ -99,13 +99,16 @@ def load(operation: str, number: str = "float") -> ctypes.CDLL | None:
 
 
 def backends() -> dict[str, str]:
-    """What executes each operation here, and why."""
+    """What executes each operation here, and why; `gpu` is what runs for tensors on one."""
+    from . import gpu  # which asks this module what is wanted
+
     if not wanted():
-        return dict.fromkeys(OPERATIONS, "reference: ADPTNET_BACKEND=reference")
+        return dict.fromkeys([*OPERATIONS, "gpu"], "reference: ADPTNET_BACKEND=reference")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BackendWarning)
         found = {name: (load(name), _loaded[name, "float"].why) for name in OPERATIONS}
-    return {name: f"{'cpu' if library else 'reference'}: {why}" for name, (library, why) in found.items()}
+    here = {name: f"{'cpu' if library else 'reference'}: {why}" for name, (library, why) in found.items()}
+    return {**here, "gpu": gpu.describe()}
 
 
 def notice(reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from ...conjugates import Conjugate, Stateful
@@ -124,6 +125,9 @@ class SpikingADPTCell(SpikingCell):
         if self.spec.changes_the_step or (reset is not None and self.initial != "zero"):
             return None
         return self.inner.scan(drive, state, reset=reset, lengths=lengths, lean=lean)
+
+    def scans(self, device: torch.device | str) -> bool:
+        return not self.spec.changes_the_step and self.inner.scans(device)
 
     def given(self, *, dt: Tensor | None = None, beta: Tensor | None = None) -> Cell:
         if (dt is None and beta is None) or self.spec.changes_the_step:

@@ -211,6 +211,9 @@ class LeakyIntegratorCell(Cell):
         ended = torch.arange(drive.shape[1], device=drive.device) >= lengths.unsqueeze(-1)
         return torch.where(ended.unsqueeze(-1), 0.0, states)
 
+    def scans(self, device: torch.device | str) -> bool:
+        return own_steps(self, LeakyIntegratorCell)  # the scan runs on any device
+
     def eigenvalues(self) -> BlockDiagonal:
         return BlockDiagonal(full(self.decay).clamp(*self.spec.decay))
 

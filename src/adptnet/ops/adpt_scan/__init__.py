@@ -11,36 +11,55 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
-from .. import gpu, native
+from .. import native
 from ..transforms import apart, constant_when_compiled, plain, transformed
-from . import cpu, reference
+from . import cpu, diagonal, launch, reference
 from .form import DENSE, PLAIN, Constants, Factors, Form, Retracted, Source, check, form_of, numbers_of
 
-__all__ = ["DENSE", "Constants", "Factors", "Form", "Retracted", "Source", "adpt_scan", "ready"]
+__all__ = ["DENSE", "Constants", "Factors", "Form", "Retracted", "Source", "adpt_scan", "ready", "why_not"]
 
 _LEAVES = 2 + len(Constants._fields)  # drive, state and constants: what has a derivative
 _HELD = 2 + len(Factors._fields)  # reset, lengths and factors: tensors that have none
 _TRANSFORMED = "a transform of torch.func or forward mode is at work, which the kernel does not know."
 
 
-def _ready(dtype: torch.dtype, device: str = "cpu") -> bool:
-    """Whether there is a kernel."""
-    return cpu.ready(dtype) if device == "cpu" else gpu.ready(device) and dtype == torch.float32
+ready = constant_when_compiled(cpu.ready)  # whether there is a kernel for CPUs
 
 
-ready = constant_when_compiled(_ready)
+@constant_when_compiled
+def _wanted() -> bool:
+    return native.wanted()
 
 
-def _by_triton(drive: Tensor, constants: Constants, form: Form) -> Any:
-    """The Triton kernel, if it knows such a recurrence on such a device."""
-    if not gpu.ready(drive.device.type):
+def why_not(form: Form, size: int, *, paired: bool, slow: bool, dtype: torch.dtype, device: str) -> str | None:
+    """Return why a GPU runs such a recurrence step by step, as `launch.why_not`; None if in one operation."""
+    if torch.device(device).type == "cuda" and _wanted() and diagonal.covers(form, slow=slow):
         return None
+    return launch.why_not(form, size, paired=paired, slow=slow, dtype=dtype, device=device)
+
+
+def _gpu_kernel(drive: Tensor, constants: Constants, form: Form) -> Any:
+    """Return the module whose `forward` and `backward` run such a recurrence on a GPU; None for the reference."""
+    if drive.device.type == "cpu":
+        return None
+    slow = constants.decay is not None
+    reason = why_not(
+        form,
+        constants.real.shape[0],
+        paired=constants.imag is not None,
+        slow=slow,
+        dtype=drive.dtype,
+        device=str(drive.device),
+    )
+    if reason is not None:
+        if _wanted():
+            native.notice(reason)
+        return None
+    if diagonal.covers(form, slow=slow):
+        return diagonal
     from . import triton  # not installed everywhere, and slow to import
 
-    if triton.covers(constants, form):
-        return triton
-    native.notice("the Triton kernel is for float32, one head, a real spectrum, K and V of the state.")
-    return None
+    return triton
 
 
 def adpt_scan(
@@ -116,7 +135,7 @@ def _forward(
         inputs = (drive, state, *constants, reset, lengths, left, right, outer, inner)
         states, projections = cpu.forward(cpu.plan(inputs, form), inputs, save)
         return states, projections if save else drive.new_empty(0)  # an operation returns no tensor twice
-    kernel = _by_triton(drive, constants, form)
+    kernel = _gpu_kernel(drive, constants, form)
     if kernel is not None:
         return kernel.forward(drive, state, constants, form, reset, lengths), drive.new_empty(0)
     states = reference.adpt_scan(drive, state, constants, form, reset=reset, lengths=lengths)
@@ -154,7 +173,7 @@ def _backward(
         inputs = (drive, state, *constants, reset, lengths, left, right, outer, inner)
         found = cpu.backward(cpu.plan(inputs, form), gradient, inputs, states, projections, [True] * _LEAVES)
         return [t for t in found if t is not None]
-    kernel = _by_triton(drive, constants, form)
+    kernel = _gpu_kernel(drive, constants, form)
     to_drive, to_state, to_constants = kernel.backward(gradient, states, state, constants, form, reset, lengths)
     return [to_drive, to_state, *(t for t in to_constants if t is not None)]
 
@@ -200,7 +219,7 @@ def _differentiate(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Any, ...
 def _has_backward(drive: Tensor, constants: Constants, form: Form) -> bool:
     if drive.device.type == "cpu":
         return cpu.ready(drive.dtype)
-    return _by_triton(drive, constants, form) is not None
+    return _gpu_kernel(drive, constants, form) is not None
 
 
 def _by_reference(gradient: Tensor, inputs: Sequence[Any], form: Form, needed: Sequence[bool]) -> list[Tensor | None]:

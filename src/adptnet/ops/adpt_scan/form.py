@@ -107,8 +107,11 @@ class Factors(NamedTuple):
 DENSE = Factors()
 
 
-def is_plain(constants: Constants, form: Form) -> bool:
-    """One head, a real spectrum, unit key and value along K and V of the state, a rotation, and nothing else."""
+def is_plain(form: Form, *, paired: bool, slow: bool) -> bool:
+    """One head, a real spectrum, unit key and value along K and V of the state, a rotation, and nothing else.
+
+    `paired` and `slow` say whether there are complex pairs of eigenvalues and a slow memory.
+    """
     return (
         form.heads == 1
         and form.turns
@@ -117,8 +120,7 @@ def is_plain(constants: Constants, form: Form) -> bool:
         and form.dot is None
         and form.norm is None
         and form.retracted in (Retracted.EXPONENTIAL, Retracted.CAYLEY)
-        and constants.imag is None
-        and constants.decay is None
+        and not (paired or slow)
     )
 
 

@@ -1,8 +1,8 @@
 """The ADPT recurrence in Triton, for GPUs: one program for a tile of sequences, which runs all their steps.
 
-Covers float32, one head, a real spectrum, key and value of the state itself, the exponential and Cayley. The formulas
-are those of the README beside this file, with k and w formed as vectors. Imported only where it is used. Its speed on
-a GPU has not been measured.
+Covers float32, one head, a real spectrum, key and value of the state itself, the exponential and Cayley, where the
+state fits (`launch.py`). The formulas are those of the README beside this file, with k and w formed as vectors.
+Imported only where it is used. It has never run on a GPU.
 """
 
 import torch
@@ -10,16 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .form import Constants, Form, Retracted, is_plain
+from .form import Constants, Form, Retracted
+from .launch import STAGES, Launch, launch_of
 
-__all__ = ["backward", "backward_kernel", "covers", "forward", "forward_kernel"]
+__all__ = ["backward", "backward_kernel", "forward", "forward_kernel"]
 
 ROWS = 16  # sequences of a program: the least that a matrix product takes
-
-
-def covers(constants: Constants, form: Form) -> bool:
-    """Whether the kernel knows such a recurrence: K and V are held by one program."""
-    return is_plain(constants, form) and constants.real.dtype == torch.float32 and constants.real.shape[0] <= 256
 
 
 @triton.jit
@@ -61,13 +57,13 @@ def coefficients(s, CAYLEY: tl.constexpr):
     return linear, quadratic, linear_slope, quadratic_slope
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "steps"])  # or another batch or length would be another compilation
 def forward_kernel(
     drive, initial, real, weight, bias, beta, reset, lengths, states, batch, steps, size,
     BIASED: tl.constexpr, RESETS: tl.constexpr, RAGGED: tl.constexpr, CAYLEY: tl.constexpr, ROWS: tl.constexpr,
-    PAD: tl.constexpr,
+    PAD: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """`weight` is (2, size, size); PAD is the size, up to a power of two."""
+    """`weight` is (2, size, size); PAD is the size, up to a power of two. With HELD, K and V are loaded once."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, PAD)
     there, within = row < batch, column < size
@@ -76,8 +72,9 @@ def forward_kernel(
     # K' and V', so that rows of states are multiplied from the left
     corner = column[None, :] * size + column[:, None]
     square = within[:, None] & within[None, :]
-    key_weight = tl.load(weight + corner, square, 0.0)
-    value_weight = tl.load(weight + size * size + corner, square, 0.0)
+    if HELD:
+        key_weight = tl.load(weight + corner, square, 0.0)
+        value_weight = tl.load(weight + size * size + corner, square, 0.0)
     step = tl.load(beta)
     last = steps
     if RAGGED:
@@ -87,10 +84,15 @@ def forward_kernel(
         if RESETS:
             fresh = tl.load(reset + row * steps + t, there, 0) != 0
             x = tl.where(fresh[:, None], 0.0, x)
+        if not HELD:
+            key_weight = tl.load(weight + corner, square, 0.0)
         p = tl.dot(x, key_weight, input_precision="ieee")
-        q = tl.dot(x, value_weight, input_precision="ieee")
         if BIASED:
             p += tl.load(bias + column, within, 0.0)[None, :]
+        if not HELD:
+            value_weight = tl.load(weight + size * size + corner, square, 0.0)
+        q = tl.dot(x, value_weight, input_precision="ieee")
+        if BIASED:
             q += tl.load(bias + size + column, within, 0.0)[None, :]
         k, key_scale = unit(p)
         v, value_scale = unit(q)
@@ -116,7 +118,7 @@ def forward_kernel(
             tl.store(states + place, x, mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "steps"])
 def backward_kernel(
     gradient, states, initial, real, weight, bias, beta, reset, lengths,
     to_drive, to_initial, to_key, to_value, to_real, to_beta, batch, steps, size,
@@ -155,9 +157,10 @@ def backward_kernel(
             x = tl.where(alive[:, None], x, 0.0)  # what lies behind the end is no state
         tl.store(to_drive + place, g, mask)
         p = tl.dot(x, tl.load(weight + corner, square, 0.0), input_precision="ieee")
-        q = tl.dot(x, tl.load(weight + size * size + corner, square, 0.0), input_precision="ieee")
         if BIASED:
             p += tl.load(bias + column, within, 0.0)[None, :]
+        q = tl.dot(x, tl.load(weight + size * size + corner, square, 0.0), input_precision="ieee")
+        if BIASED:
             q += tl.load(bias + size + column, within, 0.0)[None, :]
         k, key_scale = unit(p)
         v, value_scale = unit(q)
@@ -218,10 +221,12 @@ def forward(
     batch, steps, size = drive.shape
     states = torch.empty(drive.shape, dtype=drive.dtype, device=drive.device)
     if states.numel():
-        given, options = _given(constants, form, reset, lengths, states)
-        forward_kernel[(triton.cdiv(batch, ROWS),)](
-            drive.contiguous(), state.contiguous(), *given, states, batch, steps, size, **options
-        )
+        launch = _launch(drive)
+        given, options = _given(constants, form, reset, lengths, states, launch)
+        with torch.cuda.device_of(drive):  # Triton launches on the current device
+            forward_kernel[(triton.cdiv(batch, ROWS),)](
+                drive.contiguous(), state.contiguous(), *given, states, batch, steps, size, HELD=launch.held, **options
+            )
     return states
 
 
@@ -236,15 +241,16 @@ def backward(
 ) -> tuple[Tensor, Tensor, Constants]:
     """Derivatives with respect to the drive, the initial state and each of the constants."""
     batch, steps, size = gradient.shape
-    to_drive, to_initial = gradient.new_zeros(gradient.shape), gradient.new_zeros(state.shape)
-    to_projections, to_real = gradient.new_zeros(2, batch, steps, size), gradient.new_zeros(batch, size)
-    to_beta = gradient.new_zeros(batch)
+    new = gradient.new_empty if gradient.numel() else gradient.new_zeros  # the kernel writes every entry
+    to_drive, to_initial, to_projections = new(gradient.shape), new(state.shape), new(2, batch, steps, size)
+    to_real, to_beta = new(batch, size), new(batch)
     if gradient.numel():
-        given, options = _given(constants, form, reset, lengths, states)
-        backward_kernel[(triton.cdiv(batch, ROWS),)](
-            gradient.contiguous(), states, state.contiguous(), *given,
-            to_drive, to_initial, *to_projections.unbind(0), to_real, to_beta, batch, steps, size, **options,
-        )  # fmt: skip
+        given, options = _given(constants, form, reset, lengths, states, _launch(gradient))
+        with torch.cuda.device_of(gradient):
+            backward_kernel[(triton.cdiv(batch, ROWS),)](
+                gradient.contiguous(), states, state.contiguous(), *given,
+                to_drive, to_initial, *to_projections.unbind(0), to_real, to_beta, batch, steps, size, **options,
+            )  # fmt: skip
     before = torch.cat((state.unsqueeze(1), states[:, :-1]), 1)
     if reset is not None:
         before = before.masked_fill(reset.unsqueeze(-1), 0.0)
@@ -253,13 +259,19 @@ def backward(
     return to_drive, to_initial, Constants(to_real.sum(0), weight=weight, bias=bias, beta=to_beta.sum(0, keepdim=True))
 
 
+def _launch(values: Tensor) -> Launch:
+    found = launch_of(values.shape[-1], str(values.device))
+    assert found is not None, "asked of `launch.why_not` before"
+    return found
+
+
 def _given(
-    constants: Constants, form: Form, reset: Tensor | None, lengths: Tensor | None, states: Tensor
+    constants: Constants, form: Form, reset: Tensor | None, lengths: Tensor | None, states: Tensor, launch: Launch
 ) -> tuple[list[Tensor], dict[str, object]]:
     """What both kernels take; in the place of what is not given, something that is not read."""
     assert constants.weight is not None
     assert constants.beta is not None
-    bias, size = constants.bias, constants.real.shape[0]
+    bias = constants.bias
     given = [
         constants.real.contiguous(),
         constants.weight.contiguous(),
@@ -268,12 +280,14 @@ def _given(
         states if reset is None else reset.contiguous().view(torch.uint8),
         states if lengths is None else lengths.contiguous(),
     ]
-    options = {
+    options: dict[str, object] = {
         "BIASED": bias is not None,
         "RESETS": reset is not None,
         "RAGGED": lengths is not None,
         "CAYLEY": form.retracted == Retracted.CAYLEY,
         "ROWS": ROWS,
-        "PAD": max(16, triton.next_power_of_2(size)),
+        "PAD": launch.pad,
+        "num_warps": launch.warps,
+        "num_stages": STAGES,
     }
     return given, options

@@ -29,7 +29,7 @@ def diagonal_filter(
         observed: (..., time, n).
         strength: (..., 1), at least 0: the inverse variance of what is observed.
         initial: (..., n), known exactly.
-        reset: (..., time) bool. True at t: nothing enters step t.
+        reset: (..., time) bool. True at t: nothing enters step t; no NaN or infinity passes.
     """
     factors = torch.broadcast_to(transition, offset.shape)
     if reset is not None:
@@ -38,6 +38,8 @@ def diagonal_filter(
     means: list[Tensor] = []
     for t in range(offset.shape[-2]):
         factor = factors[..., t, :]
+        if reset is not None:  # a factor of zero would keep a NaN
+            mean, variance = (torch.where(reset[..., t, None], 0, part) for part in (mean, variance))
         predicted = factor * mean + offset[..., t, :]
         spread = factor.abs().square() * variance + 1
         gain = strength * spread / (1 + strength * spread)
@@ -66,6 +68,8 @@ def matrix_filter(
     means: list[Tensor] = []
     for t in range(offset.shape[-2]):
         matrix = matrices[..., t, :, :]
+        if reset is not None:
+            mean, variance = (torch.where(reset[..., t, None, None], 0, part) for part in (mean, variance))
         predicted = matrix @ mean + offset[..., t, :].unsqueeze(-1)
         spread = matrix @ variance @ matrix.mT + eye
         variance = solve(eye + pull * spread, spread)

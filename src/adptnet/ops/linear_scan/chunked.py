@@ -43,31 +43,44 @@ def linear_scan(
     rows = offset[..., whole, :].unflatten(-2, (chunks, length)).unbind(-2)  # length times (..., chunks, n)
     parts = transition[..., whole, :].unflatten(-2, (chunks, length)).unbind(-2) if varies else None
     factors = (transition,) * length if parts is None else parts
+    resets = None
+    if reset is not None:
+        resets = torch.broadcast_to(reset, offset.shape[:-1])[..., whole].unflatten(-1, (chunks, length))
+
+    def entered(values: Tensor, i: int) -> Tensor:
+        """What enters step i of each chunk; a factor of zero would keep a NaN."""
+        return values if resets is None else torch.where(resets[..., i, None], 0, values)
+
     order = range(length - 1, -1, -1) if reverse else range(length)
 
     end, reach = rows[order[0]], factors[order[0]]
     for i in order[1:]:
-        end = torch.addcmul(rows[i], factors[i], end)
-        reach = factors[i] * reach
+        end = torch.addcmul(rows[i], factors[i], entered(end, i))
+        reach = factors[i] * entered(reach, i)
     ends = end.unbind(-2)
     across = reach.unbind(-2) if varies else (reach.squeeze(-2) if reach.dim() > 1 else reach,) * chunks
     entering = [torch.zeros_like(ends[0]) if initial is None else initial.expand_as(ends[0])]
+    cut = None if resets is None else resets.any(-1, keepdim=True)  # whether nothing crosses the chunk
     for j in range(chunks - 1, -1, -1) if reverse else range(chunks):
-        entering.append(torch.addcmul(ends[j], across[j], entering[-1]))
+        enters = entering[-1] if cut is None else torch.where(cut[..., j, :], 0, entering[-1])
+        entering.append(torch.addcmul(ends[j], across[j], enters))
     last = entering.pop()
 
     state = torch.stack(entering[::-1] if reverse else entering, -2)  # (..., chunks, n)
     remaining = transition[..., rest, :] if varies else transition
-    tail = reference.linear_scan(remaining, offset[..., rest, :], last, reverse=reverse) if left else None
+    tail = None
+    if left:
+        later = None if reset is None else reset[..., rest]
+        tail = reference.linear_scan(remaining, offset[..., rest, :], last, reset=later, reverse=reverse)
     if overwrite:
         for i in order:
-            state = torch.addcmul(rows[i], factors[i], state, out=rows[i])
+            state = torch.addcmul(rows[i], factors[i], entered(state, i), out=rows[i])
         if tail is not None:
             offset[..., rest, :] = tail
         return offset
     states = []
     for i in order:
-        state = torch.addcmul(rows[i], factors[i], state)
+        state = torch.addcmul(rows[i], factors[i], entered(state, i))
         states.append(state)
     found = torch.stack(states[::-1] if reverse else states, -2).flatten(-3, -2)
     if tail is None:

@@ -22,7 +22,8 @@ def linear_scan(
             for pairs of the state.
         offset: (..., time, n).
         initial: (..., n) the state that enters the first step; zero if not given.
-        reset: (..., time) bool. True at t: nothing enters step t, so that x_t = b_t.
+        reset: (..., time) bool. True at t: nothing enters step t, so that x_t = b_t, whatever came before: a NaN or an
+            infinity in x_{t-1} or a_t does not pass a reset, nor does one in the gradient of x_t.
         reverse: Run from the last step to the first: x_t = a_t x_{t+1} + b_t.
         overwrite: The states may take the place of `offset`, which saves memory; here they do not.
     """
@@ -35,6 +36,8 @@ def linear_scan(
     state = torch.zeros_like(offset[..., 0, :]) if initial is None else initial
     states: list[Tensor] = []
     for t in reversed(range(steps)) if reverse else range(steps):
+        if reset is not None:
+            state = torch.where(reset[..., t, None], 0, state)  # a factor of zero would keep a NaN
         state = factors[..., t, :] * state + offset[..., t, :]
         states.append(state)
     return torch.stack(states[::-1] if reverse else states, -2)

@@ -13,7 +13,7 @@ __all__ = ["backward", "backward_kernel", "forward", "forward_kernel"]
 COLUMNS = 64  # of a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps"])  # or another length would be another compilation
 def forward_kernel(
     transition, offset, initial, reset, states,
     transition_batch, transition_time, steps, size,
@@ -40,8 +40,12 @@ def forward_kernel(
             real = tl.where(kept, real, 0.0)
             imag = tl.where(kept, imag, 0.0)
         a = tl.load(factor, mask, 0.0)
+        if RESETS:
+            a = tl.where(kept, a, 0.0)
         if PAIRS:
             b = tl.load(factor + 1, mask, 0.0)
+            if RESETS:
+                b = tl.where(kept, b, 0.0)
             moved = a * real - b * imag
             imag = a * imag + b * real + tl.load(offset + row + 1, mask, 0.0)
             real = moved + tl.load(offset + row, mask, 0.0)
@@ -51,7 +55,7 @@ def forward_kernel(
         tl.store(states + row, real, mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps"])
 def backward_kernel(
     gradient, states, transition, initial, reset,
     offset_gradient, initial_gradient, transition_gradient,
@@ -80,10 +84,9 @@ def backward_kernel(
         x = tl.load(states + before, mask & inside, 0.0)
         if STARTS:
             x += tl.load(initial + sequence * width + place, mask & ~inside, 0.0)
-        kept = 1.0
         if RESETS:
-            kept = tl.where(tl.load(reset + sequence * steps + t) == 0, 1.0, 0.0).to(gradient.dtype.element_ty)
-            x = tl.where(kept > 0, x, 0.0)
+            kept = tl.load(reset + sequence * steps + t) == 0
+            x = tl.where(kept, x, 0.0)
         a = tl.load(factor, mask, 0.0)
         if PAIRS:
             imag += tl.load(gradient + row + 1, mask, 0.0)
@@ -92,18 +95,21 @@ def backward_kernel(
             if STARTS:
                 y += tl.load(initial + sequence * width + place + 1, mask & ~inside, 0.0)
             if RESETS:
-                y = tl.where(kept > 0, y, 0.0)
+                y = tl.where(kept, y, 0.0)
             b = tl.load(factor + 1, mask, 0.0)
             change, turned = x * real + y * imag, x * imag - y * real  # times the conjugate of the state before
             if VARIES:
                 tl.store(transition_gradient + row + 1, turned, mask)
             imag_sum += turned
-            moved = (a * real + b * imag) * kept
-            imag = (a * imag - b * real) * kept
+            moved = a * real + b * imag
+            imag = a * imag - b * real
             real = moved
         else:
             change = x * real
-            real = a * real * kept
+            real = a * real
+        if RESETS:  # not by a product, which would keep a NaN
+            real = tl.where(kept, real, 0.0)
+            imag = tl.where(kept, imag, 0.0)
         if VARIES:
             tl.store(transition_gradient + row, change, mask)
         real_sum += change
@@ -133,11 +139,12 @@ def forward(
     marks = rows if reset is None else reset.contiguous().view(torch.uint8)
     size = offset.shape[-1]
     grid = (rows.shape[0], triton.cdiv(size, COLUMNS))
-    forward_kernel[grid](
-        factors, rows, start, marks, states, batch_stride, time_stride, offset.shape[-2], size,
-        STARTS=initial is not None, RESETS=reset is not None, REVERSE=reverse, PAIRS=offset.is_complex(),
-        COLUMNS=COLUMNS,
-    )  # fmt: skip
+    with torch.cuda.device_of(offset):  # Triton launches on the current device
+        forward_kernel[grid](
+            factors, rows, start, marks, states, batch_stride, time_stride, offset.shape[-2], size,
+            STARTS=initial is not None, RESETS=reset is not None, REVERSE=reverse, PAIRS=offset.is_complex(),
+            COLUMNS=COLUMNS,
+        )  # fmt: skip
     found = _as(states, offset)
     return offset.copy_(found) if over else found
 
@@ -162,12 +169,13 @@ def backward(
     varies = time_stride != 0
     found = rows.new_empty(batch, steps if varies else 1, width)
     size = gradient.shape[-1]
-    backward_kernel[(batch, triton.cdiv(size, COLUMNS))](
-        rows, _rows(states), factors, start, marks, to_offset, to_initial, found,
-        batch_stride, time_stride, steps, size,
-        STARTS=initial is not None, RESETS=reset is not None, REVERSE=reverse, PAIRS=gradient.is_complex(),
-        VARIES=varies, COLUMNS=COLUMNS,
-    )  # fmt: skip
+    with torch.cuda.device_of(gradient):
+        backward_kernel[(batch, triton.cdiv(size, COLUMNS))](
+            rows, _rows(states), factors, start, marks, to_offset, to_initial, found,
+            batch_stride, time_stride, steps, size,
+            STARTS=initial is not None, RESETS=reset is not None, REVERSE=reverse, PAIRS=gradient.is_complex(),
+            VARIES=varies, COLUMNS=COLUMNS,
+        )  # fmt: skip
     to_start = _as(to_initial, gradient[..., 0, :])
     if not to_transition:
         return transition.new_empty(0), _as(to_offset, gradient), to_start

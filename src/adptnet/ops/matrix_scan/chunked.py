@@ -36,21 +36,31 @@ def matrix_scan(
     rows = _chunked(offset.unsqueeze(-1), chunks, length, missing, reverse)
     matrices = _chunked(transition, chunks, length, missing, reverse) if varies else (transition,) * length
     order = range(length - 1, -1, -1) if reverse else range(length)
+    resets = None
+    if reset is not None:
+        marks = torch.broadcast_to(reset, offset.shape[:-1])[..., None, None]
+        resets = torch.stack(_chunked(marks, chunks, length, missing, reverse), -3)  # (..., chunks, length, 1, 1)
+
+    def entered(values: Tensor, i: int) -> Tensor:
+        """What enters step i of each chunk; a matrix of zeros would keep a NaN."""
+        return values if resets is None else torch.where(resets[..., i, :, :], 0, values)
 
     end, reach = rows[order[0]], matrices[order[0]]
     for i in order[1:]:
-        end = matrices[i] @ end + rows[i]
-        reach = matrices[i] @ reach
+        end = matrices[i] @ entered(end, i) + rows[i]
+        reach = matrices[i] @ entered(reach, i)
     ends = end.unbind(-3)
     across = reach.unbind(-3) if varies else (reach.squeeze(-3),) * chunks
     entering = [torch.zeros_like(ends[0]) if initial is None else initial.unsqueeze(-1).expand_as(ends[0])]
+    cut = None if resets is None else resets.any(-3)  # whether nothing crosses the chunk
     for j in range(chunks - 1, 0, -1) if reverse else range(chunks - 1):
-        entering.append(across[j] @ entering[-1] + ends[j])
+        enters = entering[-1] if cut is None else torch.where(cut[..., j, :, :], 0, entering[-1])
+        entering.append(across[j] @ enters + ends[j])
 
     state = torch.stack(entering[::-1] if reverse else entering, -3)  # (..., chunks, n, 1)
     states = []
     for i in order:
-        state = matrices[i] @ state + rows[i]
+        state = matrices[i] @ entered(state, i) + rows[i]
         states.append(state.squeeze(-1))
     whole = torch.stack(states[::-1] if reverse else states, -2).flatten(-3, -2)
     return whole.narrow(-2, missing if reverse else 0, steps)

@@ -20,7 +20,7 @@ def matrix_scan(
         transition: (..., time, n, n), or (..., 1, n, n) if it is the same at every step.
         offset: (..., time, n).
         initial: (..., n) the state that enters the first step; zero if not given.
-        reset: (..., time) bool. True at t: nothing enters step t, so that x_t = b_t.
+        reset: (..., time) bool. True at t: nothing enters step t, so that x_t = b_t; no NaN or infinity passes.
         reverse: Run from the last step to the first: x_t = A_t x_{t+1} + b_t.
     """
     steps = offset.shape[-2]
@@ -32,6 +32,8 @@ def matrix_scan(
     state = torch.zeros_like(offset[..., 0, :]) if initial is None else initial
     states: list[Tensor] = []
     for t in reversed(range(steps)) if reverse else range(steps):
+        if reset is not None:
+            state = torch.where(reset[..., t, None], 0, state)  # a matrix of zeros would keep a NaN
         state = (matrices[..., t, :, :] @ state.unsqueeze(-1)).squeeze(-1) + offset[..., t, :]
         states.append(state)
     return torch.stack(states[::-1] if reverse else states, -2)

@@ -4,6 +4,7 @@ Both retractions of the paper have this form and differ only in the two coeffici
 of the squared angle. Nothing is divided by an angle, and no n-by-n matrix is formed.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...typing import Column, Matrix, Vector
+from ..transforms import plain
 from .reference import weights
 from .turn import turned
 
@@ -78,10 +80,23 @@ def skew(key: Vector, value: Vector) -> Matrix:
 _SERIES = [((-1) ** k / math.factorial(2 * k + 1), (-1) ** k / math.factorial(2 * k + 2)) for k in range(10)]
 
 
+def _terms(like: Tensor) -> Tensor:
+    """_SERIES as a tensor. Away from the CPU it is kept: a copy to a GPU waits until all before it has run."""
+    if like.device.type == "cpu" or not plain(like):  # a tensor made inside a transform or a mode is none outside
+        return torch.tensor(_SERIES, dtype=like.dtype, device=like.device)
+    return _kept_terms(like.dtype, like.device)
+
+
+@functools.cache
+def _kept_terms(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(mode=False):  # a tensor made in inference mode could not be used for derivatives
+        return torch.tensor(_SERIES, dtype=dtype, device=device)
+
+
 def exponential(angle_squared: Column) -> tuple[Column, Column]:
     """Coefficients of S and S² of the matrix exponential."""
     small = angle_squared.clamp(max=1.0)
-    terms = torch.tensor(_SERIES, dtype=small.dtype, device=small.device)
+    terms = _terms(small)
     series = terms[-1]
     for term in terms[:-1].flip(0):
         series = torch.addcmul(term, series, small)
