@@ -14,7 +14,7 @@ from ..errors import IncompatibleError, InputError
 from ..ops import adpt_step
 from ..ops.adpt_scan import Constants, Form
 from ..ops.adpt_step import Pass
-from ..ops.transforms import transformed
+from ..ops.transforms import has_values, transformed
 from ..projections import Orthogonal
 from ..spectra import BlockDiagonal
 from ..typing import Device, DType, Matrix, Positions, Vector
@@ -226,6 +226,8 @@ def _shaped(name: str, values: Tensor, inputs: Tensor, shape: torch.Size, layout
         values = values.unsqueeze(0)  # one sequence
     if values.shape != shape:
         raise InputError(f"{name} has shape {tuple(values.shape)}; it must be {layout}, {tuple(shape)}.")
+    if not has_values(values):
+        return values
     try:
         right = bool(((values >= 0) & (values <= largest)).all())
     except RuntimeError:  # under vmap the values are not to be had

@@ -58,7 +58,7 @@ def covers(spec: ADPTSpec, drive: Tensor, *, dt: Tensor | None = None, beta: Ten
 def _uncovered(spec: ADPTSpec, drive: Tensor) -> str | None:
     direction = spec.direction
     from_state = spec.conjugate.turns and isinstance(direction, FromState)
-    if drive.device.type != "cpu":
+    if drive.device.type not in ("cpu", "meta"):
         missing = gpu.why_not(drive.device.type)
         if missing is not None:
             return missing
@@ -122,7 +122,9 @@ def constants_of(blocks: BlockDiagonal, directions: nn.ModuleList, beta: Beta | 
         bias = torch.stack(biases, 1) if biases else None
         if found.key_norm is not None and found.value_norm is not None:
             norms = (found.key_norm, found.value_norm)
-            norm_weight, norm_bias = (torch.stack([getattr(n, name) for n in norms]) for name in ("weight", "bias"))
+            norm_weight, norm_bias = (
+                torch.stack([getattr(n, name) for n in norms]).to(real.dtype) for name in ("weight", "bias")
+            )
     if form.turns and beta is not None:
         value = beta(real)
         value = value if isinstance(value, Tensor) else torch.full((), value, dtype=real.dtype, device=real.device)

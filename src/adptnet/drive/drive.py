@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from ..ops.transforms import autocast_enabled
 from ..projections import Projection
 from ..projections.dense import DenseProjection
 from ..spectra import Spectrum
@@ -45,7 +46,7 @@ class Drive(nn.Module):
         rows = inputs.numel() // max(1, inputs.shape[-1])
         if self.gate is not None or self.rope is not None or torch.compiler.is_compiling():
             return None
-        if rows < FEW or rows <= inputs.shape[-1] or torch.is_autocast_enabled(inputs.device.type):
+        if rows < FEW or rows <= inputs.shape[-1] or autocast_enabled(inputs.device):
             return None
         if not (_stock(self, Drive) and _stock(self.input_projection, DenseProjection) and _stock(self.gain, Gain)):
             return None

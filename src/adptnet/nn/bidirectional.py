@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..cells import ADPTState
 from ..errors import InputError, SpecError
+from ..ops.transforms import without_autocast
 from ..projections import Dense
 from ..solvers.problem import check_lengths
 from ..spec import ModuleSpec, check_kind, spec
@@ -72,7 +73,7 @@ class Bidirectional(nn.Module):
         back_reset = None if reset is None else flip(_ends(torch.as_tensor(reset)) & flip.inside)
         back_run = run if run.get("dt") is None else {**run, "dt": flip(torch.as_tensor(run["dt"], device=x.device))}
         back, final_back = self.back(flip(x), state_back, lengths=lengths, reset=back_reset, **back_run)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             both = torch.cat((ahead, flip(back)), -1)
             merged: Tensor = self.merge(both.to(self.merge.dense().dtype)).to(x.dtype)
         return merged, BidirectionalState(final_ahead, final_back)

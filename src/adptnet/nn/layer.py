@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ..adjoints import Adjoint
+from ..adjoints import Adjoint, Unrolled
 from ..beta import BetaValue
 from ..cells import ADPTSpec, ADPTState, Cell, CellSpec
 from ..cells.spec import axes as adpt_axes
 from ..errors import InputError, NonFiniteError, NotConvergedWarning, SpecError
+from ..ops.transforms import without_autocast
 from ..projections import Dense, Projection, ProjectionSpec
 from ..solvers import Result, Return, Sequential, Solution, Solver
 from ..solvers.parallel import Parallel
@@ -209,11 +210,12 @@ class RecurrentLayer(nn.Module, abc.ABC):
         solver: Solver | None,
         adjoint: Adjoint | None,
     ) -> tuple[Tensor, ADPTState]:
-        solution = _solver(solver, self.solver)(
-            cell, x, _as_state(state), lengths=lengths, reset=reset, adjoint=adjoint or self.adjoint
-        )
+        solver = _solver(solver, self.solver)
+        if x.is_meta:  # only shapes are computed, and all solvers return the same ones
+            solver, adjoint = Sequential(), Unrolled()
+        solution = solver(cell, x, _as_state(state), lengths=lengths, reset=reset, adjoint=adjoint or self.adjoint)
         _warn_unless_solved(solution)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             shown = self.cell.output(solution.states)
             outputs = shown if self.readout is None else self.readout(shown)
         return outputs.to(x.dtype), ADPTState(solution.final, solution.position)

@@ -9,6 +9,7 @@ from ..adjoints import Adjoint
 from ..cells.base import ADPTState, Cell, positions
 from ..errors import InputError
 from ..fixed_point import History
+from ..ops.transforms import has_values
 from ..spectra.base import compute_dtype
 from ..system import System
 from .base import Solution, Solver
@@ -206,7 +207,7 @@ def check_lengths(lengths: Tensor | None, batch: int, steps: int, device: torch.
     if lengths.shape != (batch,):
         raise InputError(f"lengths have shape {tuple(lengths.shape)}; {batch} sequences need {(batch,)}.")
     wrong = (lengths < 1) | (lengths > steps)
-    if bool(wrong.any()):
+    if has_values(wrong) and bool(wrong.any()):
         i = int(wrong.nonzero()[0, 0])
         raise InputError(
             f"lengths[{i}] = {int(lengths[i])}; a length is from 1 to the padded length {steps}. "

@@ -24,7 +24,9 @@ _TRANSFORMED = "a transform of torch.func or forward mode is at work, which the 
 
 
 def _ready(dtype: torch.dtype, device: str = "cpu") -> bool:
-    """Whether there is a kernel."""
+    """Whether there is a kernel; on meta, where only shapes are computed, the operation needs none."""
+    if device == "meta":
+        return dtype in (torch.float32, torch.float64)
     return cpu.ready(dtype) if device == "cpu" else gpu.ready(device) and dtype == torch.float32
 
 
@@ -198,8 +200,8 @@ def _differentiate(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Any, ...
 
 
 def _has_backward(drive: Tensor, constants: Constants, form: Form) -> bool:
-    if drive.device.type == "cpu":
-        return cpu.ready(drive.dtype)
+    if drive.device.type in ("cpu", "meta"):
+        return _ready(drive.dtype, drive.device.type)
     return _by_triton(drive, constants, form) is not None
 
 
