@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..cells.base import positions
+from ..cells.base import positions, register_state, select_rows
 from ..errors import InputError, SpecError
 from ..solvers.problem import check_lengths, valid
 from ..spec import ModuleSpec, check_size
@@ -20,6 +20,7 @@ class MixerSpec(ModuleSpec):
     width: int
 
 
+@register_state
 class MixerState(NamedTuple):
     """What a mixer carries from one call to the next."""
 
@@ -29,6 +30,16 @@ class MixerState(NamedTuple):
     def detach(self) -> "MixerState":
         """The same numbers, cut from the graph: for truncated back-propagation."""
         return MixerState(tuple(part.detach() for part in self.parts), self.position)
+
+    def to(self, *target: Any, **options: Any) -> "MixerState":
+        """As `ADPTState.to`."""
+        parts = tuple(part.to(*target, **options) for part in self.parts)
+        device = parts[0].device if parts else torch.empty(0, device=self.position.device).to(*target, **options).device
+        return MixerState(parts, self.position.to(device, non_blocking=options.get("non_blocking", False)))
+
+    def select(self, rows: Any) -> "MixerState":
+        """As `ADPTState.select`."""
+        return MixerState(tuple(select_rows(part, rows) for part in self.parts), select_rows(self.position, rows))
 
 
 class Steps(NamedTuple):

@@ -13,7 +13,7 @@ from .spiking import (
     silif_for_speech,
     spiking_adpt_for_speech,
 )
-from .stack import Stack, StackSpec
+from .stack import LayerStates, Stack, StackSpec
 from .swiglu import SwiGLUBlock, SwiGLUBlockSpec
 from .variants import CoupledADPTNet, LinearADPTNet, TaylorADPTNet
 from .verify import Verification, verify
@@ -28,6 +28,7 @@ __all__ = [
     "BlockSpec",
     "CoupledADPTNet",
     "LayerSpec",
+    "LayerStates",
     "LinearADPTNet",
     "ModelSpec",
     "Recurrent",

@@ -11,7 +11,7 @@ from ..solvers.problem import check_lengths, valid
 from ..spec import ModuleSpec, check_size, spec
 from ..typing import Device, DType
 from .block import BlockSpec, Norm
-from .stack import states_of
+from .stack import LayerStates, states_of
 from .swiglu import SwiGLUBlockSpec
 
 __all__ = ["AutoEncoder", "AutoEncoderSpec"]
@@ -66,7 +66,7 @@ class AutoEncoder(nn.Module):
 
     def forward(
         self, x: Tensor, state: tuple[Any, ...] | None = None, *, lengths: Tensor | None = None, **run: Any
-    ) -> tuple[Tensor, tuple[Any, ...]]:
+    ) -> tuple[Tensor, LayerStates]:
         """As `SequenceModel.forward`."""
         if x.dim() != 2 or x.shape[1] < 1 or x.dtype not in (torch.int64, torch.int32):
             raise InputError(
@@ -86,7 +86,7 @@ class AutoEncoder(nn.Module):
         for i, (norm, map) in enumerate(zip(self.norms, self.maps, strict=True)):
             y = map(norm(y, keep))
             y = y if i == len(self.maps) - 1 else nn.functional.gelu(y)
-        return y, tuple(leaving)
+        return y, LayerStates(leaving)
 
 
 def _positions(steps: int, like: Tensor) -> Tensor:

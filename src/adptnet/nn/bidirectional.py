@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cells import ADPTState
+from ..cells.base import register_state
 from ..errors import InputError, SpecError
 from ..ops.transforms import without_autocast
 from ..projections import Dense
@@ -36,9 +37,24 @@ class BidirectionalSpec(ModuleSpec):
         return Bidirectional(self.layer, device=device, dtype=dtype)
 
 
+@register_state
 class BidirectionalState(NamedTuple):
+    """The states of both layers."""
+
     ahead: ADPTState
     back: ADPTState
+
+    def detach(self) -> "BidirectionalState":
+        """As `ADPTState.detach`."""
+        return BidirectionalState(self.ahead.detach(), self.back.detach())
+
+    def to(self, *target: Any, **options: Any) -> "BidirectionalState":
+        """As `ADPTState.to`."""
+        return BidirectionalState(self.ahead.to(*target, **options), self.back.to(*target, **options))
+
+    def select(self, rows: Any) -> "BidirectionalState":
+        """As `ADPTState.select`."""
+        return BidirectionalState(self.ahead.select(rows), self.back.select(rows))
 
 
 class Bidirectional(nn.Module):

@@ -16,7 +16,7 @@ from .bidirectional import BidirectionalSpec
 from .block import BlockSpec, Norm, NormName, ResidualBlock
 from .layer import LayerSpec
 from .packing import refuse_packed
-from .stack import states_of
+from .stack import LayerStates, states_of
 from .swiglu import SwiGLUBlock, SwiGLUBlockSpec
 
 __all__ = ["HeadName", "ModelSpec", "SequenceModel", "evaluating"]
@@ -118,7 +118,7 @@ class SequenceModel(nn.Module):
 
     def forward(
         self, x: Tensor, state: tuple[Any, ...] | None = None, *, lengths: Tensor | None = None, **run: Any
-    ) -> tuple[Tensor, tuple[Any, ...]]:
+    ) -> tuple[Tensor, LayerStates]:
         """Logits and the states of all layers.
 
         Args:
@@ -144,9 +144,9 @@ class SequenceModel(nn.Module):
         for block, before in zip(self.blocks, entering, strict=True):
             y, after = block(y, before, lengths=lengths, **run)
             leaving.append(after)
-        return self._decoded(y, lengths), tuple(leaving)
+        return self._decoded(y, lengths), LayerStates(leaving)
 
-    def step(self, x: Tensor, state: tuple[Any, ...] | None = None) -> tuple[Tensor, tuple[Any, ...]]:
+    def step(self, x: Tensor, state: tuple[Any, ...] | None = None) -> tuple[Tensor, LayerStates]:
         """One step: (batch,) tokens or (batch, input_size) to (batch, output_size), with the states."""
         if self.spec.head == "mean":
             raise InputError('head="mean" needs the whole sequence and has no step. Call the model itself.')
@@ -158,7 +158,7 @@ class SequenceModel(nn.Module):
             y, after = block.step(y, before)
             leaving.append(after)
         logits: Tensor = self.decoder(y if self.norm is None else self.norm(y))
-        return logits, tuple(leaving)
+        return logits, LayerStates(leaving)
 
     @torch.no_grad()
     def generate(

@@ -21,7 +21,7 @@ from ..typing import Device, DType
 from .block import Norm
 from .layer import Recurrent
 from .packing import refuse_packed
-from .stack import states_of
+from .stack import LayerStates, states_of
 
 __all__ = [
     "SpikingADPTNet",
@@ -186,7 +186,7 @@ class SpikingModel(nn.Module):
 
     def forward(
         self, x: Tensor, state: tuple[Any, ...] | None = None, *, lengths: Tensor | None = None, **run: Any
-    ) -> tuple[Tensor, tuple[Any, ...]]:
+    ) -> tuple[Tensor, LayerStates]:
         """Scores (batch, output_size) and the states.
 
         Args:
@@ -205,9 +205,9 @@ class SpikingModel(nn.Module):
             x = layer.dropout(spikes if keep is None else torch.where(keep.unsqueeze(-1), spikes, 0.0))
             leaving.append(after)
         integrated, after = self.integrators(self.decoder(x, keep), before, lengths=lengths, **run)
-        return self._read(integrated, lengths, keep), (*leaving, after)
+        return self._read(integrated, lengths, keep), LayerStates([*leaving, after])
 
-    def step(self, x: Tensor, state: tuple[Any, ...] | None = None) -> tuple[Tensor, tuple[Any, ...]]:
+    def step(self, x: Tensor, state: tuple[Any, ...] | None = None) -> tuple[Tensor, LayerStates]:
         """One step, (batch, input_size): softmax(u) of this step, whose sum is the score, or u; in evaluation mode."""
         if self.training:
             raise InputError("a batch norm has no statistics of one step. Call model.eval() before model.step.")
@@ -224,7 +224,7 @@ class SpikingModel(nn.Module):
             x, after = layer.neurons.step(layer.currents(x), start)
             leaving.append(after)
         integrated, after = self.integrators.step(self.decoder(x), before)
-        return integrated.softmax(-1) if self.spec.readout == "softmax" else integrated, (*leaving, after)
+        return integrated.softmax(-1) if self.spec.readout == "softmax" else integrated, LayerStates([*leaving, after])
 
     @torch.no_grad()
     def trace(self, x: Tensor, *, lengths: Tensor | None = None) -> list[Trace]:

@@ -3,7 +3,9 @@
 from collections.abc import Sized
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ..errors import InputError, SpecError
 from ..mixers import MixerSpec
@@ -13,7 +15,7 @@ from .bidirectional import BidirectionalSpec, refuse_time_major
 from .layer import LayerSpec
 from .packing import refuse_packed
 
-__all__ = ["Stack", "StackSpec", "states_of"]
+__all__ = ["LayerStates", "Stack", "StackSpec", "states_of"]
 
 
 @spec
@@ -61,22 +63,50 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(layer.build(device=device, dtype=dtype) for _ in range(num_layers))
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, state: tuple[Any, ...] | None = None, **run: Any) -> tuple[Tensor, tuple[Any, ...]]:
+    def forward(self, x: Tensor, state: tuple[Any, ...] | None = None, **run: Any) -> tuple[Tensor, LayerStates]:
         """As `RecurrentLayer.forward`; `run` holds its keyword arguments and reaches every layer."""
         return self._through(lambda layer: lambda y, s: layer(y, s, **run), x, state)
 
-    def step(self, x: Tensor, state: tuple[Any, ...] | None = None) -> tuple[Tensor, tuple[Any, ...]]:
+    def step(self, x: Tensor, state: tuple[Any, ...] | None = None) -> tuple[Tensor, LayerStates]:
         """As `RecurrentLayer.step`."""
         return self._through(lambda layer: layer.step, x, state)
 
-    def _through(self, way: Any, x: Tensor, state: tuple[Any, ...] | None) -> tuple[Tensor, tuple[Any, ...]]:
+    def _through(self, way: Any, x: Tensor, state: tuple[Any, ...] | None) -> tuple[Tensor, LayerStates]:
         refuse_packed(x)
         entering = states_of(self.layers, state)
         leaving = []
         for i, (layer, before) in enumerate(zip(self.layers, entering, strict=True)):
             x, after = way(layer)(self.dropout(x) if i else x, before)
             leaving.append(after)
-        return x, tuple(leaving)
+        return x, LayerStates(leaving)
+
+
+class LayerStates(tuple[Any, ...]):
+    """The state of each layer of a stack or model, first to last: a tuple that can be detached, moved and selected."""
+
+    __slots__ = ()
+
+    def detach(self) -> "LayerStates":
+        """As `ADPTState.detach`."""
+        return LayerStates([state.detach() for state in self])
+
+    def to(self, *target: Any, **options: Any) -> "LayerStates":
+        """As `ADPTState.to`."""
+        return LayerStates([state.to(*target, **options) for state in self])
+
+    def select(self, rows: Any) -> "LayerStates":
+        """As `ADPTState.select`."""
+        return LayerStates([state.select(rows) for state in self])
+
+
+torch.serialization.add_safe_globals([LayerStates])
+pytree.register_pytree_node(
+    LayerStates,
+    lambda states: (list(states), None),
+    lambda states, _: LayerStates(states),
+    serialized_type_name="adptnet.nn.LayerStates",
+    flatten_with_keys_fn=lambda states: ([(pytree.SequenceKey(i), state) for i, state in enumerate(states)], None),
+)
 
 
 def states_of(layers: Sized, state: tuple[Any, ...] | None) -> tuple[Any, ...]:
