@@ -79,7 +79,7 @@ class CoupledCell(Cell):
         lengths: Tensor | None = None,
         lean: bool = False,
     ) -> Tensor | None:
-        own = fused.own_steps(self, CoupledCell) and fused.own_steps(self.fast, ADPTCell)
+        own = fused.own_steps(self, CoupledCell) and self.fast.is_stock()
         if not own or not fused.covers(self.spec, drive):
             return None
         constants, form = self.fast.constants(beta=False)

@@ -28,6 +28,7 @@ __all__ = [
     "form_of",
     "in_basis",
     "jacobians",
+    "own_directions",
     "own_steps",
     "scan",
     "steps_known",
@@ -41,6 +42,14 @@ def own_steps(cell: Cell, kind: type[Cell]) -> bool:
     """Whether a cell steps as its class does: a step that was replaced is the one that must run."""
     names = ("step", "stepper", "initial_state", "prepare")
     return all(name not in cell.__dict__ and getattr(type(cell), name) is getattr(kind, name) for name in names)
+
+
+def own_directions(directions: nn.ModuleList) -> bool:
+    """Return whether the operation may evaluate K and V itself; if a call of them would be missed, log why once."""
+    own = all([isinstance(found, Directions) and found.is_stock() for found in directions])
+    if not own and native.wanted():
+        native.notice("K or V has hooks, or is a module of another kind, which is called at every step.")
+    return own
 
 
 def covers(spec: ADPTSpec, drive: Tensor, *, dt: Tensor | None = None, beta: Tensor | None = None) -> bool:
@@ -135,6 +144,7 @@ def constants_of(blocks: BlockDiagonal, directions: nn.ModuleList, beta: Beta | 
 
 def _matrices(projection: Projection, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """(heads, m, m), and the biases (heads, m) if there are any."""
+    projection.refresh()
     parts = _parts(projection)
     biases = [part.bias.to(dtype) for part in parts if isinstance(part, Biased)]
     return torch.stack([part.dense().to(dtype) for part in parts]), torch.stack(biases) if biases else None

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from ..ops.transforms import autocast_enabled
 from ..projections import Projection
+from ..projections.base import apply_map, is_hooked
 from ..projections.dense import DenseProjection
 from ..spectra import Spectrum
 from .gain import Gain
@@ -28,8 +29,7 @@ class Drive(nn.Module):
 
     def project(self, inputs: Tensor) -> Tensor:
         """u = B o: (*b, t, width) to (*b, t, state_size)."""
-        u: Tensor = self.input_projection(inputs)
-        return u
+        return apply_map(self.input_projection, inputs)
 
     def forward(self, u: Tensor, position: Tensor, spectrum: Spectrum, dt: Tensor | None = None) -> Tensor:
         """The drive of the projected input `u` at `position` (*b, t); `dt` (*b, t, 1) where steps differ."""
@@ -50,6 +50,7 @@ class Drive(nn.Module):
             return None
         if not (_stock(self, Drive) and _stock(self.input_projection, DenseProjection) and _stock(self.gain, Gain)):
             return None
+        self.input_projection.refresh()
         gain = self.gain(spectrum)
         if inputs.dtype != gain.real.dtype:
             return None
@@ -59,5 +60,4 @@ class Drive(nn.Module):
 
 def _stock(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether a call of a module is that of its class: nothing overridden, nothing hooked."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return type(module) is kind and not any(hooks)
+    return type(module) is kind and not is_hooked(module)

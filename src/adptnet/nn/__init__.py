@@ -13,7 +13,8 @@ from .spiking import (
     silif_for_speech,
     spiking_adpt_for_speech,
 )
-from .stack import LayerStates, Stack, StackSpec
+from .stack import Stack, StackSpec
+from .states import LayerStates
 from .swiglu import SwiGLUBlock, SwiGLUBlockSpec
 from .variants import CoupledADPTNet, LinearADPTNet, TaylorADPTNet
 from .verify import Verification, verify

@@ -11,7 +11,7 @@ from ..solvers.problem import check_lengths, valid
 from ..spec import ModuleSpec, check_size, spec
 from ..typing import Device, DType
 from .block import BlockSpec, Norm
-from .stack import LayerStates, states_of
+from .states import LayerStates, states_of
 from .swiglu import SwiGLUBlockSpec
 
 __all__ = ["AutoEncoder", "AutoEncoderSpec"]

@@ -10,6 +10,7 @@ from ..cells.base import register_state
 from ..errors import InputError, SpecError
 from ..ops.transforms import without_autocast
 from ..projections import Dense
+from ..projections.base import apply_map
 from ..solvers.problem import check_lengths
 from ..spec import ModuleSpec, check_kind, spec
 from ..typing import Device, DType
@@ -91,7 +92,8 @@ class Bidirectional(nn.Module):
         back, final_back = self.back(flip(x), state_back, lengths=lengths, reset=back_reset, **back_run)
         with without_autocast(x.device):
             both = torch.cat((ahead, flip(back)), -1)
-            merged: Tensor = self.merge(both.to(self.merge.dense().dtype)).to(x.dtype)
+            own = next(self.merge.parameters(), both).dtype  # the merge runs in the dtype of its weights
+            merged = apply_map(self.merge, both.to(own)).to(x.dtype)
         return merged, BidirectionalState(final_ahead, final_back)
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:

@@ -15,6 +15,7 @@ from ..cells.spec import axes as adpt_axes
 from ..errors import InputError, NonFiniteError, NotConvergedWarning, SpecError
 from ..ops.transforms import without_autocast
 from ..projections import Dense, Projection, ProjectionSpec
+from ..projections.base import apply_map
 from ..solvers import Result, Return, Sequential, Solution, Solver
 from ..solvers.parallel import Parallel
 from ..solvers.problem import check_dtype, check_lengths, valid
@@ -217,7 +218,7 @@ class RecurrentLayer(nn.Module, abc.ABC):
         _warn_unless_solved(solution)
         with without_autocast(x.device):
             shown = self.cell.output(solution.states)
-            outputs = shown if self.readout is None else self.readout(shown)
+            outputs = shown if self.readout is None else apply_map(self.readout, shown)
         return outputs.to(x.dtype), ADPTState(solution.final, solution.position)
 
     def _check_shape(self, x: Tensor) -> None:

@@ -16,7 +16,7 @@ from .bidirectional import BidirectionalSpec
 from .block import BlockSpec, Norm, NormName, ResidualBlock
 from .layer import LayerSpec
 from .packing import refuse_packed
-from .stack import LayerStates, states_of
+from .states import LayerStates, states_of
 from .swiglu import SwiGLUBlock, SwiGLUBlockSpec
 
 __all__ = ["HeadName", "ModelSpec", "SequenceModel", "evaluating"]

@@ -21,7 +21,7 @@ from ..typing import Device, DType
 from .block import Norm
 from .layer import Recurrent
 from .packing import refuse_packed
-from .stack import LayerStates, states_of
+from .states import LayerStates, states_of
 
 __all__ = [
     "SpikingADPTNet",

@@ -1,21 +1,19 @@
 """Layers on top of one another, as `num_layers` of `nn.GRU` does."""
 
-from collections.abc import Sized
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from ..errors import InputError, SpecError
+from ..errors import SpecError
 from ..mixers import MixerSpec
 from ..spec import ModuleSpec, check_fraction, check_size, spec
 from ..typing import Device, DType
 from .bidirectional import BidirectionalSpec, refuse_time_major
 from .layer import LayerSpec
 from .packing import refuse_packed
+from .states import LayerStates, states_of
 
-__all__ = ["LayerStates", "Stack", "StackSpec", "states_of"]
+__all__ = ["Stack", "StackSpec"]
 
 
 @spec
@@ -79,43 +77,3 @@ class Stack(nn.Module):
             x, after = way(layer)(self.dropout(x) if i else x, before)
             leaving.append(after)
         return x, LayerStates(leaving)
-
-
-class LayerStates(tuple[Any, ...]):
-    """The state of each layer of a stack or model, first to last: a tuple that can be detached, moved and selected."""
-
-    __slots__ = ()
-
-    def detach(self) -> "LayerStates":
-        """As `ADPTState.detach`."""
-        return LayerStates([state.detach() for state in self])
-
-    def to(self, *target: Any, **options: Any) -> "LayerStates":
-        """As `ADPTState.to`."""
-        return LayerStates([state.to(*target, **options) for state in self])
-
-    def select(self, rows: Any) -> "LayerStates":
-        """As `ADPTState.select`."""
-        return LayerStates([state.select(rows) for state in self])
-
-
-torch.serialization.add_safe_globals([LayerStates])
-pytree.register_pytree_node(
-    LayerStates,
-    lambda states: (list(states), None),
-    lambda states, _: LayerStates(states),
-    serialized_type_name="adptnet.nn.LayerStates",
-    flatten_with_keys_fn=lambda states: ([(pytree.SequenceKey(i), state) for i, state in enumerate(states)], None),
-)
-
-
-def states_of(layers: Sized, state: tuple[Any, ...] | None) -> tuple[Any, ...]:
-    """One state for each layer: those given, or none."""
-    if state is None:
-        return (None,) * len(layers)
-    if not isinstance(state, (tuple, list)) or len(state) != len(layers):
-        raise InputError(
-            f"state must be the tuple of {len(layers)} states an earlier call returned; got {type(state).__name__}"
-            + (f" of {len(state)}." if isinstance(state, (tuple, list)) else ".")
-        )
-    return tuple(state)
