@@ -118,8 +118,8 @@ def _matrices(directions: object, heads: int) -> list[tuple[Projection, Projecti
     """K and V of each head, without their biases."""
     if not isinstance(directions, Directions) or not directions.is_stock():
         raise IncompatibleError(
-            "the bounds are of linear maps K and V; here one has hooks or is a module of another kind. Remove the hooks "
-            "or merge the adapter, or use certificate(layer, inputs).deviation, which measures."
+            "the bounds are of linear maps K and V; here one has hooks or is a module of another kind. Remove the "
+            "hooks or merge the adapter, or use certificate(layer, inputs).deviation, which measures."
         )
     keys, values = (
         list(part.projections) if isinstance(part, Heads) else [part]

@@ -46,7 +46,7 @@ def own_steps(cell: Cell, kind: type[Cell]) -> bool:
 
 def own_directions(directions: nn.ModuleList) -> bool:
     """Return whether the operation may evaluate K and V itself; if a call of them would be missed, log why once."""
-    own = all([isinstance(found, Directions) and found.is_stock() for found in directions])
+    own = all(isinstance(found, Directions) and found.is_stock() for found in directions)
     if not own and native.wanted():
         native.notice("K or V has hooks, or is a module of another kind, which is called at every step.")
     return own

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from ..cells.base import positions, register_state, select_rows
 from ..errors import InputError, SpecError
-from ..solvers.problem import check_lengths, valid
+from ..ops.tracing import Proxy, record_call
+from ..solvers.problem import check_lengths, check_not_nested, valid
 from ..spec import ModuleSpec, check_size
 
 __all__ = ["Mixer", "MixerSpec", "MixerState", "Steps", "check_heads"]
@@ -80,6 +81,9 @@ class Mixer(nn.Module, abc.ABC):
         **run: Any,
     ) -> tuple[Tensor, MixerState]:
         """As `RecurrentLayer.forward`, on (batch, time, width); there is no solver to choose."""
+        if isinstance(x, Proxy):
+            return record_call(self, x, state, run, lengths=lengths, reset=reset)  # type: ignore[no-any-return]
+        check_not_nested(x)
         for name, value in run.items():
             if value is not None:
                 raise InputError(f"a {type(self).__name__} takes no {name}=; it is for recurrent layers. Drop it.")

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, SpecError
+from ..ops.tracing import Proxy, record_call
 from ..solvers.problem import check_lengths, valid
 from ..spec import ModuleSpec, check_size, spec
 from ..typing import Device, DType
 from .block import BlockSpec, Norm
+from .packing import check_padded
 from .states import LayerStates, states_of
 from .swiglu import SwiGLUBlockSpec
 
@@ -68,6 +70,9 @@ class AutoEncoder(nn.Module):
         self, x: Tensor, state: tuple[Any, ...] | None = None, *, lengths: Tensor | None = None, **run: Any
     ) -> tuple[Tensor, LayerStates]:
         """As `SequenceModel.forward`."""
+        if isinstance(x, Proxy):
+            return record_call(self, x, state, run, lengths=lengths)  # type: ignore[no-any-return]
+        check_padded(x)
         if x.dim() != 2 or x.shape[1] < 1 or x.dtype not in (torch.int64, torch.int32):
             raise InputError(
                 f"the auto-encoder takes (batch, time) tokens, one at least; got {x.dtype} of shape {tuple(x.shape)}."

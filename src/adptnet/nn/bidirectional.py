@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ..cells import ADPTState
 from ..cells.base import register_state
 from ..errors import InputError, SpecError
+from ..ops.tracing import Proxy, record_call
 from ..ops.transforms import without_autocast
 from ..projections import Dense
 from ..projections.base import apply_map
@@ -15,7 +16,7 @@ from ..solvers.problem import check_lengths
 from ..spec import ModuleSpec, check_kind, spec
 from ..typing import Device, DType
 from .layer import LayerSpec
-from .packing import refuse_packed
+from .packing import check_padded
 
 __all__ = ["Bidirectional", "BidirectionalSpec", "BidirectionalState"]
 
@@ -79,7 +80,9 @@ class Bidirectional(nn.Module):
         **run: Any,
     ) -> tuple[Tensor, BidirectionalState]:
         """As `RecurrentLayer.forward`, on (batch, time, width). The backward state is the one at the first step."""
-        refuse_packed(x)
+        if isinstance(x, Proxy):
+            return record_call(self, x, state, run, lengths=lengths, reset=reset)  # type: ignore[no-any-return]
+        check_padded(x)
         if run.get("cu_seqlens") is not None:
             raise InputError("a bidirectional layer takes padded sequences. Pass lengths= instead of cu_seqlens=.")
         if x.dim() != 3:

@@ -13,6 +13,7 @@ from ..beta import BetaValue
 from ..cells import ADPTSpec, ADPTState, Cell, CellSpec
 from ..cells.spec import axes as adpt_axes
 from ..errors import InputError, NonFiniteError, NotConvergedWarning, SpecError
+from ..ops.tracing import Proxy, record_call
 from ..ops.transforms import without_autocast
 from ..projections import Dense, Projection, ProjectionSpec
 from ..projections.base import apply_map
@@ -22,7 +23,7 @@ from ..solvers.problem import check_dtype, check_lengths, valid
 from ..spec import ModuleSpec, check_kind, nearest, spec
 from ..spectra import Linspace, SpectrumSpec
 from ..typing import Device, DType
-from .packing import packed_sequence, ragged, refuse_packed
+from .packing import check_padded, packed_sequence, ragged
 
 __all__ = ["ADPTNet", "LayerSpec", "Recurrent", "RecurrentLayer"]
 
@@ -130,6 +131,9 @@ class RecurrentLayer(nn.Module, abc.ABC):
         Returns:
             The outputs, of the shape and dtype of `x`, and the state after the last step.
         """
+        if isinstance(x, Proxy):
+            run = {"lengths": lengths, "reset": reset, "cu_seqlens": cu_seqlens, "dt": dt, "beta": beta}
+            return record_call(self, x, state, run, solver=solver, adjoint=adjoint)  # type: ignore[no-any-return]
         if isinstance(x, PackedSequence):
             _alone("a PackedSequence", lengths=lengths, reset=reset, cu_seqlens=cu_seqlens)
             _padded_only(dt)
@@ -222,7 +226,7 @@ class RecurrentLayer(nn.Module, abc.ABC):
         return outputs.to(x.dtype), ADPTState(solution.final, solution.position)
 
     def _check_shape(self, x: Tensor) -> None:
-        refuse_packed(x)
+        check_padded(x)
         if x.dim() not in (2, 3) or x.shape[-1] != self.width:
             layout = "(batch, time, {w})" if self.batch_first else "(time, batch, {w})"
             raise InputError(

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 
 from ..errors import InputError, SpecError
 from ..mixers import MixerSpec
+from ..ops.tracing import Proxy, record_call
 from ..solvers.problem import check_lengths, valid
 from ..spec import ModuleSpec, check_size, nearest, spec
 from ..typing import Device, DType
 from .bidirectional import BidirectionalSpec
 from .block import BlockSpec, Norm, NormName, ResidualBlock
 from .layer import LayerSpec
-from .packing import refuse_packed
+from .packing import check_padded
 from .states import LayerStates, states_of
 from .swiglu import SwiGLUBlock, SwiGLUBlockSpec
 
@@ -130,6 +131,8 @@ class SequenceModel(nn.Module):
         Returns:
             (batch, time, output_size) for the token head, (batch, output_size) for the others.
         """
+        if isinstance(x, Proxy):
+            return record_call(self, x, state, run, lengths=lengths)  # type: ignore[no-any-return]
         self._check(x)
         if run.get("cu_seqlens") is not None and self.spec.head != "token":
             raise InputError(
@@ -212,7 +215,7 @@ class SequenceModel(nn.Module):
         return logits
 
     def _check(self, x: Tensor) -> None:
-        refuse_packed(x)
+        check_padded(x)
         if self.spec.vocabulary is not None:
             if x.dim() != 2 or x.dtype not in (torch.int64, torch.int32):
                 raise InputError(

@@ -11,6 +11,7 @@ from ..cells import ADPTSpec, ADPTState, CellSpec, LeakyIntegrator, SiLIF, SlowM
 from ..cells.spiking import Boxcar, NeuronSpec, Spike, SpikeReset
 from ..directions import DirectionSpec, FromState
 from ..errors import InputError, SpecError
+from ..ops.tracing import Proxy, record_call
 from ..projections import Dense, Identity, LowParam, ProjectionSpec
 from ..projections.dense import DenseProjection
 from ..projections.factored import square_factors
@@ -20,7 +21,7 @@ from ..spectra import LogUniformDecay
 from ..typing import Device, DType
 from .block import Norm
 from .layer import Recurrent
-from .packing import refuse_packed
+from .packing import check_padded
 from .states import LayerStates, states_of
 
 __all__ = [
@@ -195,6 +196,8 @@ class SpikingModel(nn.Module):
             lengths: True lengths of right-padded sequences; what is past the end counts for nothing.
             run: `reset`, `solver`, `adjoint`, as `RecurrentLayer.forward` takes them.
         """
+        if isinstance(x, Proxy):
+            return record_call(self, x, state, run, lengths=lengths)  # type: ignore[no-any-return]
         lengths = self._checked(x, lengths)
         keep = None if lengths is None else valid(lengths, x.shape[1])
         *entering, before = states_of([*self.layers, self.integrators], state)
@@ -243,7 +246,7 @@ class SpikingModel(nn.Module):
         return traces
 
     def _checked(self, x: Tensor, lengths: Tensor | None) -> Tensor | None:
-        refuse_packed(x)
+        check_padded(x)
         if x.dim() != 3 or x.shape[-1] != self.spec.input_size or not x.is_floating_point():
             raise InputError(
                 f"the network takes (batch, time, {self.spec.input_size}) in floating point; got {x.dtype} of shape "

@@ -6,11 +6,12 @@ from torch import Tensor, nn
 
 from ..errors import SpecError
 from ..mixers import MixerSpec
+from ..ops.tracing import Proxy, record_call
 from ..spec import ModuleSpec, check_fraction, check_size, spec
 from ..typing import Device, DType
 from .bidirectional import BidirectionalSpec, refuse_time_major
 from .layer import LayerSpec
-from .packing import refuse_packed
+from .packing import check_padded
 from .states import LayerStates, states_of
 
 __all__ = ["Stack", "StackSpec"]
@@ -63,6 +64,8 @@ class Stack(nn.Module):
 
     def forward(self, x: Tensor, state: tuple[Any, ...] | None = None, **run: Any) -> tuple[Tensor, LayerStates]:
         """As `RecurrentLayer.forward`; `run` holds its keyword arguments and reaches every layer."""
+        if isinstance(x, Proxy):
+            return record_call(self, x, state, run)  # type: ignore[no-any-return]
         return self._through(lambda layer: lambda y, s: layer(y, s, **run), x, state)
 
     def step(self, x: Tensor, state: tuple[Any, ...] | None = None) -> tuple[Tensor, LayerStates]:
@@ -70,7 +73,7 @@ class Stack(nn.Module):
         return self._through(lambda layer: layer.step, x, state)
 
     def _through(self, way: Any, x: Tensor, state: tuple[Any, ...] | None) -> tuple[Tensor, LayerStates]:
-        refuse_packed(x)
+        check_padded(x)
         entering = states_of(self.layers, state)
         leaving = []
         for i, (layer, before) in enumerate(zip(self.layers, entering, strict=True)):
