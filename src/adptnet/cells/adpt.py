@@ -220,6 +220,14 @@ class GivenCell(BoundCell):
     def eigenvalues(self) -> BlockDiagonal | None:
         return self.cell.eigenvalues() if self.dt is None else None
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return self.cell.dtype
+
+    @property
+    def device(self) -> torch.device | None:
+        return self.cell.device
+
     def bind(self) -> Bound:
         return self.cell.bind(dt=self.dt is not None, beta=self.beta is not None)
 

@@ -10,7 +10,7 @@ from ..cells.base import positions, register_state, select_rows
 from ..errors import InputError, SpecError
 from ..ops.tracing import Proxy, record_call
 from ..solvers.problem import check_lengths, check_not_nested, valid
-from ..spec import ModuleSpec, check_size
+from ..spec import ModuleSpec, check_size, reset_from_spec
 
 __all__ = ["Mixer", "MixerSpec", "MixerState", "Steps", "check_heads"]
 
@@ -82,7 +82,7 @@ class Mixer(nn.Module, abc.ABC):
     ) -> tuple[Tensor, MixerState]:
         """As `RecurrentLayer.forward`, on (batch, time, width); there is no solver to choose."""
         if isinstance(x, Proxy):
-            return record_call(self, x, state, run, lengths=lengths, reset=reset)  # type: ignore[no-any-return]
+            return record_call(self, x, state, run, lengths=lengths, reset=reset)
         check_not_nested(x)
         for name, value in run.items():
             if value is not None:
@@ -112,6 +112,10 @@ class Mixer(nn.Module, abc.ABC):
         """One step, (batch, width). The same numbers as `forward`."""
         y, after = self(x.unsqueeze(-2), state)
         return y.squeeze(-2), after
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters again, in place, as the constructor does."""
+        reset_from_spec(self, self.spec)
 
 
 def _check_reset(reset: Tensor | None, batch: int, count: int) -> Tensor | None:

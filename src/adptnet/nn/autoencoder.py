@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..errors import InputError, SpecError
 from ..ops.tracing import Proxy, record_call
 from ..solvers.problem import check_lengths, valid
-from ..spec import ModuleSpec, check_size, spec
+from ..spec import ModuleSpec, check_size, reset_from_spec, spec
 from ..typing import Device, DType
 from .block import BlockSpec, Norm
 from .packing import check_padded
@@ -71,7 +71,7 @@ class AutoEncoder(nn.Module):
     ) -> tuple[Tensor, LayerStates]:
         """As `SequenceModel.forward`."""
         if isinstance(x, Proxy):
-            return record_call(self, x, state, run, lengths=lengths)  # type: ignore[no-any-return]
+            return record_call(self, x, state, run, lengths=lengths)
         check_padded(x)
         if x.dim() != 2 or x.shape[1] < 1 or x.dtype not in (torch.int64, torch.int32):
             raise InputError(
@@ -92,6 +92,10 @@ class AutoEncoder(nn.Module):
             y = map(norm(y, keep))
             y = y if i == len(self.maps) - 1 else nn.functional.gelu(y)
         return y, LayerStates(leaving)
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters again, in place, as the constructor does."""
+        reset_from_spec(self, self.spec)
 
 
 def _positions(steps: int, like: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from ..ops.transforms import without_autocast
 from ..projections import Dense
 from ..projections.base import apply_map
 from ..solvers.problem import check_lengths
-from ..spec import ModuleSpec, check_kind, spec
+from ..spec import ModuleSpec, check_kind, reset_from_spec, spec
 from ..typing import Device, DType
 from .layer import LayerSpec
 from .packing import check_padded
@@ -60,7 +60,14 @@ class BidirectionalState(NamedTuple):
 
 
 class Bidirectional(nn.Module):
-    """Runs a layer forward and another one backward in time and merges them: (batch, time, width) in and out."""
+    """Runs a layer forward and another one backward in time: (batch, time, width) in and out.
+
+    A dense map takes both outputs, side by side, to one of `width` features. `nn.GRU(bidirectional=True)` returns them
+    side by side, twice as wide.
+
+    Args:
+        layer: What each direction is: `layer.spec`.
+    """
 
     def __init__(self, layer: LayerSpec, *, device: Device = None, dtype: DType = None):
         super().__init__()
@@ -81,7 +88,7 @@ class Bidirectional(nn.Module):
     ) -> tuple[Tensor, BidirectionalState]:
         """As `RecurrentLayer.forward`, on (batch, time, width). The backward state is the one at the first step."""
         if isinstance(x, Proxy):
-            return record_call(self, x, state, run, lengths=lengths, reset=reset)  # type: ignore[no-any-return]
+            return record_call(self, x, state, run, lengths=lengths, reset=reset)
         check_padded(x)
         if run.get("cu_seqlens") is not None:
             raise InputError("a bidirectional layer takes padded sequences. Pass lengths= instead of cu_seqlens=.")
@@ -98,6 +105,10 @@ class Bidirectional(nn.Module):
             own = next(self.merge.parameters(), both).dtype  # the merge runs in the dtype of its weights
             merged = apply_map(self.merge, both.to(own)).to(x.dtype)
         return merged, BidirectionalState(final_ahead, final_back)
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters again, in place, as the constructor does."""
+        reset_from_spec(self, self.spec)
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         raise InputError("a bidirectional layer needs the whole sequence and has no step. Call the layer itself.")

@@ -11,7 +11,7 @@ from ..mixers import MixerSpec
 from ..ops.tracing import Proxy, record_call
 from ..ops.transforms import has_values
 from ..solvers.problem import check_lengths, valid
-from ..spec import ModuleSpec, check_fraction, nearest, spec
+from ..spec import ModuleSpec, check_fraction, nearest, reset_from_spec, spec
 from ..typing import Device, DType
 from .bidirectional import BidirectionalSpec, refuse_time_major
 from .layer import LayerSpec
@@ -75,7 +75,7 @@ class ResidualBlock(nn.Module):
     def forward(self, x: Tensor, state: Any = None, *, lengths: Tensor | None = None, **run: Any) -> tuple[Tensor, Any]:
         """As `RecurrentLayer.forward`, on (batch, time, width)."""
         if isinstance(x, Proxy):
-            return record_call(self, x, state, run, lengths=lengths)  # type: ignore[no-any-return]
+            return record_call(self, x, state, run, lengths=lengths)
         check_padded(x)
         lengths = check_lengths(lengths, x.shape[0], x.shape[1], x.device)
         keep = None if lengths is None else valid(lengths, x.shape[1])
@@ -87,6 +87,10 @@ class ResidualBlock(nn.Module):
         """As `RecurrentLayer.step`."""
         mixed, after = self.layer.step(self.norm(x) if self.spec.prenorm else x, state)
         return self._out(x, mixed, None), after
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters again, in place, as the constructor does."""
+        reset_from_spec(self, self.spec)
 
     def _out(self, x: Tensor, mixed: Tensor, keep: Tensor | None) -> Tensor:
         y: Tensor = self.output(self.dropout(functional.gelu(mixed)))

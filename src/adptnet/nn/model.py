@@ -11,7 +11,7 @@ from ..errors import InputError, SpecError
 from ..mixers import MixerSpec
 from ..ops.tracing import Proxy, record_call
 from ..solvers.problem import check_lengths, valid
-from ..spec import ModuleSpec, check_size, nearest, spec
+from ..spec import ModuleSpec, check_size, nearest, reject_unknown, reset_from_spec, spec
 from ..typing import Device, DType
 from .bidirectional import BidirectionalSpec
 from .block import BlockSpec, Norm, NormName, ResidualBlock
@@ -77,7 +77,7 @@ class SequenceModel(nn.Module):
 
     Args:
         layer: What the blocks are built around: `layer.spec`.
-        depth: Number of blocks.
+        depth: Number of blocks. A `Stack` counts layers, as `num_layers`.
         vocabulary, input_size, output_size, head: See `ModelSpec`.
         norm, prenorm, glu, dropout: See `BlockSpec`.
     """
@@ -97,7 +97,10 @@ class SequenceModel(nn.Module):
         dropout: float = 0.0,
         device: Device = None,
         dtype: DType = None,
+        **unknown: Any,
     ):
+        known = ("depth", "vocabulary", "input_size", "output_size", "head", "norm", "prenorm", "glu", "dropout")
+        reject_unknown("SequenceModel", unknown, known, num_layers="depth")
         block = BlockSpec(layer, norm=norm, prenorm=prenorm, glu=glu, dropout=dropout)
         self._setup(ModelSpec(block, depth, vocabulary, input_size, output_size, head), device, dtype)
 
@@ -132,7 +135,7 @@ class SequenceModel(nn.Module):
             (batch, time, output_size) for the token head, (batch, output_size) for the others.
         """
         if isinstance(x, Proxy):
-            return record_call(self, x, state, run, lengths=lengths)  # type: ignore[no-any-return]
+            return record_call(self, x, state, run, lengths=lengths)
         self._check(x)
         if run.get("cu_seqlens") is not None and self.spec.head != "token":
             raise InputError(
@@ -162,6 +165,10 @@ class SequenceModel(nn.Module):
             leaving.append(after)
         logits: Tensor = self.decoder(y if self.norm is None else self.norm(y))
         return logits, LayerStates(leaving)
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters again, in place, as the constructor does."""
+        reset_from_spec(self, self.spec)
 
     @torch.no_grad()
     def generate(

@@ -16,7 +16,7 @@ from ..projections import Dense, Identity, LowParam, ProjectionSpec
 from ..projections.dense import DenseProjection
 from ..projections.factored import square_factors
 from ..solvers.problem import check_dtype, check_lengths, valid
-from ..spec import ModuleSpec, check_fraction, check_kind, check_size, nearest, spec
+from ..spec import ModuleSpec, check_fraction, check_kind, check_size, nearest, reset_from_spec, spec
 from ..spectra import LogUniformDecay
 from ..typing import Device, DType
 from .block import Norm
@@ -197,7 +197,7 @@ class SpikingModel(nn.Module):
             run: `reset`, `solver`, `adjoint`, as `RecurrentLayer.forward` takes them.
         """
         if isinstance(x, Proxy):
-            return record_call(self, x, state, run, lengths=lengths)  # type: ignore[no-any-return]
+            return record_call(self, x, state, run, lengths=lengths)
         lengths = self._checked(x, lengths)
         keep = None if lengths is None else valid(lengths, x.shape[1])
         *entering, before = states_of([*self.layers, self.integrators], state)
@@ -244,6 +244,10 @@ class SpikingModel(nn.Module):
             traces.append(Trace(*(p if keep is None else torch.where(keep.unsqueeze(-1), p, 0.0) for p in parts)))
             x = traces[-1].spikes.to(x.dtype)
         return traces
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters again, in place, as the constructor does."""
+        reset_from_spec(self, self.spec)
 
     def _checked(self, x: Tensor, lengths: Tensor | None) -> Tensor | None:
         check_padded(x)

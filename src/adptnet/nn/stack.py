@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from ..errors import SpecError
 from ..mixers import MixerSpec
 from ..ops.tracing import Proxy, record_call
-from ..spec import ModuleSpec, check_fraction, check_size, spec
+from ..spec import ModuleSpec, check_fraction, check_size, reject_unknown, reset_from_spec, spec
 from ..typing import Device, DType
 from .bidirectional import BidirectionalSpec, refuse_time_major
 from .layer import LayerSpec
@@ -45,7 +45,13 @@ class StackSpec(ModuleSpec):
 
 
 class Stack(nn.Module):
-    """Layers on top of one another: (batch, time, width) in and out, a tuple of states."""
+    """Layers on top of one another: (batch, time, width) in and out, a tuple of states.
+
+    Args:
+        layer: What each layer is: `layer.spec`.
+        num_layers: How many, as in `nn.GRU`. A `SequenceModel` counts blocks, as `depth`.
+        dropout: Between layers.
+    """
 
     def __init__(
         self,
@@ -55,7 +61,9 @@ class Stack(nn.Module):
         dropout: float = 0.0,
         device: Device = None,
         dtype: DType = None,
+        **unknown: Any,
     ):
+        reject_unknown("Stack", unknown, ("num_layers", "dropout", "device", "dtype"), depth="num_layers")
         super().__init__()
         self.spec = StackSpec(layer, num_layers, dropout)
         self.width = layer.width
@@ -65,12 +73,16 @@ class Stack(nn.Module):
     def forward(self, x: Tensor, state: tuple[Any, ...] | None = None, **run: Any) -> tuple[Tensor, LayerStates]:
         """As `RecurrentLayer.forward`; `run` holds its keyword arguments and reaches every layer."""
         if isinstance(x, Proxy):
-            return record_call(self, x, state, run)  # type: ignore[no-any-return]
+            return record_call(self, x, state, run)
         return self._through(lambda layer: lambda y, s: layer(y, s, **run), x, state)
 
     def step(self, x: Tensor, state: tuple[Any, ...] | None = None) -> tuple[Tensor, LayerStates]:
         """As `RecurrentLayer.step`."""
         return self._through(lambda layer: layer.step, x, state)
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters again, in place, as the constructor does."""
+        reset_from_spec(self, self.spec)
 
     def _through(self, way: Any, x: Tensor, state: tuple[Any, ...] | None) -> tuple[Tensor, LayerStates]:
         check_padded(x)

@@ -10,7 +10,7 @@ from ..errors import SpecError
 from ..mixers import MixerSpec
 from ..ops.tracing import Proxy, record_call
 from ..solvers.problem import check_lengths, valid
-from ..spec import ModuleSpec, check_size, nearest, spec
+from ..spec import ModuleSpec, check_size, nearest, reset_from_spec, spec
 from ..typing import Device, DType
 from .bidirectional import BidirectionalSpec, refuse_time_major
 from .block import Norm, NormName
@@ -79,7 +79,7 @@ class SwiGLUBlock(nn.Module):
     def forward(self, x: Tensor, state: Any = None, *, lengths: Tensor | None = None, **run: Any) -> tuple[Tensor, Any]:
         """As `RecurrentLayer.forward`, on (batch, time, width)."""
         if isinstance(x, Proxy):
-            return record_call(self, x, state, run, lengths=lengths)  # type: ignore[no-any-return]
+            return record_call(self, x, state, run, lengths=lengths)
         check_padded(x)
         lengths = check_lengths(lengths, x.shape[0], x.shape[1], x.device)
         keep = None if lengths is None else valid(lengths, x.shape[1])
@@ -91,6 +91,10 @@ class SwiGLUBlock(nn.Module):
         """As `RecurrentLayer.step`."""
         mixed, after = self.layer.step(self.norm(x), state)
         return self._out(x + mixed, None), after
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters again, in place, as the constructor does."""
+        reset_from_spec(self, self.spec)
 
     def _out(self, x: Tensor, keep: Tensor | None) -> Tensor:
         gate, value = self.enter(self.unit_norm(x, keep)).chunk(2, -1)

@@ -21,5 +21,11 @@ def record_call(module: nn.Module, x: Proxy, state: Any, run: dict[str, Any], **
             f"torch.fx cannot trace a {type(module).__name__} itself: what it does depends on shapes and dtypes. Trace "
             "the model that holds it, where it stays one node, or use torch.export.export(module, (x,))."
         )
+    for name, value in options.items():
+        if name in ("solver", "adjoint") and value is not None:
+            raise IncompatibleError(
+                f"a graph of torch.fx holds tensors and numbers, not {name}={value!r}. Give it to the layer instead: "
+                f"ADPTNet(width, {name}=...)."
+            )
     given = {name: value for name, value in (run | options).items() if value is not None}
     return tracer.create_proxy("call_module", tracer.path_of_module(module), (x, state), given)

@@ -1,5 +1,6 @@
 """How many floating-point operations torch's counter counts: those of products with K and V, as it does elsewhere."""
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -50,21 +51,21 @@ def _products(inputs: Sequence[Any], form: Form, multiplications: int) -> int:
     """Two for each multiply-accumulate of one step, for all steps of all sequences."""
     if not form.turns or form.given or form.linear:
         return 0
-    batch, steps = inputs[0][:2]
-    return 2 * batch * steps * multiplications
+    batch, steps, _ = inputs[0]
+    return int(2 * batch * steps * multiplications)
 
 
 def _dense(inputs: Sequence[Any]) -> int:
-    heads, both, rows, columns = inputs[_WEIGHT] or (0, 0, 0, 0)
-    return heads * both * rows * columns  # type: ignore[no-any-return]
+    weight: Shape | None = inputs[_WEIGHT]
+    return 0 if weight is None else math.prod(weight)
 
 
 def _applied(inputs: Sequence[Any]) -> int:
     """Multiplications of K x and V x: by the factors, where there are any."""
-    factors = Factors(*inputs[_FACTORS : _FACTORS + len(Factors._fields)])
-    if factors == Factors():
+    left, _, outer, inner = inputs[_FACTORS : _FACTORS + len(Factors._fields)]
+    if left is None and outer is None:
         return _dense(inputs)
-    heads, both, size = inputs[_WEIGHT][:3]
-    low_rank = 0 if factors.left is None else 2 * size * factors.left[-1]
-    kronecker = 0 if factors.outer is None else size * (factors.outer[-1] + factors.inner[-1])
-    return heads * both * (low_rank + kronecker)  # type: ignore[no-any-return]
+    low_rank = 0 if left is None else 2 * left[-1]
+    kronecker = 0 if outer is None else outer[-1] + inner[-1]
+    heads, both, size, _ = inputs[_WEIGHT]
+    return int(heads * both * size * (low_rank + kronecker))
