@@ -504,13 +504,13 @@ def run_unchecked(*jobs):
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 
-def test_options_and_hooks_compile_into_one_graph_and_a_traced_root_is_named():
-    run_unchecked("options:model", "steps:real", "hooks:real", "batch norm:real", "root:real", "root:model")
+def test_options_and_hooks_compile_sizes_are_dynamic_and_a_traced_root_is_named():
+    run_unchecked("options:real", "steps:real", "hooks:real", "batch norm:real", "dynamic:real", "root:stack")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("job", ["options", "fully", "root"])
+@pytest.mark.parametrize("job", ["options", "fully", "dynamic", "root"])
 @pytest.mark.parametrize("name", all_kinds)
 def test_every_kind_compiles(job, name):
     run_unchecked(f"{job}:{name}")
@@ -553,27 +553,6 @@ def test_every_exported_program_is_saved_and_loaded(make):
     y, state = reloaded(exported(model, x))(x)
     assert_close(y, outputs(model, x))
     assert_states_close(state, model(x)[1])
-
-
-def test_a_program_of_any_batch_and_length_takes_lengths_and_a_state():
-    class Streaming(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = SequenceModel(SPEC, depth=2, input_size=WIDTH, output_size=3)
-
-        def forward(self, x, state, lengths):
-            return self.model(x, state, lengths=lengths)
-
-    model, x = Streaming().eval(), inputs()
-    state, lengths = model.model(inputs())[1].detach(), torch.tensor([6, 3, 1])
-    batch, time = torch.export.Dim("batch", min=2), torch.export.Dim("time", min=2)
-    rows = {0: batch}
-    shapes = {"x": {0: batch, 1: time}, "state": [ADPTState(rows, rows)] * 2, "lengths": rows}
-    program = torch.export.export(model, (x, state, lengths), dynamic_shapes=shapes)
-    loaded = reloaded(program)
-    longer, wider = inputs(9, batch=4), state.select([0, 1, 2, 0])
-    lengths = torch.tensor([9, 1, 5, 2])
-    assert_close(loaded(longer, wider, lengths)[0], model(longer, wider, lengths)[0])
 
 
 class Around(nn.Module):

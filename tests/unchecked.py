@@ -6,6 +6,7 @@ runs each job on a kind of layer, named as in members.py, and fails with the fir
 """
 
 import copy
+import io
 import os
 import sys
 import tempfile
@@ -89,6 +90,33 @@ def compile_batch_norm(_):
             assert_close(twin.state_dict(), norm.state_dict())
 
 
+class Streaming(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x, state, lengths):
+        return self.model(x, state, lengths=lengths)
+
+
+def export_dynamically(make):
+    """A saved program of any batch takes a state and lengths."""
+    model = Streaming(make()).eval()
+    entering = model.model(inputs())[1]
+    state = entering.detach()
+    batch = torch.export.Dim("batch", min=2)
+    tree = torch.utils._pytree
+    rows = [{0: batch}] * len(tree.tree_leaves(state))
+    shapes = tree.tree_unflatten(rows, tree.tree_structure(state))
+    shapes = list(shapes) if isinstance(shapes, adpt.nn.LayerStates) else shapes
+    dynamic = {"x": {0: batch}, "state": shapes, "lengths": {0: batch}}
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(model, (inputs(), state, lengths()), dynamic_shapes=dynamic), file)
+    file.seek(0)
+    given = torch.randn(4, STEPS, KIND_WIDTH), state.select([0, 1, 2, 0]), torch.tensor([6, 1, 5, 2])
+    assert_close(torch.export.load(file).module()(*given)[0], model(*given)[0])
+
+
 def trace_root(make):
     """A layer that is traced itself says what to do instead."""
     with pytest.raises(IncompatibleError, match="Trace the model that holds it"):
@@ -147,6 +175,7 @@ jobs = {
     "steps": compile_steps,
     "hooks": compile_hooks,
     "batch norm": compile_batch_norm,
+    "dynamic": export_dynamically,
     "root": trace_root,
     "package": package,
     "ddp": partial(distribute, wrap=partial(nn.parallel.DistributedDataParallel, find_unused_parameters=True)),
