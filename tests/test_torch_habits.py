@@ -509,20 +509,18 @@ def test_options_and_hooks_compile_sizes_are_dynamic_and_a_traced_root_is_named(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("job", ["options", "fully", "dynamic", "root"])
-@pytest.mark.parametrize("name", all_kinds)
-def test_every_kind_compiles(job, name):
-    run_unchecked(f"{job}:{name}")
+def test_every_kind_compiles(job):
+    run_unchecked(*[f"{job}:{name}" for name in all_kinds])
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", all_kinds)
-def test_a_package_compiled_ahead_of_time_has_the_same_numbers(name):
+@pytest.mark.timeout(3600)
+def test_packages_compiled_ahead_of_time_have_the_same_numbers():
     if native.find_compiler() is None:
         pytest.skip("there is no C++ compiler")
-    run_unchecked(f"package:{name}")
+    run_unchecked(*[f"package:{name}" for name in all_kinds])
 
 
 def exported(model, x, **options):
@@ -756,7 +754,7 @@ def test_a_model_runs_in_forked_workers_of_a_data_loader(name):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("job", ["ddp", "fsdp"])
 def test_two_processes_take_the_step_of_one(job):
     run_unchecked(*[f"{job}:{name}" for name in all_kinds])

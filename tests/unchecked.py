@@ -191,6 +191,7 @@ def run(tasks):
         job, name = task.split(":")
         torch._dynamo.reset()
         torch.manual_seed(0)
+        print(task, flush=True)
         try:
             jobs[job](all_kinds[name])
         except Exception as error:

@@ -55,7 +55,7 @@ class Steps(NamedTuple):
         """`values` (batch, time, ...) at the true end."""
         if self.lengths is None:
             return values[:, -1]
-        return values[torch.arange(len(values), device=values.device), self.lengths - 1]
+        return values[torch.arange(values.shape[0], device=values.device), self.lengths - 1]
 
 
 class Mixer(nn.Module, abc.ABC):
@@ -91,7 +91,7 @@ class Mixer(nn.Module, abc.ABC):
             shape = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise InputError(f"a {type(self).__name__} takes numbers, (batch, time, {self.width}); got {shape}.")
         batch, count = x.shape[:2]
-        if state is not None and (not isinstance(state, tuple) or len(state) != 2 or len(state[1]) != batch):
+        if state is not None and (not isinstance(state, tuple) or len(state) != 2 or state[1].shape[0] != batch):
             raise InputError(f"state must be the MixerState an earlier call returned for {batch} sequences.")
         begun = torch.zeros(batch, dtype=torch.int64, device=x.device) if state is None else state[1]
         if not count:

@@ -78,7 +78,7 @@ class AutoEncoder(nn.Module):
                 f"the auto-encoder takes (batch, time) tokens, one at least; got {x.dtype} of shape {tuple(x.shape)}."
             )
         steps = x.shape[1]
-        lengths = check_lengths(lengths, len(x), steps, x.device)
+        lengths = check_lengths(lengths, x.shape[0], steps, x.device)
         keep = None if lengths is None else valid(lengths, steps)
         y = self.encoder(x)
         leaving = []
@@ -86,7 +86,7 @@ class AutoEncoder(nn.Module):
             y, after = block(y, before, lengths=lengths, **run)
             leaving.append(after)
         y = y if self.norm is None else self.norm(y, keep)
-        code = y[:, -1] if lengths is None else y[torch.arange(len(x), device=x.device), lengths - 1]
+        code = y[:, -1] if lengths is None else y[torch.arange(x.shape[0], device=x.device), lengths - 1]
         y = code.unsqueeze(1) + _positions(steps, code)
         for i, (norm, map) in enumerate(zip(self.norms, self.maps, strict=True)):
             y = map(norm(y, keep))

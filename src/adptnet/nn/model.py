@@ -214,8 +214,8 @@ class SequenceModel(nn.Module):
         keep = None if lengths is None else valid(lengths, y.shape[1])
         y = y if self.norm is None else self.norm(y, keep)
         if self.spec.head == "last":
-            last = torch.full((len(y),), y.shape[1], device=y.device) if lengths is None else lengths
-            y = y[torch.arange(len(y), device=y.device), last - 1]
+            last = torch.full((y.shape[0],), y.shape[1], device=y.device) if lengths is None else lengths
+            y = y[torch.arange(y.shape[0], device=y.device), last - 1]
         elif self.spec.head == "mean":
             y = y.mean(1) if keep is None else (y * keep.unsqueeze(-1)).sum(1) / keep.sum(1, keepdim=True)
         logits: Tensor = self.decoder(y)
