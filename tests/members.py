@@ -380,7 +380,7 @@ layer_kinds = {
     "low parameter": lambda: ADPTNet(KIND_WIDTH, beta=1.0, projection=projections.LowParam((4, 2), 2, bias=True)),
     "orthogonal": lambda: ADPTNet(KIND_WIDTH, beta=1.0, projection=projections.Orthogonal(), start=True),
     "gate and rope": lambda: ADPTNet(
-        KIND_WIDTH, beta=TrainableBeta(1.0), gate=drive.SoftplusGate(), rope=drive.RoPE(), gain=drive.LRU(tied=False)
+        KIND_WIDTH, beta=TrainableBeta((1.0,)), gate=drive.SoftplusGate(), rope=drive.RoPE(), gain=drive.LRU(tied=False)
     ),
     "spiking": lambda: SpikingADPTNet(KIND_WIDTH, threshold=0.05),
     "stateful": lambda: ADPTNet(KIND_WIDTH, state_size=3, beta=0.5, conjugate=conjugates.Stateful()),

@@ -711,6 +711,13 @@ def test_dynamic_quantisation_takes_the_linear_maps_and_leaves_the_recurrence(ma
         assert_close(outputs(quantised, x), outputs(model, x), rtol=0.1, atol=0.05)
 
 
+def test_a_batch_norm_that_torch_synchronises_is_still_over_batch_and_time():
+    model, x = all_kinds["model, batch norm"](), inputs(WIDTH)  # as many steps as features: no shape would tell
+    outputs(model, x)
+    expected = outputs(model.eval(), x)
+    assert_close(outputs(nn.SyncBatchNorm.convert_sync_batchnorm(model), x), expected)
+
+
 # Names.
 
 

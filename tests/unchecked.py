@@ -164,7 +164,7 @@ def shard(model):
     from torch.distributed.fsdp import fully_shard
 
     for module in model.modules():
-        if isinstance(module, adpt.nn.ResidualBlock):
+        if module is not model and isinstance(module, adpt.nn.ResidualBlock):
             fully_shard(module)
     return fully_shard(model)
 

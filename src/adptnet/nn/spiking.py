@@ -270,7 +270,9 @@ class SpikingModel(nn.Module):
         if self.spec.readout == "max":
             return integrated.masked_fill(kept == 0, -torch.inf).amax(1)
         last = torch.full((integrated.shape[0],), integrated.shape[1], device=integrated.device)
-        return integrated[torch.arange(integrated.shape[0], device=integrated.device), (last if lengths is None else lengths) - 1]
+        return integrated[
+            torch.arange(integrated.shape[0], device=integrated.device), (last if lengths is None else lengths) - 1
+        ]
 
 
 def silif_for_speech(
