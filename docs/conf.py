@@ -34,6 +34,7 @@ python_maximum_signature_line_length = 100
 
 FIRST = [
     "choosing",
+    "pytorch",
     "recurrence",
     "solvers",
     "tasks",

@@ -9,6 +9,14 @@ from torch import nn
 
 from adptnet import (
     ADPTNet,
+    Bidirectional,
+    CoupledADPTNet,
+    LinearADPTNet,
+    Recurrent,
+    SequenceModel,
+    SpikingADPTNet,
+    Stack,
+    TaylorADPTNet,
     TrainableBeta,
     cells,
     conjugates,
@@ -18,6 +26,14 @@ from adptnet import (
     retractions,
     solvers,
     spectra,
+)
+from adptnet.nn import (
+    BidirectionalSpec,
+    BlockSpec,
+    LayerSpec,
+    SwiGLUBlockSpec,
+    baseline,
+    spiking_adpt_for_speech,
 )
 from adptnet.ops.lti_convolution import lti_convolution
 
@@ -344,3 +360,50 @@ def covering_combinations(axes: dict | str) -> Iterator[Combination]:
         chosen = dampings if not turn else [dampings[(turn + i) % len(dampings)]] if dampings else []
         for j, damping in enumerate(chosen):
             yield Combination(axes, linearisation, damping, blocks[(turn + 2 * i + j) % len(blocks)])
+
+
+# Every kind of layer and model, for what a user does with a module of torch: (batch, time, KIND_WIDTH) in.
+
+KIND_WIDTH = 8
+_kind_spec = LayerSpec(cells.ADPTSpec(KIND_WIDTH, beta=1.0))
+
+layer_kinds = {
+    "real": lambda: ADPTNet(KIND_WIDTH, beta=1.0),
+    "complex": lambda: ADPTNet(KIND_WIDTH, beta=1.0, spectrum=spectra.S4DInv()),
+    "heads": lambda: ADPTNet(KIND_WIDTH, beta=(0.5, 1.0), direction=directions.FromState(heads=2)),
+    "LayerNorm": lambda: ADPTNet(KIND_WIDTH, beta=1.0, direction=directions.FromState(layer_norm=True)),
+    "LayerNorm, heads": lambda: ADPTNet(KIND_WIDTH, direction=directions.FromState(layer_norm=True, heads=2)),
+    "coupled": lambda: CoupledADPTNet(KIND_WIDTH, beta=1.0),
+    "Taylor": lambda: TaylorADPTNet(KIND_WIDTH, order=2),
+    "linear": lambda: LinearADPTNet(KIND_WIDTH, beta=1.0),
+    "product": lambda: ADPTNet(KIND_WIDTH, beta=1.0, conjugate=conjugates.Product(2)),
+    "low parameter": lambda: ADPTNet(KIND_WIDTH, beta=1.0, projection=projections.LowParam((4, 2), 2, bias=True)),
+    "orthogonal": lambda: ADPTNet(KIND_WIDTH, beta=1.0, projection=projections.Orthogonal(), start=True),
+    "gate and rope": lambda: ADPTNet(
+        KIND_WIDTH, beta=TrainableBeta((1.0,)), gate=drive.SoftplusGate(), rope=drive.RoPE(), gain=drive.LRU(tied=False)
+    ),
+    "spiking": lambda: SpikingADPTNet(KIND_WIDTH, threshold=0.05),
+    "stateful": lambda: ADPTNet(KIND_WIDTH, state_size=3, beta=0.5, conjugate=conjugates.Stateful()),
+    "GRU": lambda: Recurrent(cells.GRU(KIND_WIDTH)),
+    "wrapped LSTM": lambda: Recurrent(cells.from_torch(nn.LSTMCell(KIND_WIDTH, KIND_WIDTH))),
+}
+model_kinds = {
+    "stack": lambda: Stack(_kind_spec, 2),
+    "bidirectional": lambda: Bidirectional(_kind_spec),
+    "block": lambda: BlockSpec(_kind_spec).build(),
+    "SwiGLU block": lambda: SwiGLUBlockSpec(_kind_spec).build(),
+    "mixer": lambda: baseline("hawk", KIND_WIDTH).build(),
+    "model": lambda: SequenceModel(_kind_spec, depth=2, input_size=KIND_WIDTH, output_size=3),
+    "model, batch norm": lambda: SequenceModel(
+        _kind_spec, input_size=KIND_WIDTH, output_size=3, norm="batch", prenorm=False, head="mean"
+    ),
+    "model, bidirectional": lambda: SequenceModel(
+        BidirectionalSpec(_kind_spec), input_size=KIND_WIDTH, output_size=3, head="last"
+    ),
+    "model of a mixer": lambda: SequenceModel(baseline("delta-net", KIND_WIDTH), input_size=KIND_WIDTH, output_size=3),
+    "spiking model": lambda: spiking_adpt_for_speech(
+        16, input_size=KIND_WIDTH, output_size=3, dropout=0.0, threshold=0.05
+    ).build(),
+}
+all_kinds = {**layer_kinds, **model_kinds}
+few_kinds = {name: all_kinds[name] for name in ("real", "complex", "LayerNorm", "coupled", "GRU", "stack", "model")}

@@ -76,7 +76,7 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (PROJECT / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
-CODE_IN = ("recurrence", "choosing", "dynamics", "solvers", "tasks", "baselines", "training")
+CODE_IN = ("recurrence", "choosing", "pytorch", "dynamics", "solvers", "tasks", "baselines", "training")
 PAGES = ["README.md", *(f"docs/{name}.md" for name in CODE_IN)]
 if importlib.util.find_spec("scipy"):
     PAGES.append("docs/spiking.md")

@@ -8,14 +8,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .errors import SpecError
+from .errors import InputError, SpecError
 from .ops.directions import mixed, spike, unit
 from .projections import Projection, ProjectionSpec
+from .projections.base import apply_map, bind_map, is_hooked
 from .projections.heads import Heads
 from .spec import Spec, check_positive, check_size, spec
 from .typing import Device, DType, Vector
 
-__all__ = ["LAYER_NORM_EPS", "DirectionSpec", "Directions", "FromInput", "FromState", "KeyValue", "spike", "unit"]
+__all__ = [
+    "LAYER_NORM_EPS",
+    "DirectionSpec",
+    "Directions",
+    "FromInput",
+    "FromState",
+    "KeyValue",
+    "bind_directions",
+    "spike",
+    "unit",
+]
 
 LAYER_NORM_EPS = 1e-5  # as torch has it
 
@@ -140,10 +151,20 @@ class Directions(nn.Module):
         self.key_projection, self.value_projection = projections(), projections()
         self.key_norm, self.value_norm = norm(), norm()
 
+    def is_stock(self) -> bool:
+        """Return whether K, V and the norms are the package's own, without hooks: then no call of them is missed."""
+        projections, norms = (self.key_projection, self.value_projection), (self.key_norm, self.value_norm)
+        return (
+            type(self) is Directions
+            and not is_hooked(self)
+            and all(isinstance(p, Projection) and p.is_stock() for p in projections)
+            and (norms == (None, None) or all(_is_stock_norm(norm) for norm in norms))
+        )
+
     def bound(self, dtype: torch.dtype) -> Callable[[Tensor], KeyValue]:
         """The directions of a source vector, with the projections evaluated once."""
-        key_of = _normed(self.key_projection.bound(dtype), self.key_norm, self.spec.heads)
-        value_of = _normed(self.value_projection.bound(dtype), self.value_norm, self.spec.heads)
+        key_of = _normed(_square(self.key_projection, dtype), self.key_norm, self.spec.heads)
+        value_of = _normed(_square(self.value_projection, dtype), self.value_norm, self.spec.heads)
 
         def directions(x: Tensor) -> KeyValue:
             source = self.spec.source(x)
@@ -156,13 +177,44 @@ class Directions(nn.Module):
         return self.bound(x.dtype)(x)
 
 
-def _normed(project: Callable[[Tensor], Tensor], norm: nn.LayerNorm | None, heads: int) -> Callable[[Tensor], Tensor]:
+def bind_directions(module: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], KeyValue]:
+    """Return the directions with their projections evaluated once, or the call of a module with hooks."""
+    if isinstance(module, Directions) and not is_hooked(module):
+        return module.bound(dtype)
+    return lambda x: KeyValue(*module(x))
+
+
+def _is_stock_norm(norm: nn.Module | None) -> bool:
+    return type(norm) is nn.LayerNorm and norm.eps == LAYER_NORM_EPS and norm.bias is not None and not is_hooked(norm)
+
+
+def _square(projection: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """The map, which must keep the size of its input: a module in the place of K or V may not."""
+    project = bind_map(projection, dtype)
+    if isinstance(projection, Projection):
+        return project
+
+    def checked(x: Tensor) -> Tensor:
+        y = project(x)
+        if y.shape != x.shape:
+            raise InputError(
+                f"{type(projection).__name__} in the place of K or V made shape {tuple(y.shape)} of {tuple(x.shape)}; "
+                f"key and value are as large as the state. Pass a module from {x.shape[-1]} to {x.shape[-1]} features."
+            )
+        return y
+
+    return checked
+
+
+def _normed(project: Callable[[Tensor], Tensor], norm: nn.Module | None, heads: int) -> Callable[[Tensor], Tensor]:
     def direction(x: Tensor) -> Tensor:
         y = project(x)
-        if norm is not None:
+        if isinstance(norm, nn.LayerNorm) and _is_stock_norm(norm):
             y = functional.layer_norm(
                 unit(y), norm.normalized_shape, norm.weight.to(y.dtype), norm.bias.to(y.dtype), norm.eps
             )
+        elif norm is not None:
+            y = apply_map(norm, unit(y))
         return unit(y if heads == 1 else y.unflatten(-1, (heads, -1)))
 
     return direction

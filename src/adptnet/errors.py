@@ -17,6 +17,7 @@ __all__ = [
     "NotConverged",
     "NotConvergedWarning",
     "SpecError",
+    "WeightDecayWarning",
     "WrongResultError",
 ]
 
@@ -63,6 +64,10 @@ class BuildError(AdptnetError, RuntimeError):
 
 class BackendWarning(UserWarning):
     """Something runs, but not as fast as it could on this machine."""
+
+
+class WeightDecayWarning(UserWarning):
+    """An optimizer decays parameters for which zero has no meaning, such as the logarithms of timescales."""
 
 
 class DistributedError(AdptnetError, RuntimeError):

@@ -1,8 +1,15 @@
-"""Marks on parameters that an optimiser should treat differently."""
+"""Marks on parameters that an optimizer should treat differently."""
 
+import functools
+import warnings
+import weakref
 from typing import Any
 
+import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from .errors import WeightDecayWarning
 
 __all__ = ["NoDecay"]
 
@@ -10,8 +17,9 @@ __all__ = ["NoDecay"]
 class NoDecay(nn.Module):
     """A module whose own parameters ask for no weight decay, under the two names in use among state-space models.
 
-    `training.param_groups` honours the marks. They are set again wherever torch makes new parameters: when a module
-    is copied, and when weights are assigned from a file.
+    `training.param_groups` honours the marks; an optimizer that decays such parameters all the same warns at its first
+    step. The marks are set again wherever torch makes new parameters: when a module is copied, and when weights are
+    assigned from a file.
     """
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -28,3 +36,30 @@ def _mark(parameter: nn.Parameter | None) -> None:
     if parameter is not None:
         parameter._no_weight_decay = True  # type: ignore[attr-defined]
         parameter._optim = {"weight_decay": 0.0}  # type: ignore[attr-defined]
+        _watch_optimizers()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_warn_of_decay)
+
+
+_seen: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+
+
+def _warn_of_decay(optimizer: Optimizer, *_: Any) -> None:
+    """Warn at the first step of an optimizer that decays marked parameters."""
+    if torch.compiler.is_compiling() or optimizer in _seen:
+        return
+    _seen.add(optimizer)
+    decayed = [p for group in optimizer.param_groups if group.get("weight_decay") for p in group["params"]]
+    count = sum(getattr(p, "_no_weight_decay", False) for p in decayed)
+    if count:
+        kind = type(optimizer).__name__
+        warnings.warn(
+            f"{kind} decays {count} parameters that ask for none: timescales, gains or β, which it pulls towards "
+            "ln Δt = 0, that is one step. Pass "
+            f"{kind}(adptnet.training.param_groups(model, lr=..., weight_decay=...)), or {kind}(..., weight_decay=0).",
+            WeightDecayWarning,
+            stacklevel=3,
+        )

@@ -15,7 +15,10 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal, TypeVar, Union, cast, dataclass_transform, get_args, get_origin
 
-from .errors import AdptnetError, SpecError
+import torch
+from torch import nn
+
+from .errors import AdptnetError, IncompatibleError, SpecError
 from .typing import Device, DType
 from .untrusted import parse_json
 
@@ -33,6 +36,8 @@ __all__ = [
     "check_size",
     "known_specs",
     "nearest",
+    "reject_unknown",
+    "reset_from_spec",
     "spec",
 ]
 
@@ -90,6 +95,26 @@ class ModuleSpec(Spec, abc.ABC):
     @abc.abstractmethod
     def build(self, *, device: Device = None, dtype: DType = None) -> Any:
         """Makes the module."""
+
+
+def reset_from_spec(module: nn.Module, spec: ModuleSpec) -> None:
+    """Draw the parameters of `module` again, in place, as building it from `spec` does; buffers start again too."""
+    like = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
+    fresh: nn.Module = spec.build(device=like.device, dtype=like.dtype)
+    try:
+        module.load_state_dict(fresh.state_dict())
+    except RuntimeError as error:
+        raise IncompatibleError(
+            f"reset_parameters: this {type(module).__name__} has other parameters than its spec builds. Remove "
+            f"parametrizations, pruning and adapters first, or build it anew: module.spec.build(). {error}"
+        ) from None
+
+
+def reject_unknown(owner: str, given: Iterable[str], known: Iterable[str], **renamed: str) -> None:
+    """Raise `SpecError` for the first argument in `given`, with the name to write instead; `renamed` says which."""
+    for name in given:
+        instead = f" Pass {renamed[name]}=." if name in renamed else nearest(name, known)
+        raise SpecError(f"{owner} has no argument {name!r}.{instead}")
 
 
 _S = TypeVar("_S", bound=type[Spec])

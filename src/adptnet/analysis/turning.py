@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..cells import ADPTCell
 from ..directions import Directions, FromInput
+from ..errors import IncompatibleError
 from ..projections import Projection
 from ..projections.base import Biased
 from ..projections.heads import Heads
@@ -115,7 +116,11 @@ def _rate(key: Projection, value: Projection) -> float:
 
 def _matrices(directions: object, heads: int) -> list[tuple[Projection, Projection]]:
     """K and V of each head, without their biases."""
-    assert isinstance(directions, Directions)
+    if not isinstance(directions, Directions) or not directions.is_stock():
+        raise IncompatibleError(
+            "the bounds are of linear maps K and V; here one has hooks or is a module of another kind. Remove the "
+            "hooks or merge the adapter, or use certificate(layer, inputs).deviation, which measures."
+        )
     keys, values = (
         list(part.projections) if isinstance(part, Heads) else [part]
         for part in (directions.key_projection, directions.value_projection)

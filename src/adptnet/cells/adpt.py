@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from ..beta import Beta
 from ..conjugates import block_diagonal, dense_step
-from ..directions import Directions, FromInput
+from ..directions import FromInput, bind_directions
 from ..drive import Drive
 from ..errors import IncompatibleError, InputError
 from ..ops import adpt_step
 from ..ops.adpt_scan import Constants, Form
 from ..ops.adpt_step import Pass
-from ..ops.transforms import transformed
+from ..ops.transforms import has_values, transformed
 from ..projections import Orthogonal
 from ..spectra import BlockDiagonal
 from ..typing import Device, DType, Matrix, Positions, Vector
@@ -59,8 +59,8 @@ class ADPTCell(BoundCell):
         if drive is None:
             u = self.drive.project(inputs)
             drive = self.drive(u, position, self.spectrum, dt)
-            for directions in self._directions() if from_input else []:
-                parts += [part.reshape(u.shape) for part in directions.bound(u.dtype)(u)]
+            for directions in self.directions if from_input else []:
+                parts += [part.reshape(u.shape) for part in bind_directions(directions, u.dtype)(u)]
         parts += [part.expand(*inputs.shape[:-1], 1) for part in (dt, beta) if part is not None]
         return torch.cat([drive, *parts], -1) if parts else drive
 
@@ -73,16 +73,17 @@ class ADPTCell(BoundCell):
         lengths: Tensor | None = None,
         lean: bool = False,
     ) -> Tensor | None:
-        if not fused.own_steps(self, ADPTCell) or not fused.covers(self.spec, drive.dtype, drive.device, log=True):
+        if not self.is_stock() or not fused.covers(self.spec, drive.dtype, drive.device, log=True):
             return None
         return self.scan_given(drive, state, reset, lengths, lean, beta=False)
 
     def scans(self, device: torch.device | str) -> bool:
-        return (
-            fused.own_steps(self, ADPTCell)
-            and fused.covers(self.spec, self.dtype, torch.device(device))
-            and not transformed(*self.parameters())
-        )
+        covered = fused.covers(self.spec, self.dtype, torch.device(device))
+        return self.is_stock() and covered and not transformed(*self.parameters())
+
+    def is_stock(self) -> bool:
+        """Return whether the step is this class's, of K and V that are the package's own, without hooks."""
+        return fused.own_steps(self, ADPTCell) and fused.own_directions(self.directions)
 
     def scan_given(
         self, drive: Tensor, state: Tensor, reset: Tensor | None, lengths: Tensor | None, lean: bool, *, beta: bool
@@ -110,18 +111,23 @@ class ADPTCell(BoundCell):
         return lambda_bar
 
     def jacobian(self, state: Vector, drive: Tensor) -> Matrix:
-        found = fused.jacobians(self.spec, *self.constants(beta=False), state.reshape(1, -1, state.shape[-1]), drive)
+        found = self._fused_jacobians(state.reshape(1, -1, state.shape[-1]), drive)
         if found is None:
             return super().jacobian(state, drive)
         return found(0, found.states.shape[1]).reshape(*state.shape, -1)
 
     def jacobians(self, states: Tensor, drive: Tensor) -> Callable[[int, int], Tensor]:
-        found = fused.jacobians(self.spec, *self.constants(beta=False), states, drive)
+        found = self._fused_jacobians(states, drive)
         return super().jacobians(states, drive) if found is None else found
 
+    def _fused_jacobians(self, states: Tensor, drive: Tensor) -> adpt_step.Jacobians | None:
+        return fused.jacobians(self.spec, *self.constants(beta=False), states, drive) if self.is_stock() else None
+
     def newton_pass(self, state: Tensor, drive: Tensor, *, diagonal: bool) -> Callable[..., Pass] | None:
+        if not self.is_stock():
+            return None
         constants, form = self.constants(beta=False)
-        if not fused.own_steps(self, ADPTCell) or not fused.steps_known(self.spec, state, drive, constants, form):
+        if not fused.steps_known(self.spec, state, drive, constants, form):
             return None
         return functools.partial(adpt_step.newton_pass, constants=constants, form=form, diagonal=diagonal)
 
@@ -164,12 +170,9 @@ class ADPTCell(BoundCell):
             blocks=None if dt else blocks,
             start=None if self.start is None else self.start.dense().to(dtype),
             beta=None if beta else self.beta(blocks.real),
-            directions=[d.bound(dtype) for d in self._directions()] if from_state else None,
-            projections=self._directions(),
+            directions=[bind_directions(d, dtype) for d in self.directions] if from_state else None,
+            projections=list(self.directions),
         )
-
-    def _directions(self) -> list[Directions]:
-        return [directions for directions in self.directions if isinstance(directions, Directions)]
 
 
 class GivenCell(BoundCell):
@@ -217,12 +220,20 @@ class GivenCell(BoundCell):
         return self._scans(self.dtype, torch.device(device)) and not transformed(*self.parameters())
 
     def _scans(self, dtype: torch.dtype | None, device: torch.device, *, log: bool = False) -> bool:
-        own = fused.own_steps(self, GivenCell) and fused.own_steps(self.cell, ADPTCell)
+        own = fused.own_steps(self, GivenCell) and self.cell.is_stock()
         dt, beta = self.dt is not None, self.beta is not None
         return own and fused.covers(self.cell.spec, dtype, device, dt=dt, beta=beta, log=log)
 
     def eigenvalues(self) -> BlockDiagonal | None:
         return self.cell.eigenvalues() if self.dt is None else None
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return self.cell.dtype
+
+    @property
+    def device(self) -> torch.device | None:
+        return self.cell.device
 
     def bind(self) -> Bound:
         return self.cell.bind(dt=self.dt is not None, beta=self.beta is not None)
@@ -234,6 +245,8 @@ def _shaped(name: str, values: Tensor, inputs: Tensor, shape: torch.Size, layout
         values = values.unsqueeze(0)  # one sequence
     if values.shape != shape:
         raise InputError(f"{name} has shape {tuple(values.shape)}; it must be {layout}, {tuple(shape)}.")
+    if not has_values(values):
+        return values
     try:
         right = bool(((values >= 0) & (values <= largest)).all())
     except RuntimeError:  # under vmap the values are not to be had

@@ -2,10 +2,11 @@
 
 import abc
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ..conjugates import Conjugate, nearest_blocks
 from ..errors import IncompatibleError, InputError
@@ -16,9 +17,37 @@ from ..spectra.base import compute_dtype
 from ..transitions import Diagonal, Transition
 from ..typing import Device, DType, Matrix, Position, Positions, Vector
 
-__all__ = ["ADPTState", "Cell", "CellSpec", "positions"]
+__all__ = ["ADPTState", "Cell", "CellSpec", "positions", "register_state", "select_rows"]
 
 
+_State = TypeVar("_State", bound=type[tuple[Any, ...]])
+
+
+def register_state(kind: _State) -> _State:
+    """Register a named tuple as a state: `torch.load` reads it back, `torch.export.save` writes it.
+
+    Both accept only the classes they were told of.
+    """
+    torch.serialization.add_safe_globals([kind])
+    pytree._register_namedtuple(kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
+    return kind
+
+
+def select_rows(tensor: Tensor, rows: Any) -> Tensor:
+    """Return the rows of a batched tensor, (batch, ...), at the indices or the boolean mask `rows`."""
+    if isinstance(rows, slice):
+        return tensor[rows]
+    index = torch.as_tensor(rows, device=tensor.device)
+    index = index if index.numel() else index.long()
+    if index.dim() != 1 or index.is_floating_point() or index.is_complex():
+        raise InputError(
+            f"rows are {index.dtype} of shape {tuple(index.shape)}; they must be indices or a mask of one dimension, "
+            "e.g. state.select([0, 0, 2])."
+        )
+    return tensor[index]
+
+
+@register_state
 class ADPTState(NamedTuple):
     """What a layer carries from one call to the next. Nothing is stored in the module."""
 
@@ -29,10 +58,20 @@ class ADPTState(NamedTuple):
         """The same numbers, cut from the graph: for truncated back-propagation."""
         return ADPTState(self.state.detach(), self.position)
 
-    def to(self, target: torch.dtype | torch.device | str) -> "ADPTState":
-        """The same on another device, or with the state in another dtype."""
-        position = self.position if isinstance(target, torch.dtype) else self.position.to(target)
-        return ADPTState(self.state.to(target), position)
+    def to(self, *target: Any, **options: Any) -> "ADPTState":
+        """The same on another device, or with the state in another dtype; the arguments of `torch.Tensor.to`."""
+        state = self.state.to(*target, **options)
+        return ADPTState(state, self.position.to(state.device, non_blocking=options.get("non_blocking", False)))
+
+    def select(self, rows: Any) -> "ADPTState":
+        """The states of some sequences of the batch, in this order: for beam search, or as sequences end.
+
+        Args:
+            rows: Indices, which may repeat, a mask, or a slice.
+        """
+        if self.state.dim() < 2:
+            raise InputError("this state is of one sequence and has no rows. Pass (batch, time, width) to the layer.")
+        return ADPTState(select_rows(self.state, rows), select_rows(self.position, rows))
 
 
 class Cell(nn.Module, abc.ABC):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..conjugates import Conjugate, Eigen, HeadedConjugate, StartedBlocks, Taylor
 from ..directions import Directions, KeyValue
@@ -38,7 +38,7 @@ class Bound(NamedTuple):
     start: Tensor | None
     beta: float | Tensor | None  # None: comes with the drive
     directions: list[Callable[[Tensor], KeyValue]] | None  # None: come with the drive
-    projections: list[Directions]
+    projections: list[nn.Module]
 
     def step(self, state: Tensor, drive: Tensor, carried: Tensor | None = None) -> Tensor:
         """M, that of `state`, applied to it, or to what is `carried` on instead, and the drive."""
@@ -84,6 +84,9 @@ class Bound(NamedTuple):
         plain = direction.heads == 1 and direction.dot is None and not direction.layer_norm
         if not plain or self.blocks is None or self.start is not None or conjugate.planes > 1:
             return None
+        found = self.projections[0]
+        if not isinstance(found, Directions) or not found.is_stock():
+            return None  # the derivative of whatever hooks and other modules do is autograd's
         beta = parts.beta if self.beta is None else self.beta
         assert beta is not None
         if isinstance(conjugate, Taylor):
@@ -92,7 +95,7 @@ class Bound(NamedTuple):
             turned = parts.drive if spec.rotation_aware else None
             numbers = rotation_numbers(self.blocks, beta, spec.retraction, turned)
         dtype = self.blocks.real.dtype
-        pair = (self.projections[0].key_projection, self.projections[0].value_projection)
+        pair = (found.key_projection, found.value_projection)
         directions = [Direction(projection.dense().to(dtype), projection.bound(dtype)) for projection in pair]
         return step_jacobian(state, self.blocks, direction.source, directions, numbers)
 

@@ -28,6 +28,7 @@ __all__ = [
     "form_of",
     "in_basis",
     "jacobians",
+    "own_directions",
     "own_steps",
     "scan",
     "steps_known",
@@ -41,6 +42,14 @@ def own_steps(cell: Cell, kind: type[Cell]) -> bool:
     """Whether a cell steps as its class does: a step that was replaced is the one that must run."""
     names = ("step", "stepper", "initial_state", "prepare")
     return all(name not in cell.__dict__ and getattr(type(cell), name) is getattr(kind, name) for name in names)
+
+
+def own_directions(directions: nn.ModuleList) -> bool:
+    """Return whether the operation may evaluate K and V itself; if a call of them would be missed, log why once."""
+    own = all(isinstance(found, Directions) and found.is_stock() for found in directions)
+    if not own and native.wanted():
+        native.notice("K or V has hooks, or is a module of another kind, which is called at every step.")
+    return own
 
 
 def covers(
@@ -66,7 +75,7 @@ def covers(
         reason = "the kernel has no dt=."
     if beta and spec.heads > 1:
         reason = "the kernel has no beta= with heads."
-    if reason is None and dtype is not None and device.type != "cpu":
+    if reason is None and dtype is not None and device.type not in ("cpu", "meta"):
         form, paired, slow = form_of(spec, beta_given=beta), spec.spectrum.is_complex, spec.memory is not None
         reason = why_not(form, spec.size, paired=paired, slow=slow, dtype=dtype, device=str(device))
     if log and reason is not None and native.wanted():
@@ -137,7 +146,9 @@ def constants_of(blocks: BlockDiagonal, directions: nn.ModuleList, beta: Beta | 
         bias = torch.stack(biases, 1) if biases else None
         if found.key_norm is not None and found.value_norm is not None:
             norms = (found.key_norm, found.value_norm)
-            norm_weight, norm_bias = (torch.stack([getattr(n, name) for n in norms]) for name in ("weight", "bias"))
+            norm_weight, norm_bias = (
+                torch.stack([getattr(n, name) for n in norms]).to(real.dtype) for name in ("weight", "bias")
+            )
     if form.turns and beta is not None:
         value = beta(real)
         value = value if isinstance(value, Tensor) else torch.full((), value, dtype=real.dtype, device=real.device)
@@ -148,6 +159,7 @@ def constants_of(blocks: BlockDiagonal, directions: nn.ModuleList, beta: Beta | 
 
 def _matrices(projection: Projection, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """(heads, m, m), and the biases (heads, m) if there are any."""
+    projection.refresh()
     parts = _parts(projection)
     biases = [part.bias.to(dtype) for part in parts if isinstance(part, Biased)]
     return torch.stack([part.dense().to(dtype) for part in parts]), torch.stack(biases) if biases else None

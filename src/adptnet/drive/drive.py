@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from ..ops.transforms import autocast_enabled
 from ..projections import Projection
+from ..projections.base import apply_map, is_hooked
 from ..projections.dense import DenseProjection
 from ..spectra import Spectrum
 from .gain import Gain
@@ -27,8 +29,7 @@ class Drive(nn.Module):
 
     def project(self, inputs: Tensor) -> Tensor:
         """u = B o: (*b, t, width) to (*b, t, state_size)."""
-        u: Tensor = self.input_projection(inputs)
-        return u
+        return apply_map(self.input_projection, inputs)
 
     def forward(self, u: Tensor, position: Tensor, spectrum: Spectrum, dt: Tensor | None = None) -> Tensor:
         """The drive of the projected input `u` at `position` (*b, t); `dt` (*b, t, 1) where steps differ."""
@@ -45,10 +46,11 @@ class Drive(nn.Module):
         rows = inputs.numel() // max(1, inputs.shape[-1])
         if self.gate is not None or self.rope is not None or torch.compiler.is_compiling():
             return None
-        if rows < FEW or rows <= inputs.shape[-1] or torch.is_autocast_enabled(inputs.device.type):
+        if rows < FEW or rows <= inputs.shape[-1] or autocast_enabled(inputs.device):
             return None
         if not (_stock(self, Drive) and _stock(self.input_projection, DenseProjection) and _stock(self.gain, Gain)):
             return None
+        self.input_projection.refresh()
         gain = self.gain(spectrum)
         if inputs.dtype != gain.real.dtype:
             return None
@@ -58,5 +60,4 @@ class Drive(nn.Module):
 
 def _stock(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether a call of a module is that of its class: nothing overridden, nothing hooked."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return type(module) is kind and not any(hooks)
+    return type(module) is kind and not is_hooked(module)

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..cells.base import positions
+from ..cells.base import positions, register_state, select_rows
 from ..errors import InputError, SpecError
-from ..solvers.problem import check_lengths, valid
-from ..spec import ModuleSpec, check_size
+from ..ops.tracing import Proxy, record_call
+from ..solvers.problem import check_lengths, check_not_nested, valid
+from ..spec import ModuleSpec, check_size, reset_from_spec
 
 __all__ = ["Mixer", "MixerSpec", "MixerState", "Steps", "check_heads"]
 
@@ -20,6 +21,7 @@ class MixerSpec(ModuleSpec):
     width: int
 
 
+@register_state
 class MixerState(NamedTuple):
     """What a mixer carries from one call to the next."""
 
@@ -29,6 +31,16 @@ class MixerState(NamedTuple):
     def detach(self) -> "MixerState":
         """The same numbers, cut from the graph: for truncated back-propagation."""
         return MixerState(tuple(part.detach() for part in self.parts), self.position)
+
+    def to(self, *target: Any, **options: Any) -> "MixerState":
+        """As `ADPTState.to`."""
+        parts = tuple(part.to(*target, **options) for part in self.parts)
+        device = parts[0].device if parts else torch.empty(0, device=self.position.device).to(*target, **options).device
+        return MixerState(parts, self.position.to(device, non_blocking=options.get("non_blocking", False)))
+
+    def select(self, rows: Any) -> "MixerState":
+        """As `ADPTState.select`."""
+        return MixerState(tuple(select_rows(part, rows) for part in self.parts), select_rows(self.position, rows))
 
 
 class Steps(NamedTuple):
@@ -43,7 +55,7 @@ class Steps(NamedTuple):
         """`values` (batch, time, ...) at the true end."""
         if self.lengths is None:
             return values[:, -1]
-        return values[torch.arange(len(values), device=values.device), self.lengths - 1]
+        return values[torch.arange(values.shape[0], device=values.device), self.lengths - 1]
 
 
 class Mixer(nn.Module, abc.ABC):
@@ -69,6 +81,9 @@ class Mixer(nn.Module, abc.ABC):
         **run: Any,
     ) -> tuple[Tensor, MixerState]:
         """As `RecurrentLayer.forward`, on (batch, time, width); there is no solver to choose."""
+        if isinstance(x, Proxy):
+            return record_call(self, x, state, run, lengths=lengths, reset=reset)
+        check_not_nested(x)
         for name, value in run.items():
             if value is not None:
                 raise InputError(f"a {type(self).__name__} takes no {name}=; it is for recurrent layers. Drop it.")
@@ -76,7 +91,7 @@ class Mixer(nn.Module, abc.ABC):
             shape = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise InputError(f"a {type(self).__name__} takes numbers, (batch, time, {self.width}); got {shape}.")
         batch, count = x.shape[:2]
-        if state is not None and (not isinstance(state, tuple) or len(state) != 2 or len(state[1]) != batch):
+        if state is not None and (not isinstance(state, tuple) or len(state) != 2 or state[1].shape[0] != batch):
             raise InputError(f"state must be the MixerState an earlier call returned for {batch} sequences.")
         begun = torch.zeros(batch, dtype=torch.int64, device=x.device) if state is None else state[1]
         if not count:
@@ -97,6 +112,10 @@ class Mixer(nn.Module, abc.ABC):
         """One step, (batch, width). The same numbers as `forward`."""
         y, after = self(x.unsqueeze(-2), state)
         return y.squeeze(-2), after
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters again, in place, as the constructor does."""
+        reset_from_spec(self, self.spec)
 
 
 def _check_reset(reset: Tensor | None, batch: int, count: int) -> Tensor | None:

@@ -14,6 +14,7 @@ from .spiking import (
     spiking_adpt_for_speech,
 )
 from .stack import Stack, StackSpec
+from .states import LayerStates
 from .swiglu import SwiGLUBlock, SwiGLUBlockSpec
 from .variants import CoupledADPTNet, LinearADPTNet, TaylorADPTNet
 from .verify import Verification, verify
@@ -28,6 +29,7 @@ __all__ = [
     "BlockSpec",
     "CoupledADPTNet",
     "LayerSpec",
+    "LayerStates",
     "LinearADPTNet",
     "ModelSpec",
     "Recurrent",

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, SpecError
+from ..ops.tracing import Proxy, record_call
 from ..solvers.problem import check_lengths, valid
-from ..spec import ModuleSpec, check_size, spec
+from ..spec import ModuleSpec, check_size, reset_from_spec, spec
 from ..typing import Device, DType
 from .block import BlockSpec, Norm
-from .stack import states_of
+from .packing import check_padded
+from .states import LayerStates, states_of
 from .swiglu import SwiGLUBlockSpec
 
 __all__ = ["AutoEncoder", "AutoEncoderSpec"]
@@ -66,14 +68,17 @@ class AutoEncoder(nn.Module):
 
     def forward(
         self, x: Tensor, state: tuple[Any, ...] | None = None, *, lengths: Tensor | None = None, **run: Any
-    ) -> tuple[Tensor, tuple[Any, ...]]:
+    ) -> tuple[Tensor, LayerStates]:
         """As `SequenceModel.forward`."""
+        if isinstance(x, Proxy):
+            return record_call(self, x, state, run, lengths=lengths)
+        check_padded(x)
         if x.dim() != 2 or x.shape[1] < 1 or x.dtype not in (torch.int64, torch.int32):
             raise InputError(
                 f"the auto-encoder takes (batch, time) tokens, one at least; got {x.dtype} of shape {tuple(x.shape)}."
             )
         steps = x.shape[1]
-        lengths = check_lengths(lengths, len(x), steps, x.device)
+        lengths = check_lengths(lengths, x.shape[0], steps, x.device)
         keep = None if lengths is None else valid(lengths, steps)
         y = self.encoder(x)
         leaving = []
@@ -81,12 +86,16 @@ class AutoEncoder(nn.Module):
             y, after = block(y, before, lengths=lengths, **run)
             leaving.append(after)
         y = y if self.norm is None else self.norm(y, keep)
-        code = y[:, -1] if lengths is None else y[torch.arange(len(x), device=x.device), lengths - 1]
+        code = y[:, -1] if lengths is None else y[torch.arange(x.shape[0], device=x.device), lengths - 1]
         y = code.unsqueeze(1) + _positions(steps, code)
         for i, (norm, map) in enumerate(zip(self.norms, self.maps, strict=True)):
             y = map(norm(y, keep))
             y = y if i == len(self.maps) - 1 else nn.functional.gelu(y)
-        return y, tuple(leaving)
+        return y, LayerStates(leaving)
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters again, in place, as the constructor does."""
+        reset_from_spec(self, self.spec)
 
 
 def _positions(steps: int, like: Tensor) -> Tensor:

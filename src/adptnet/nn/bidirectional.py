@@ -6,13 +6,17 @@ import torch
 from torch import Tensor, nn
 
 from ..cells import ADPTState
+from ..cells.base import register_state
 from ..errors import InputError, SpecError
+from ..ops.tracing import Proxy, record_call
+from ..ops.transforms import without_autocast
 from ..projections import Dense
+from ..projections.base import apply_map
 from ..solvers.problem import check_lengths
-from ..spec import ModuleSpec, check_kind, spec
+from ..spec import ModuleSpec, check_kind, reset_from_spec, spec
 from ..typing import Device, DType
 from .layer import LayerSpec
-from .packing import refuse_packed
+from .packing import check_padded
 
 __all__ = ["Bidirectional", "BidirectionalSpec", "BidirectionalState"]
 
@@ -35,13 +39,35 @@ class BidirectionalSpec(ModuleSpec):
         return Bidirectional(self.layer, device=device, dtype=dtype)
 
 
+@register_state
 class BidirectionalState(NamedTuple):
+    """The states of both layers."""
+
     ahead: ADPTState
     back: ADPTState
 
+    def detach(self) -> "BidirectionalState":
+        """As `ADPTState.detach`."""
+        return BidirectionalState(self.ahead.detach(), self.back.detach())
+
+    def to(self, *target: Any, **options: Any) -> "BidirectionalState":
+        """As `ADPTState.to`."""
+        return BidirectionalState(self.ahead.to(*target, **options), self.back.to(*target, **options))
+
+    def select(self, rows: Any) -> "BidirectionalState":
+        """As `ADPTState.select`."""
+        return BidirectionalState(self.ahead.select(rows), self.back.select(rows))
+
 
 class Bidirectional(nn.Module):
-    """Runs a layer forward and another one backward in time and merges them: (batch, time, width) in and out."""
+    """Runs a layer forward and another one backward in time: (batch, time, width) in and out.
+
+    A dense map takes both outputs, side by side, to one of `width` features. `nn.GRU(bidirectional=True)` returns them
+    side by side, twice as wide.
+
+    Args:
+        layer: What each direction is: `layer.spec`.
+    """
 
     def __init__(self, layer: LayerSpec, *, device: Device = None, dtype: DType = None):
         super().__init__()
@@ -61,7 +87,9 @@ class Bidirectional(nn.Module):
         **run: Any,
     ) -> tuple[Tensor, BidirectionalState]:
         """As `RecurrentLayer.forward`, on (batch, time, width). The backward state is the one at the first step."""
-        refuse_packed(x)
+        if isinstance(x, Proxy):
+            return record_call(self, x, state, run, lengths=lengths, reset=reset)
+        check_padded(x)
         if run.get("cu_seqlens") is not None:
             raise InputError("a bidirectional layer takes padded sequences. Pass lengths= instead of cu_seqlens=.")
         if x.dim() != 3:
@@ -72,10 +100,15 @@ class Bidirectional(nn.Module):
         back_reset = None if reset is None else flip(_ends(torch.as_tensor(reset)) & flip.inside)
         back_run = run if run.get("dt") is None else {**run, "dt": flip(torch.as_tensor(run["dt"], device=x.device))}
         back, final_back = self.back(flip(x), state_back, lengths=lengths, reset=back_reset, **back_run)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             both = torch.cat((ahead, flip(back)), -1)
-            merged: Tensor = self.merge(both.to(self.merge.dense().dtype)).to(x.dtype)
+            own = next(self.merge.parameters(), both).dtype  # the merge runs in the dtype of its weights
+            merged = apply_map(self.merge, both.to(own)).to(x.dtype)
         return merged, BidirectionalState(final_ahead, final_back)
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters again, in place, as the constructor does."""
+        reset_from_spec(self, self.spec)
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         raise InputError("a bidirectional layer needs the whole sequence and has no step. Call the layer itself.")

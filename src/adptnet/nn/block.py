@@ -8,12 +8,14 @@ from torch.nn import functional
 
 from ..errors import SpecError
 from ..mixers import MixerSpec
+from ..ops.tracing import Proxy, record_call
+from ..ops.transforms import has_values
 from ..solvers.problem import check_lengths, valid
-from ..spec import ModuleSpec, check_fraction, nearest, spec
+from ..spec import ModuleSpec, check_fraction, nearest, reset_from_spec, spec
 from ..typing import Device, DType
 from .bidirectional import BidirectionalSpec, refuse_time_major
 from .layer import LayerSpec
-from .packing import refuse_packed
+from .packing import check_padded
 
 __all__ = ["BlockSpec", "Norm", "NormName", "ResidualBlock"]
 
@@ -72,7 +74,9 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor, state: Any = None, *, lengths: Tensor | None = None, **run: Any) -> tuple[Tensor, Any]:
         """As `RecurrentLayer.forward`, on (batch, time, width)."""
-        refuse_packed(x)
+        if isinstance(x, Proxy):
+            return record_call(self, x, state, run, lengths=lengths)
+        check_padded(x)
         lengths = check_lengths(lengths, x.shape[0], x.shape[1], x.device)
         keep = None if lengths is None else valid(lengths, x.shape[1])
         x = x if keep is None else torch.where(keep.unsqueeze(-1), x, 0.0)
@@ -83,6 +87,10 @@ class ResidualBlock(nn.Module):
         """As `RecurrentLayer.step`."""
         mixed, after = self.layer.step(self.norm(x) if self.spec.prenorm else x, state)
         return self._out(x, mixed, None), after
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters again, in place, as the constructor does."""
+        reset_from_spec(self, self.spec)
 
     def _out(self, x: Tensor, mixed: Tensor, keep: Tensor | None) -> Tensor:
         y: Tensor = self.output(self.dropout(functional.gelu(mixed)))
@@ -100,12 +108,42 @@ class Norm(nn.Module):
         self.norm = kinds[name](width, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
-        if not isinstance(self.norm, nn.BatchNorm1d):
+        if not isinstance(self.norm, (nn.BatchNorm1d, nn.SyncBatchNorm)):
             normed: Tensor = self.norm(x)
             return normed
         if keep is None:
             flat: Tensor = self.norm(x.reshape(-1, x.shape[-1]))
             return flat.reshape(x.shape)
+        if not has_values(x) and (type(self.norm) is nn.BatchNorm1d or x.is_meta):
+            return _masked_batch_norm(self.norm, x, keep)
         normed = torch.zeros_like(x)
         normed[keep] = self.norm(x[keep]).to(x.dtype)
         return normed
+
+
+def _masked_batch_norm(norm: nn.Module, x: Tensor, keep: Tensor) -> Tensor:
+    """The batch norm of the steps to `keep`, by a mask: a compiled program has no tensor of as many rows as there are.
+
+    The same numbers up to rounding, with the running statistics.
+    """
+    assert isinstance(norm, (nn.BatchNorm1d, nn.SyncBatchNorm))
+    inside = keep.unsqueeze(-1)
+    if not norm.training and norm.running_mean is not None:
+        normed: Tensor = norm(x.reshape(-1, x.shape[-1])).reshape(x.shape)
+        return torch.where(inside, normed, 0.0)
+    count = inside.sum()
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean = torch.where(inside, wide, 0.0).sum((0, 1)) / count
+    variance = torch.where(inside, (wide - mean).square(), 0.0).sum((0, 1)) / count
+    if norm.training and norm.running_mean is not None:
+        assert norm.num_batches_tracked is not None
+        with torch.no_grad():
+            norm.num_batches_tracked.add_(1)
+            share = 1 / norm.num_batches_tracked if norm.momentum is None else norm.momentum
+            unbiased = variance * count / (count - 1)
+            for running, seen in ((norm.running_mean, mean), (norm.running_var, unbiased)):
+                assert running is not None
+                running.copy_((1 - share) * running + share * seen)
+    normed = (wide - mean) / (variance + norm.eps).sqrt()
+    normed = normed if norm.weight is None else normed * norm.weight + norm.bias
+    return torch.where(inside, normed, 0.0).to(x.dtype)

@@ -8,19 +8,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ..adjoints import Adjoint
+from ..adjoints import Adjoint, Unrolled
 from ..beta import BetaValue
 from ..cells import ADPTSpec, ADPTState, Cell, CellSpec
 from ..cells.spec import axes as adpt_axes
-from ..errors import InputError, NonFiniteError, NotConvergedWarning, SpecError
+from ..errors import IncompatibleError, InputError, NonFiniteError, NotConvergedWarning
+from ..ops.tracing import Proxy, record_call
+from ..ops.transforms import without_autocast
 from ..projections import Dense, Projection, ProjectionSpec
+from ..projections.base import apply_map
 from ..solvers import Result, Return, Sequential, Solution, Solver
 from ..solvers.parallel import Parallel
 from ..solvers.problem import check_dtype, check_lengths, valid
-from ..spec import ModuleSpec, check_kind, nearest, spec
+from ..spec import ModuleSpec, check_kind, reject_unknown, reset_from_spec, spec
 from ..spectra import Linspace, SpectrumSpec
 from ..typing import Device, DType
-from .packing import packed_sequence, ragged, refuse_packed
+from .packing import check_padded, packed_sequence, ragged
 
 __all__ = ["ADPTNet", "LayerSpec", "Recurrent", "RecurrentLayer"]
 
@@ -84,6 +87,7 @@ class RecurrentLayer(nn.Module, abc.ABC):
         self.width = width
         self.cell = cell
         self.readout: Projection | None = None
+        self._readout = readout
         shown = cell.output_size or cell.state_size
         if readout is not None or shown != width:
             like = next(cell.parameters(), torch.empty(0))
@@ -128,6 +132,9 @@ class RecurrentLayer(nn.Module, abc.ABC):
         Returns:
             The outputs, of the shape and dtype of `x`, and the state after the last step.
         """
+        if isinstance(x, Proxy):
+            run = {"lengths": lengths, "reset": reset, "cu_seqlens": cu_seqlens, "dt": dt, "beta": beta}
+            return record_call(self, x, state, run, solver=solver, adjoint=adjoint)
         if isinstance(x, PackedSequence):
             _alone("a PackedSequence", lengths=lengths, reset=reset, cu_seqlens=cu_seqlens)
             _padded_only(dt)
@@ -194,6 +201,26 @@ class RecurrentLayer(nn.Module, abc.ABC):
         state = self.cell.initial_state(batch, device=device, dtype=dtype)
         return ADPTState(state, torch.zeros(batch, dtype=torch.int64, device=state.device))
 
+    def reset_parameters(self) -> None:
+        """Draw all parameters again, in place, as the constructor does."""
+        if self.spec is not None:
+            reset_from_spec(self, self.spec)
+            return
+        owners: list[Any] = [module for module in self.cell.modules() if hasattr(module, "reset_parameters")]
+        owned = {id(p) for module in owners for p in module.parameters()}
+        for name, parameter in self.cell.named_parameters():
+            if id(parameter) not in owned:
+                raise IncompatibleError(
+                    f"reset_parameters: {name} belongs to no module that has reset_parameters(). Give your module one."
+                )
+        for module in owners:
+            module.reset_parameters()
+        if self.readout is not None:
+            weight = next(self.readout.parameters())
+            sizes = self.cell.output_size or self.cell.state_size, self.width
+            fresh = (self._readout or Dense()).build(*sizes, device=weight.device, dtype=weight.dtype)
+            self.readout.load_state_dict(fresh.state_dict())
+
     def check(self, x: Tensor) -> None:
         """Raises if `x` has the wrong shape or is not finite. `forward` itself does not look for NaN."""
         self._check_shape(x)
@@ -209,17 +236,18 @@ class RecurrentLayer(nn.Module, abc.ABC):
         solver: Solver | None,
         adjoint: Adjoint | None,
     ) -> tuple[Tensor, ADPTState]:
-        solution = _solver(solver, self.solver)(
-            cell, x, _as_state(state), lengths=lengths, reset=reset, adjoint=adjoint or self.adjoint
-        )
+        solver = _solver(solver, self.solver)
+        if x.is_meta:  # only shapes are computed, and all solvers return the same ones
+            solver, adjoint = Sequential(), Unrolled()
+        solution = solver(cell, x, _as_state(state), lengths=lengths, reset=reset, adjoint=adjoint or self.adjoint)
         _warn_unless_solved(solution)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             shown = self.cell.output(solution.states)
-            outputs = shown if self.readout is None else self.readout(shown)
+            outputs = shown if self.readout is None else apply_map(self.readout, shown)
         return outputs.to(x.dtype), ADPTState(solution.final, solution.position)
 
     def _check_shape(self, x: Tensor) -> None:
-        refuse_packed(x)
+        check_padded(x)
         if x.dim() not in (2, 3) or x.shape[-1] != self.width:
             layout = "(batch, time, {w})" if self.batch_first else "(time, batch, {w})"
             raise InputError(
@@ -330,9 +358,7 @@ class ADPTNet(RecurrentLayer):
         **axes: Any,
     ):
         readout = axes.pop("readout", None)
-        for name in axes:
-            if name not in adpt_axes():
-                raise SpecError(f"ADPTNet has no argument {name!r}.{nearest(name, (*adpt_axes(), 'readout'))}")
+        reject_unknown("ADPTNet", [name for name in axes if name not in adpt_axes()], (*adpt_axes(), "readout"))
         cell = ADPTSpec(width, state_size=state_size, beta=beta, spectrum=spectrum, **axes)
         super().__init__(
             cell.build(device=device, dtype=dtype),

@@ -9,14 +9,15 @@ from torch import Tensor, nn
 
 from ..errors import InputError, SpecError
 from ..mixers import MixerSpec
+from ..ops.tracing import Proxy, record_call
 from ..solvers.problem import check_lengths, valid
-from ..spec import ModuleSpec, check_size, nearest, spec
+from ..spec import ModuleSpec, check_size, nearest, reject_unknown, reset_from_spec, spec
 from ..typing import Device, DType
 from .bidirectional import BidirectionalSpec
 from .block import BlockSpec, Norm, NormName, ResidualBlock
 from .layer import LayerSpec
-from .packing import refuse_packed
-from .stack import states_of
+from .packing import check_padded
+from .states import LayerStates, states_of
 from .swiglu import SwiGLUBlock, SwiGLUBlockSpec
 
 __all__ = ["HeadName", "ModelSpec", "SequenceModel", "evaluating"]
@@ -76,7 +77,7 @@ class SequenceModel(nn.Module):
 
     Args:
         layer: What the blocks are built around: `layer.spec`.
-        depth: Number of blocks.
+        depth: Number of blocks. A `Stack` counts layers, as `num_layers`.
         vocabulary, input_size, output_size, head: See `ModelSpec`.
         norm, prenorm, glu, dropout: See `BlockSpec`.
     """
@@ -96,7 +97,10 @@ class SequenceModel(nn.Module):
         dropout: float = 0.0,
         device: Device = None,
         dtype: DType = None,
+        **unknown: Any,
     ):
+        known = ("depth", "vocabulary", "input_size", "output_size", "head", "norm", "prenorm", "glu", "dropout")
+        reject_unknown("SequenceModel", unknown, known, num_layers="depth")
         block = BlockSpec(layer, norm=norm, prenorm=prenorm, glu=glu, dropout=dropout)
         self._setup(ModelSpec(block, depth, vocabulary, input_size, output_size, head), device, dtype)
 
@@ -118,7 +122,7 @@ class SequenceModel(nn.Module):
 
     def forward(
         self, x: Tensor, state: tuple[Any, ...] | None = None, *, lengths: Tensor | None = None, **run: Any
-    ) -> tuple[Tensor, tuple[Any, ...]]:
+    ) -> tuple[Tensor, LayerStates]:
         """Logits and the states of all layers.
 
         Args:
@@ -130,6 +134,8 @@ class SequenceModel(nn.Module):
         Returns:
             (batch, time, output_size) for the token head, (batch, output_size) for the others.
         """
+        if isinstance(x, Proxy):
+            return record_call(self, x, state, run, lengths=lengths)
         self._check(x)
         if run.get("cu_seqlens") is not None and self.spec.head != "token":
             raise InputError(
@@ -144,9 +150,9 @@ class SequenceModel(nn.Module):
         for block, before in zip(self.blocks, entering, strict=True):
             y, after = block(y, before, lengths=lengths, **run)
             leaving.append(after)
-        return self._decoded(y, lengths), tuple(leaving)
+        return self._decoded(y, lengths), LayerStates(leaving)
 
-    def step(self, x: Tensor, state: tuple[Any, ...] | None = None) -> tuple[Tensor, tuple[Any, ...]]:
+    def step(self, x: Tensor, state: tuple[Any, ...] | None = None) -> tuple[Tensor, LayerStates]:
         """One step: (batch,) tokens or (batch, input_size) to (batch, output_size), with the states."""
         if self.spec.head == "mean":
             raise InputError('head="mean" needs the whole sequence and has no step. Call the model itself.')
@@ -158,7 +164,11 @@ class SequenceModel(nn.Module):
             y, after = block.step(y, before)
             leaving.append(after)
         logits: Tensor = self.decoder(y if self.norm is None else self.norm(y))
-        return logits, tuple(leaving)
+        return logits, LayerStates(leaving)
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters again, in place, as the constructor does."""
+        reset_from_spec(self, self.spec)
 
     @torch.no_grad()
     def generate(
@@ -204,15 +214,15 @@ class SequenceModel(nn.Module):
         keep = None if lengths is None else valid(lengths, y.shape[1])
         y = y if self.norm is None else self.norm(y, keep)
         if self.spec.head == "last":
-            last = torch.full((len(y),), y.shape[1], device=y.device) if lengths is None else lengths
-            y = y[torch.arange(len(y), device=y.device), last - 1]
+            last = torch.full((y.shape[0],), y.shape[1], device=y.device) if lengths is None else lengths
+            y = y[torch.arange(y.shape[0], device=y.device), last - 1]
         elif self.spec.head == "mean":
             y = y.mean(1) if keep is None else (y * keep.unsqueeze(-1)).sum(1) / keep.sum(1, keepdim=True)
         logits: Tensor = self.decoder(y)
         return logits
 
     def _check(self, x: Tensor) -> None:
-        refuse_packed(x)
+        check_padded(x)
         if self.spec.vocabulary is not None:
             if x.dim() != 2 or x.dtype not in (torch.int64, torch.int32):
                 raise InputError(

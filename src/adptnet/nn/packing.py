@@ -8,15 +8,17 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from ..cells import ADPTState
 from ..errors import InputError
+from ..solvers.problem import check_not_nested
 
-__all__ = ["packed_sequence", "ragged", "refuse_packed"]
+__all__ = ["check_padded", "packed_sequence", "ragged"]
 
 # From a padded batch (batch, time, width) and its lengths to outputs and state.
 Run = Callable[[Tensor, Tensor], tuple[Tensor, ADPTState]]
 
 
-def refuse_packed(x: object) -> None:
-    """Raises on torch's packed form, which only a call of a bare layer takes."""
+def check_padded(x: object) -> None:
+    """Raise `InputError` on torch's packed and nested forms; only a call of a bare layer takes the packed one."""
+    check_not_nested(x)
     if isinstance(x, PackedSequence):
         raise InputError(
             "a PackedSequence goes to a bare layer only. Unpack it: "

@@ -11,17 +11,18 @@ from ..cells import ADPTSpec, ADPTState, CellSpec, LeakyIntegrator, SiLIF, SlowM
 from ..cells.spiking import Boxcar, NeuronSpec, Spike, SpikeReset
 from ..directions import DirectionSpec, FromState
 from ..errors import InputError, SpecError
+from ..ops.tracing import Proxy, record_call
 from ..projections import Dense, Identity, LowParam, ProjectionSpec
 from ..projections.dense import DenseProjection
 from ..projections.factored import square_factors
 from ..solvers.problem import check_dtype, check_lengths, valid
-from ..spec import ModuleSpec, check_fraction, check_kind, check_size, nearest, spec
+from ..spec import ModuleSpec, check_fraction, check_kind, check_size, nearest, reset_from_spec, spec
 from ..spectra import LogUniformDecay
 from ..typing import Device, DType
 from .block import Norm
 from .layer import Recurrent
-from .packing import refuse_packed
-from .stack import states_of
+from .packing import check_padded
+from .states import LayerStates, states_of
 
 __all__ = [
     "SpikingADPTNet",
@@ -188,7 +189,7 @@ class SpikingModel(nn.Module):
 
     def forward(
         self, x: Tensor, state: tuple[Any, ...] | None = None, *, lengths: Tensor | None = None, **run: Any
-    ) -> tuple[Tensor, tuple[Any, ...]]:
+    ) -> tuple[Tensor, LayerStates]:
         """Scores (batch, output_size) and the states.
 
         Args:
@@ -197,6 +198,8 @@ class SpikingModel(nn.Module):
             lengths: True lengths of right-padded sequences; what is past the end counts for nothing.
             run: `reset`, `solver`, `adjoint`, as `RecurrentLayer.forward` takes them.
         """
+        if isinstance(x, Proxy):
+            return record_call(self, x, state, run, lengths=lengths)
         lengths = self._checked(x, lengths)
         keep = None if lengths is None else valid(lengths, x.shape[1])
         *entering, before = states_of([*self.layers, self.integrators], state)
@@ -207,9 +210,9 @@ class SpikingModel(nn.Module):
             x = layer.dropout(spikes if keep is None else torch.where(keep.unsqueeze(-1), spikes, 0.0))
             leaving.append(after)
         integrated, after = self.integrators(self.decoder(x, keep), before, lengths=lengths, **run)
-        return self._read(integrated, lengths, keep), (*leaving, after)
+        return self._read(integrated, lengths, keep), LayerStates([*leaving, after])
 
-    def step(self, x: Tensor, state: tuple[Any, ...] | None = None) -> tuple[Tensor, tuple[Any, ...]]:
+    def step(self, x: Tensor, state: tuple[Any, ...] | None = None) -> tuple[Tensor, LayerStates]:
         """One step, (batch, input_size): softmax(u) of this step, whose sum is the score, or u; in evaluation mode."""
         if self.training:
             raise InputError("a batch norm has no statistics of one step. Call model.eval() before model.step.")
@@ -226,7 +229,7 @@ class SpikingModel(nn.Module):
             x, after = layer.neurons.step(layer.currents(x), start)
             leaving.append(after)
         integrated, after = self.integrators.step(self.decoder(x), before)
-        return integrated.softmax(-1) if self.spec.readout == "softmax" else integrated, (*leaving, after)
+        return integrated.softmax(-1) if self.spec.readout == "softmax" else integrated, LayerStates([*leaving, after])
 
     @torch.no_grad()
     def trace(self, x: Tensor, *, lengths: Tensor | None = None) -> list[Trace]:
@@ -244,8 +247,12 @@ class SpikingModel(nn.Module):
             x = traces[-1].spikes.to(x.dtype)
         return traces
 
+    def reset_parameters(self) -> None:
+        """Draw all parameters again, in place, as the constructor does."""
+        reset_from_spec(self, self.spec)
+
     def _checked(self, x: Tensor, lengths: Tensor | None) -> Tensor | None:
-        refuse_packed(x)
+        check_padded(x)
         if x.dim() != 3 or x.shape[-1] != self.spec.input_size or not x.is_floating_point():
             raise InputError(
                 f"the network takes (batch, time, {self.spec.input_size}) in floating point; got {x.dtype} of shape "
@@ -264,8 +271,10 @@ class SpikingModel(nn.Module):
             return (integrated * kept).sum(1) / kept.sum(1)
         if self.spec.readout == "max":
             return integrated.masked_fill(kept == 0, -torch.inf).amax(1)
-        last = torch.full((len(integrated),), integrated.shape[1], device=integrated.device)
-        return integrated[torch.arange(len(integrated)), (last if lengths is None else lengths) - 1]
+        last = torch.full((integrated.shape[0],), integrated.shape[1], device=integrated.device)
+        return integrated[
+            torch.arange(integrated.shape[0], device=integrated.device), (last if lengths is None else lengths) - 1
+        ]
 
 
 def silif_for_speech(

@@ -1,19 +1,20 @@
 """Layers on top of one another, as `num_layers` of `nn.GRU` does."""
 
-from collections.abc import Sized
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import InputError, SpecError
+from ..errors import SpecError
 from ..mixers import MixerSpec
-from ..spec import ModuleSpec, check_fraction, check_size, spec
+from ..ops.tracing import Proxy, record_call
+from ..spec import ModuleSpec, check_fraction, check_size, reject_unknown, reset_from_spec, spec
 from ..typing import Device, DType
 from .bidirectional import BidirectionalSpec, refuse_time_major
 from .layer import LayerSpec
-from .packing import refuse_packed
+from .packing import check_padded
+from .states import LayerStates, states_of
 
-__all__ = ["Stack", "StackSpec", "states_of"]
+__all__ = ["Stack", "StackSpec"]
 
 
 @spec
@@ -44,7 +45,13 @@ class StackSpec(ModuleSpec):
 
 
 class Stack(nn.Module):
-    """Layers on top of one another: (batch, time, width) in and out, a tuple of states."""
+    """Layers on top of one another: (batch, time, width) in and out, a tuple of states.
+
+    Args:
+        layer: What each layer is: `layer.spec`.
+        num_layers: How many, as in `nn.GRU`. A `SequenceModel` counts blocks, as `depth`.
+        dropout: Between layers.
+    """
 
     def __init__(
         self,
@@ -54,38 +61,34 @@ class Stack(nn.Module):
         dropout: float = 0.0,
         device: Device = None,
         dtype: DType = None,
+        **unknown: Any,
     ):
+        reject_unknown("Stack", unknown, ("num_layers", "dropout", "device", "dtype"), depth="num_layers")
         super().__init__()
         self.spec = StackSpec(layer, num_layers, dropout)
         self.width = layer.width
         self.layers = nn.ModuleList(layer.build(device=device, dtype=dtype) for _ in range(num_layers))
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, state: tuple[Any, ...] | None = None, **run: Any) -> tuple[Tensor, tuple[Any, ...]]:
+    def forward(self, x: Tensor, state: tuple[Any, ...] | None = None, **run: Any) -> tuple[Tensor, LayerStates]:
         """As `RecurrentLayer.forward`; `run` holds its keyword arguments and reaches every layer."""
+        if isinstance(x, Proxy):
+            return record_call(self, x, state, run)
         return self._through(lambda layer: lambda y, s: layer(y, s, **run), x, state)
 
-    def step(self, x: Tensor, state: tuple[Any, ...] | None = None) -> tuple[Tensor, tuple[Any, ...]]:
+    def step(self, x: Tensor, state: tuple[Any, ...] | None = None) -> tuple[Tensor, LayerStates]:
         """As `RecurrentLayer.step`."""
         return self._through(lambda layer: layer.step, x, state)
 
-    def _through(self, way: Any, x: Tensor, state: tuple[Any, ...] | None) -> tuple[Tensor, tuple[Any, ...]]:
-        refuse_packed(x)
+    def reset_parameters(self) -> None:
+        """Draw all parameters again, in place, as the constructor does."""
+        reset_from_spec(self, self.spec)
+
+    def _through(self, way: Any, x: Tensor, state: tuple[Any, ...] | None) -> tuple[Tensor, LayerStates]:
+        check_padded(x)
         entering = states_of(self.layers, state)
         leaving = []
         for i, (layer, before) in enumerate(zip(self.layers, entering, strict=True)):
             x, after = way(layer)(self.dropout(x) if i else x, before)
             leaving.append(after)
-        return x, tuple(leaving)
-
-
-def states_of(layers: Sized, state: tuple[Any, ...] | None) -> tuple[Any, ...]:
-    """One state for each layer: those given, or none."""
-    if state is None:
-        return (None,) * len(layers)
-    if not isinstance(state, (tuple, list)) or len(state) != len(layers):
-        raise InputError(
-            f"state must be the tuple of {len(layers)} states an earlier call returned; got {type(state).__name__}"
-            + (f" of {len(state)}." if isinstance(state, (tuple, list)) else ".")
-        )
-    return tuple(state)
+        return x, LayerStates(leaving)

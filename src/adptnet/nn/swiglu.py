@@ -8,13 +8,14 @@ from torch.nn import functional
 
 from ..errors import SpecError
 from ..mixers import MixerSpec
+from ..ops.tracing import Proxy, record_call
 from ..solvers.problem import check_lengths, valid
-from ..spec import ModuleSpec, check_size, nearest, spec
+from ..spec import ModuleSpec, check_size, nearest, reset_from_spec, spec
 from ..typing import Device, DType
 from .bidirectional import BidirectionalSpec, refuse_time_major
 from .block import Norm, NormName
 from .layer import LayerSpec
-from .packing import refuse_packed
+from .packing import check_padded
 
 __all__ = ["SwiGLUBlock", "SwiGLUBlockSpec"]
 
@@ -77,7 +78,9 @@ class SwiGLUBlock(nn.Module):
 
     def forward(self, x: Tensor, state: Any = None, *, lengths: Tensor | None = None, **run: Any) -> tuple[Tensor, Any]:
         """As `RecurrentLayer.forward`, on (batch, time, width)."""
-        refuse_packed(x)
+        if isinstance(x, Proxy):
+            return record_call(self, x, state, run, lengths=lengths)
+        check_padded(x)
         lengths = check_lengths(lengths, x.shape[0], x.shape[1], x.device)
         keep = None if lengths is None else valid(lengths, x.shape[1])
         x = x if keep is None else torch.where(keep.unsqueeze(-1), x, 0.0)
@@ -88,6 +91,10 @@ class SwiGLUBlock(nn.Module):
         """As `RecurrentLayer.step`."""
         mixed, after = self.layer.step(self.norm(x), state)
         return self._out(x + mixed, None), after
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters again, in place, as the constructor does."""
+        reset_from_spec(self, self.spec)
 
     def _out(self, x: Tensor, keep: Tensor | None) -> Tensor:
         gate, value = self.enter(self.unit_norm(x, keep)).chunk(2, -1)

@@ -1,5 +1,6 @@
 """What a kernel must know of torch: whether it looks into every operation, and what its compiler may take as given."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -7,7 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-__all__ = ["apart", "constant_when_compiled", "plain", "transformed", "watched"]
+__all__ = [
+    "apart",
+    "autocast_enabled",
+    "constant_when_compiled",
+    "has_values",
+    "plain",
+    "transformed",
+    "watched",
+    "without_autocast",
+]
 
 _TYPES = {Tensor, nn.Parameter}
 _wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -29,6 +39,25 @@ def constant_when_compiled(function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def autocast_enabled(device: torch.device) -> bool:
+    """Return whether autocast is on for a device; False for devices without autocast, such as meta."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return a context with autocast off.
+
+    It is a null context where autocast is off already: `torch.export` would record the other one as a nested program,
+    which cannot be saved.
+    """
+    return torch.autocast(device.type, enabled=False) if autocast_enabled(device) else contextlib.nullcontext()
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Return whether Python may read the values of a tensor: not while compiling or exporting, nor on meta."""
+    return not (torch.compiler.is_compiling() or tensor.is_meta)
 
 
 def apart(tensors: Iterable[Any]) -> list[Any]:

@@ -5,11 +5,45 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from ..spec import Spec
 from ..typing import Device, DType
 
-__all__ = ["Biased", "Projection", "ProjectionSpec", "with_bias"]
+__all__ = ["Biased", "Projection", "ProjectionSpec", "apply_map", "bind_map", "is_hooked", "with_bias"]
+
+
+# Forward pre-hooks of torch that compute a weight and look at no input: they are run once for all applications.
+_WEIGHT_HOOKS = (BasePruningMethod, WeightNorm, SpectralNorm)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether a call of `module` does more, or other, than its class says: hooks, or a forward of its own."""
+    if module._forward_hooks or module._backward_hooks or module._backward_pre_hooks or "forward" in module.__dict__:
+        return True
+    return not all(isinstance(hook, _WEIGHT_HOOKS) for hook in module._forward_pre_hooks.values())
+
+
+def apply_map(module: nn.Module, x: Tensor) -> Tensor:
+    """Call a map on `x`, in the dtype of its weights if it is not a `Projection`; the result has the dtype of `x`."""
+    if isinstance(module, Projection):
+        projected: Tensor = module(x)
+        return projected
+    own = next((p.dtype for p in module.parameters() if p.is_floating_point()), x.dtype)
+    return module(x.to(own)).to(x.dtype)  # type: ignore[no-any-return]
+
+
+def bind_map(module: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Return a map in `dtype`: a projection evaluated once, or the module itself where its call must happen.
+
+    That is a module with hooks, and one of another kind in the place of a projection, such as an adapter.
+    """
+    if isinstance(module, Projection) and module.is_stock():
+        module.refresh()
+        return module.bound(dtype)
+    return lambda x: apply_map(module, x)
 
 
 class Projection(nn.Module, abc.ABC):
@@ -31,6 +65,26 @@ class Projection(nn.Module, abc.ABC):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.bound(x.dtype)(x)
+
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        """The maps that this one is made of."""
+        return ()
+
+    def is_stock(self) -> bool:
+        """Return whether a call is `bound` and nothing else: no hooks or adapters, here and in its parts."""
+        if type(self).forward is not Projection.forward or is_hooked(self):
+            return False
+        return all(isinstance(part, Projection) and part.is_stock() for part in self.parts)
+
+    def refresh(self) -> None:
+        """Run the hooks that compute weights, such as those of pruning."""
+        for hook in self._forward_pre_hooks.values():
+            if isinstance(hook, _WEIGHT_HOOKS):
+                hook(self, ())
+        for part in self.parts:
+            if isinstance(part, Projection):
+                part.refresh()
 
     @property
     def macs(self) -> int:
@@ -66,8 +120,12 @@ class Biased(Projection):
         return self.projection.dense()
 
     def bound(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-        project, bias = self.projection.bound(dtype), self.bias.to(dtype)
+        project, bias = bind_map(self.projection, dtype), self.bias.to(dtype)
         return lambda x: project(x) + bias
+
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        return (self.projection,)
 
     @property
     def macs(self) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..errors import SpecError
 from ..spec import check_size, spec
 from ..typing import Device, DType
-from .base import Projection, ProjectionSpec, with_bias
+from .base import Projection, ProjectionSpec, bind_map, with_bias
 
 __all__ = ["Kronecker", "LowParam", "LowRank", "square_factors"]
 
@@ -136,8 +136,12 @@ class LowParamProjection(Projection):
         return self.low_rank.dense() + self.kronecker.dense()
 
     def bound(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-        low_rank, kronecker = self.low_rank.bound(dtype), self.kronecker.bound(dtype)
+        low_rank, kronecker = bind_map(self.low_rank, dtype), bind_map(self.kronecker, dtype)
         return lambda x: low_rank(x) + kronecker(x)
+
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        return self.low_rank, self.kronecker
 
     @property
     def macs(self) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .base import Projection
+from .base import Projection, bind_map
 
 __all__ = ["Heads"]
 
@@ -22,8 +22,12 @@ class Heads(Projection):
         return blocks
 
     def bound(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-        maps = [projection.bound(dtype) for projection in self._each()]
+        maps = [bind_map(projection, dtype) for projection in self.projections]
         return lambda x: torch.cat([f(part) for f, part in zip(maps, x.chunk(len(maps), -1), strict=True)], -1)
+
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        return tuple(self.projections)
 
     @property
     def macs(self) -> int:

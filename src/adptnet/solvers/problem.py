@@ -9,11 +9,12 @@ from ..adjoints import Adjoint
 from ..cells.base import ADPTState, Cell, positions
 from ..errors import InputError
 from ..fixed_point import History
+from ..ops.transforms import has_values
 from ..spectra.base import compute_dtype
 from ..system import System
 from .base import Solution, Solver
 
-__all__ = ["Problem", "check_cell", "check_dtype", "check_lengths", "pose", "valid"]
+__all__ = ["Problem", "check_cell", "check_dtype", "check_lengths", "check_not_nested", "pose", "valid"]
 
 
 class Problem(NamedTuple):
@@ -96,6 +97,7 @@ def pose(
         raise InputError(f"adjoint={adjoint!r}: must be an Adjoint object. Pass adjoint=adjoints.Implicit().")
     if not isinstance(inputs, Tensor):
         raise InputError(f"inputs are {type(inputs).__name__}; a solver needs a tensor (batch, time, features).")
+    check_not_nested(inputs)
     if inputs.dim() not in (2, 3):
         raise InputError(
             f"inputs have shape {tuple(inputs.shape)}; a solver needs (batch, time, features) or (time, features)."
@@ -138,6 +140,15 @@ def _position_after(start: Tensor, every: Tensor, lengths: Tensor | None) -> Ten
     if not every.shape[1]:
         return start.clone()
     return 1 + (every[:, -1] if lengths is None else every.gather(1, lengths.unsqueeze(-1) - 1).squeeze(-1))
+
+
+def check_not_nested(inputs: object) -> None:
+    """Raise `InputError` on a nested tensor, with the padded form to pass instead."""
+    if isinstance(inputs, Tensor) and inputs.is_nested:
+        raise InputError(
+            "x is a nested tensor; sequences of different lengths are passed padded, with their lengths: "
+            "torch.nested.to_padded_tensor(x, 0.0), lengths=torch.tensor([len(row) for row in x.unbind()])."
+        )
 
 
 def check_cell(cell: Cell) -> None:
@@ -206,7 +217,7 @@ def check_lengths(lengths: Tensor | None, batch: int, steps: int, device: torch.
     if lengths.shape != (batch,):
         raise InputError(f"lengths have shape {tuple(lengths.shape)}; {batch} sequences need {(batch,)}.")
     wrong = (lengths < 1) | (lengths > steps)
-    if bool(wrong.any()):
+    if has_values(wrong) and bool(wrong.any()):
         i = int(wrong.nonzero()[0, 0])
         raise InputError(
             f"lengths[{i}] = {int(lengths[i])}; a length is from 1 to the padded length {steps}. "

@@ -6,6 +6,7 @@ from torch import Tensor
 from ..adjoints import Adjoint, Checkpointed, Implicit, LoopAdjoint, Unrolled
 from ..cells.base import ADPTState, Cell
 from ..errors import InputError
+from ..ops.transforms import without_autocast
 from .base import Result, Solution, Solver, finite_steps
 from .problem import Problem, pose
 
@@ -28,7 +29,7 @@ class Sequential(Solver):
     ) -> Solution:
         if guess is not None:
             raise InputError("Sequential computes every step once and takes no guess. Drop guess=.")
-        with torch.autocast(inputs.device.type, enabled=False):
+        with without_autocast(inputs.device):
             problem = pose(cell, inputs, state, lengths, reset, adjoint)
             states = self._states(cell, problem, adjoint or Unrolled())
         finite = finite_steps(problem.masked(states.detach()))

@@ -7,23 +7,35 @@ import torch
 from torch import nn
 
 from ..errors import SpecError
+from ..marks import NoDecay
 from ..spec import Spec, check_fraction, check_positive, spec
 
 __all__ = ["Adam", "AdamW", "OptimiserSpec", "RMSprop", "param_groups"]
 
 
 def param_groups(model: nn.Module, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
-    """Groups for any torch optimiser; a parameter's `_optim` dictionary overrides `lr` and `weight_decay` for it.
+    """Return parameter groups for any torch optimizer, with weight decay for matrices only.
 
-    Spectra, free gains and a trainable β ask for no weight decay: it would pull timescales towards one step.
+    Spectra, free gains and a trainable β get none, because it would pull timescales towards one step; nor do vectors
+    and single numbers: biases, and the weights of norms. A parameter's `_optim` dictionary overrides all of this.
+
+    Args:
+        model: Any module; parameters that do not learn are left out.
+        lr: Learning rate of every group.
+        weight_decay: Of the matrices.
     """
     groups: dict[tuple[tuple[str, Any], ...], dict[str, Any]] = {}
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            continue
-        settings = {"lr": lr, "weight_decay": weight_decay, **getattr(parameter, "_optim", {})}
-        group = groups.setdefault(tuple(sorted(settings.items())), {"params": [], **settings})
-        group["params"].append(parameter)
+    seen: set[int] = set()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) in seen or not parameter.requires_grad:
+                continue
+            seen.add(id(parameter))
+            # By their module as well: where torch replaces parameters, as in sharding, marks on them are lost.
+            decay = 0.0 if parameter.dim() < 2 or isinstance(module, NoDecay) else weight_decay
+            settings = {"lr": lr, "weight_decay": decay, **getattr(parameter, "_optim", {})}
+            group = groups.setdefault(tuple(sorted(settings.items())), {"params": [], **settings})
+            group["params"].append(parameter)
     return list(groups.values())
 
 

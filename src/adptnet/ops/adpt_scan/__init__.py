@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...errors import InputError
 from .. import native
-from ..transforms import apart, constant_when_compiled, plain, transformed
-from . import cpu, diagonal, launch, reference
+from ..transforms import apart, constant_when_compiled, plain, transformed, watched
+from . import cpu, diagonal, flops, launch, reference
 from .form import DENSE, PLAIN, Constants, Factors, Form, Retracted, Source, check, form_of, numbers_of
 
 __all__ = ["DENSE", "Constants", "Factors", "Form", "Retracted", "Source", "adpt_scan", "ready", "why_not"]
@@ -23,7 +23,12 @@ _HELD = 2 + len(Factors._fields)  # reset, lengths and factors: tensors that hav
 _TRANSFORMED = "a transform of torch.func or forward mode is at work, which the kernel does not know."
 
 
-ready = constant_when_compiled(cpu.ready)  # whether there is a kernel for CPUs
+def _ready(dtype: torch.dtype, device: str = "cpu") -> bool:
+    """Return whether there is a kernel for CPUs; on meta, where only shapes are computed, the operation needs none."""
+    return dtype in (torch.float32, torch.float64) if device == "meta" else cpu.ready(dtype)
+
+
+ready = constant_when_compiled(_ready)
 
 
 @constant_when_compiled
@@ -101,6 +106,7 @@ def adpt_scan(
     if transformed(*given):
         native.notice(_TRANSFORMED)
     elif not directly:
+        _introduce_flops()
         states, _ = _scan(*inputs, numbers_of(form), save)
         return states
     return reference.adpt_scan(drive, state, constants, form, reset=reset, lengths=lengths)
@@ -211,14 +217,15 @@ def _differentiate(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Any, ...
     elif torch.is_grad_enabled() or not ctx.by_kernel or transformed(gradient):
         found = _by_reference(gradient, inputs, ctx.form, ctx.needs_input_grad)
     else:
+        _introduce_flops()
         every = iter(_scan_backward(gradient, states, projections, *inputs, numbers_of(ctx.form)))
         found = [None if t is None else next(every) for t in inputs[:_LEAVES]]
     return *found, *(None,) * (_HELD + 2)  # form and save too
 
 
 def _has_backward(drive: Tensor, constants: Constants, form: Form) -> bool:
-    if drive.device.type == "cpu":
-        return cpu.ready(drive.dtype)
+    if drive.device.type in ("cpu", "meta"):
+        return _ready(drive.dtype, drive.device.type)
     return _gpu_kernel(drive, constants, form) is not None
 
 
@@ -240,6 +247,14 @@ def _by_reference(gradient: Tensor, inputs: Sequence[Any], form: Form, needed: S
 
 
 _scan.register_autograd(_differentiate, setup_context=_remember)
+
+
+def _introduce_flops() -> None:
+    if watched() and not torch.compiler.is_compiling():
+        operations = torch.ops.adptnet
+        flops.introduce(
+            {operations.adpt_scan: flops.forward_flops, operations.adpt_scan_backward: flops.backward_flops}
+        )
 
 
 class _Recorded(torch.autograd.Function):
@@ -266,6 +281,7 @@ class _Recorded(torch.autograd.Function):
         if torch.is_grad_enabled() or transformed(gradient):
             every = _by_reference(gradient, inputs, plan.form, _placed(ctx.needs_input_grad[1:], plan.places))
             return None, *[every[place] if place < _LEAVES else None for place in plan.places]
+        _introduce_flops()
         found = _scan_backward(gradient, states, projections, *inputs, numbers_of(plan.form))
         return None, *found, *[None] * (len(given) - len(found))
 

@@ -1,7 +1,6 @@
 """What an ADPT recurrence is made of, in tensors and numbers: the arguments of the operation."""
 
 import enum
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -59,11 +58,12 @@ class Form(NamedTuple):
 
 
 PLAIN = Form()
+_NONE = -1e300  # stands for None among numbers: a finite one, since JSON has no infinity and a saved program is JSON
 
 
 def numbers_of(form: Form) -> list[float]:
     """A form as one argument of an operation: torch walks the arguments of each call once for every one of them."""
-    return [math.inf if number is None else float(number) for number in form]
+    return [_NONE if number is None else float(number) for number in form]
 
 
 def form_of(numbers: "Sequence[float] | Form") -> Form:
@@ -71,7 +71,7 @@ def form_of(numbers: "Sequence[float] | Form") -> Form:
     if isinstance(numbers, Form):
         return numbers
     kinds = [float if default is None else type(default) for default in PLAIN]
-    given: list[Any] = [None if math.isinf(x) else kind(x) for kind, x in zip(kinds, numbers, strict=True)]
+    given: list[Any] = [None if x == _NONE else kind(x) for kind, x in zip(kinds, numbers, strict=True)]
     return Form(*given)
 
 
