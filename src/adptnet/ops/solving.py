@@ -11,9 +11,9 @@ SAFE = 128  # rows
 def solve(matrices: Tensor, right: Tensor) -> Tensor:
     """X with matrices @ X = right, (*b, n, n) and (*b, n, m).
 
-    As `torch.linalg.solve`, but a singular matrix gives NaN, which a solver reports, and large matrices
-    are solved sequentially: on several threads of a CPU torch factorises many at a time with routines of MKL that do not
-    allow it, and from about 150 rows on the result is an error or wrong numbers
+    As `torch.linalg.solve`, but a singular matrix gives NaN, which a solver reports, and large matrices are solved
+    sequentially: on several threads of a CPU torch factorises many at a time with routines of MKL that do not allow it,
+    and from about 150 rows on the result is an error or wrong numbers
     (https://github.com/pytorch/pytorch/issues/142815). Inside `vmap` and when compiled there is no such choice.
     """
     batch = torch.broadcast_shapes(matrices.shape[:-2], right.shape[:-2])
