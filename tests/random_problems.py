@@ -182,7 +182,7 @@ def relative_error(found, truth, scale):
 
 
 def judge(seed):
-    """The result of a random solve, and whether what it says is true: None if nothing can be said of it.
+    """The result of a random solve, and whether what it says is true.
 
     A CONVERGED solve may err by 100 rtol, or ten times as much as the loop in the same dtype, which is also moved by
     rounding of its inputs: what is ill-conditioned has no better answer.
@@ -202,6 +202,8 @@ def judge(seed):
     if found.result != solvers.Result.CONVERGED or not truth.isfinite().all():
         return found.result, True
     scale = running_scale(truth, problem.reset)
+    if relative_error(runs["moved"][0].states.detach(), truth, scale) > 0.1:
+        return found.result, True  # chaos: there is no digit that any program could find
 
     def is_right(error, of_loops):
         return error <= max(bound, 10 * max(of_loops))

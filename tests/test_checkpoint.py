@@ -13,7 +13,18 @@ from torch.nn.utils import prune
 from torch.testing import assert_close
 
 import adptnet
-from adptnet import ADPTNet, Bidirectional, Recurrent, SequenceModel, Stack, cells, projections, spectra
+from adptnet import (
+    ADPTNet,
+    Bidirectional,
+    Recurrent,
+    SequenceModel,
+    Stack,
+    cells,
+    conjugates,
+    directions,
+    projections,
+    spectra,
+)
 from adptnet.errors import CheckpointError, SpecError
 from adptnet.layout import lay_out
 from members import build, legal, name_of
@@ -441,3 +452,19 @@ def test_changes_of_shape_in_place_are_laid_out():
         return module
 
     assert {name: tuple(t.shape) for name, t in lay_out(make).items()} == {"weight": (4, 3), "column": (3, 1)}
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"conjugate": conjugates.Product(4)},
+        {"direction": directions.FromState(heads=8)},
+        {"direction": directions.FromState(heads=4), "conjugate": conjugates.Product(2)},
+    ],
+    ids=["planes", "heads", "both"],
+)
+@pytest.mark.parametrize("projection", [projections.Identity(), projections.Dense()], ids=repr)
+def test_planes_and_heads_without_tensors_of_their_own_are_read_back(tmp_path, axes, projection):
+    layer = adptnet.ADPTNet(16, projection=projection, **axes)
+    adptnet.save(layer, tmp_path / "layer.safetensors")
+    assert adptnet.load(tmp_path / "layer.safetensors").spec == layer.spec

@@ -197,6 +197,41 @@ def test_a_step_that_branches_on_its_values_is_explained(solver):
         solver()(cells.from_function(step, 4, 4), torch.randn(2, 9, 4))
 
 
+def test_a_dead_channel_does_not_hide_a_slow_one():
+    """Where a channel is exactly zero any guess of it is infinitely far off, which says nothing of the others."""
+    keep = 0.99
+    cell = cells.from_function(lambda s, u: torch.cat((0 * s[:, :1], keep * s[:, 1:] + (1 - keep) * u), -1), 2, 1)
+    x = 1 + 0.1 * torch.randn(1, 1500, 1, dtype=torch.float32)
+    exact = solvers.Sequential()(cell, x.double()).states
+    for guess in (None, torch.full((1, 1500, 2), 10.0, dtype=torch.float32)):
+        found = solvers.Jacobi()(cell, x, guess=guess).states
+        assert_close(found.double(), exact, atol=3e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["mean", "dropout", "hook"])
+def test_user_code_inside_our_own_cells_is_checked_too(kind):
+    class Centred(nn.Linear):
+        def forward(self, x):
+            return super().forward(x - x.mean(0, keepdim=True))
+
+    cell = ADPTNet(6, beta=1.0).cell
+    if kind == "mean":
+        cell.directions[0].key_projection = Centred(6, 6, bias=False)
+    elif kind == "dropout":
+        cell.directions[0].key_projection = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Dropout())
+    else:
+        cell.directions[0].key_projection.register_forward_hook(lambda module, given, found: found - found.mean(0))
+    with pytest.raises(InputError, match=r"for a row among other rows|two results"):
+        solvers.DEER()(cell, torch.randn(3, 20, 6))
+
+
+def test_tolerances_that_are_no_numbers_are_rejected_and_zero_is_shown():
+    with pytest.raises(InputError, match="atol=None"):
+        solvers.DEER(atol=None)
+    assert repr(solvers.DEER(rtol=0.0)) == "DEER(rtol=0.0)"
+    assert repr(solvers.DEER()) == "DEER()"
+
+
 def test_an_ill_conditioned_step_is_not_taken_for_one_that_couples_rows():
     weight = torch.randn(6, 6, dtype=torch.float32)
     cell = cells.from_function(lambda s, u: torch.tanh(30 * s @ weight + u), 6, 6)

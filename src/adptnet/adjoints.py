@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .cells.base import Cell
 from .errors import IncompatibleError, InputError
-from .fixed_point import Contraction, allowed_drift, default_rtol
+from .fixed_point import Contraction, allowed_drift, default_rtol, rounding_excess
 from .ops import memory
 from .ops.tolerance import Tolerance, recent_scale
 from .ops.transforms import apart
@@ -206,14 +206,15 @@ class Progress:
     def __init__(self, rtol: float, steps: int, dtype: torch.dtype):
         self.steps = steps
         self.drift = allowed_drift(Tolerance(0.0, rtol), steps, dtype)
+        self.rounding = rounding_excess(Tolerance(0.0, rtol), dtype)
         self.contraction: Contraction | None = None
 
     def right(self, excess: Tensor, move: Tensor) -> Tensor:
         """Return whether each step is right, from its residual and its move in tolerances."""
-        if self.contraction is None:
-            self.contraction = Contraction(excess)
-        else:
-            self.contraction.update(excess)
+        if self.contraction is None:  # how fast the residual falls is not known yet
+            self.contraction = Contraction(excess, self.rounding)
+            return (excess <= self.rounding) & (move <= self.drift)
+        self.contraction.update(excess)
         return (excess <= 1) & (self.contraction.error(move, self.steps) <= self.drift)
 
     def settled(self, excess: Tensor, move: Tensor) -> int:

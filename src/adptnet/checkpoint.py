@@ -157,6 +157,8 @@ def _parse(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tens
         return dict(header.get("__metadata__") or {}), tensors
     except FileNotFoundError:
         raise CheckpointError(f"There is no file {os.fspath(path)}.") from None
+    except OSError as error:
+        raise CheckpointError(f"{os.fspath(path)} cannot be read ({error.strerror or error}).") from None
     except Exception as error:  # the parser raises its own, KeyError for a dtype it does not know, MemoryError, ...
         raise CheckpointError(
             f"{os.fspath(path)} is not a complete safetensors file ({_shorten(error)}). "
@@ -174,7 +176,7 @@ def _document(text: str) -> dict[str, Any]:
 
 
 def _sha256(document: dict[str, Any], tensors: dict[str, Tensor]) -> str:
-    """Return the sum of a spec and the weights that go with it, whatever order they are in."""
+    """Return the SHA-256 of a spec and the weights that go with it, whatever order they are in."""
     digest = hashlib.sha256(json.dumps(document, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
@@ -215,9 +217,9 @@ def _repetitions(node: Any) -> int:
     if not isinstance(node, dict):
         return 1
     own = 1
-    for name in ("depth", "num_layers", "heads", "steps"):
-        value = node.get(name)
-        own *= value if isinstance(value, int) and value > 1 else 1
+    for name, without_tensors in (("depth", 1), ("num_layers", 1), ("heads", 64), ("steps", 64)):
+        value = node.get(name)  # planes and heads of the identity have no tensor of their own
+        own *= value if isinstance(value, int) and value > without_tensors else 1
     return own * max((_repetitions(value) for value in node.values()), default=1)
 
 

@@ -24,9 +24,10 @@ __all__ = [
     "Residual",
     "allowed_drift",
     "default_rtol",
+    "fails_only_per_channel",
     "measured",
     "newton_update",
-    "only_channels_are_open",
+    "rounding_excess",
     "solve",
 ]
 
@@ -37,12 +38,18 @@ def default_rtol(dtype: torch.dtype) -> float:
 
 
 def allowed_drift(tolerance: Tolerance, steps: int, dtype: torch.dtype) -> float:
-    """Return how many tolerances the error of a step may be: two, or what the rounding of all steps adds up to.
+    """Return how many tolerances the error of a step may be: three, or what the rounding of all steps adds up to.
 
     Residuals of one sign add up along a long memory, so a small residual alone does not make a step right.
     """
     rounding = torch.finfo(dtype).eps
-    return 2 * max(1.0, math.sqrt(steps) * rounding / max(tolerance.relative, rounding))
+    return 3 * max(1.0, math.sqrt(steps) * rounding / max(tolerance.relative, rounding))
+
+
+def rounding_excess(tolerance: Tolerance, dtype: torch.dtype) -> float:
+    """Return the residual of an exact solution, in tolerances."""
+    rounding = torch.finfo(dtype).eps
+    return 2 * rounding / max(tolerance.relative, rounding)
 
 
 class Contraction:
@@ -50,44 +57,43 @@ class Contraction:
 
     If every iteration leaves the share θ of the error, an iterate is 1 / (1 - θ) moves away from the solution. That is
     true whatever the transition is, while the move alone says nothing where the transition is far from the Jacobian.
-    θ is measured for each step over the steps up to it, down to the tolerance. Below it a fast θ is forgotten once the
-    residual rises, because what is left is rounding; a slow one is not, because residuals of the size of rounding add
-    up as well.
+    θ is measured for each step over the steps up to it, down to the tolerance, or down to rounding if the first iterate
+    was within tolerance. Below it a fast θ is forgotten once the residual rises, because what is left is rounding; a
+    slow one is not, because residuals of the size of rounding add up as well.
     """
 
     SLOW = 0.9
     SHARE = 1 / 16  # of the last iteration in the mean of ln θ: near rounding a residual falls in jumps
 
-    def __init__(self, excess: Tensor):
+    def __init__(self, excess: Tensor, rounding: float):
+        """Begin with the excess (batch, time) of a first iterate; `rounding` is that of an exact one."""
+        self.rounding = rounding
         self.now = _prefix_maximum(excess)
-        self.rate: Tensor | None = None
+        self.rate = torch.zeros_like(self.now)  # 0: not known
+        self.sure = torch.zeros_like(self.now, dtype=torch.bool)  # whether it was measured above the tolerance
 
     def update(self, excess: Tensor) -> None:
         """Take in the excess (batch, time) of the next iterate."""
-        following = _prefix_maximum(excess)
-        last = (following / self.now).nan_to_num(1.0, 1.0).clamp(max=1.0)
-        if self.rate is None:
-            self.rate = torch.where(self.now > 1, last, 0.0)
-        else:
-            mean = self.rate ** (1 - self.SHARE) * last**self.SHARE
-            rounding = (following > self.now) & (self.rate < self.SLOW)
-            self.rate = torch.where(self.now > 1, mean, torch.where(rounding, 0.0, self.rate))
+        following, above = _prefix_maximum(excess), self.now > 1
+        last = torch.where(self.now.isfinite(), (following / self.now).clamp(max=1.0), 1.0)
+        mean = torch.where(self.rate > 0, self.rate ** (1 - self.SHARE) * last**self.SHARE, last)
+        self.rate = torch.where(above | (~self.sure & (self.now > self.rounding)), mean, self.rate)
+        self.sure |= above
+        forget = ~above & (following > self.now) & (~self.sure | (self.rate < self.SLOW))
+        self.rate = torch.where(forget, 0.0, self.rate)
         self.now = following
 
     def error(self, move: Tensor, steps: int) -> Tensor:
         """Return the error of each step from its `move` (batch, some steps), in an iteration over so many `steps`."""
-        if self.rate is None:
-            return move
         rate = self.rate[:, : move.shape[1]].clamp(max=1 - 1 / max(2, steps))
         return move * (rate / (1 - rate)).clamp(min=1.0)
 
     def part(self, rows: Tensor | None, start: int) -> "Contraction":
-        """Return that of the sequences `rows` (all if None), the steps from `start`."""
+        """Return the estimate for the sequences `rows` (all if None) and the steps from `start`."""
         left = copy.copy(self)
-        for name in ("now", "rate"):
-            every = getattr(self, name)
-            if every is not None:
-                setattr(left, name, every[:, start:] if rows is None else every[:, start:].index_select(0, rows))
+        for name in ("now", "rate", "sure"):
+            every = getattr(self, name)[:, start:]
+            setattr(left, name, every if rows is None else every.index_select(0, rows))
         return left
 
 
@@ -201,9 +207,11 @@ def solve(
     rows: Tensor | None = None  # None: all are left
     start = 0
     frozen = guess.new_zeros(batch)  # the largest residual among dropped steps
-    slack = allowed_drift(tolerance, steps, guess.dtype)
+    slack = allowed_drift(tolerance, system.whole or steps, guess.dtype)
+    if system.whole:  # a block: the errors of all blocks add up
+        slack = max(slack * math.sqrt(steps / system.whole), rounding_excess(tolerance, guess.dtype))
     at = measure(system, rows, start, guess, tolerance)
-    contraction = Contraction(at.excess)
+    contraction = Contraction(at.excess, rounding_excess(tolerance, at.excess.dtype))
     del guess  # as large as the states; the caller keeps none either
     totals.record(rows, start, at.residual.amax(-1) if steps else frozen, at.right, frozen)
     first = previous = totals.last_residual.clone()
@@ -218,7 +226,7 @@ def solve(
         contraction.update(at.excess)
         error = contraction.error(at.moved(), steps)
         right, near = at.right, slice(0, error.shape[1])
-        settling = right[:, near] & (error <= 0.5)
+        settling = right[:, near] & (error <= min(1.0, slack))
         right[:, near] &= error <= slack
         worst = at.residual.amax(-1)
         totals.count(rows)
@@ -242,12 +250,12 @@ def solve(
             if not len(keep):
                 finished = True
                 break
-            frozen, strength, previous, first, rises, settling = (
-                every.index_select(0, keep) for every in (frozen, strength, previous, first, rises, settling)
+            frozen, strength, previous, first, rises, settling, error = (
+                every.index_select(0, keep) for every in (frozen, strength, previous, first, rises, settling, error)
             )
             at, contraction = at.part(keep, 0), contraction.part(keep, 0)
         # Steps that are right in every sequence that is left need not be done again.
-        settled = int(settling.long().cumprod(-1).sum(-1).min()) if iteration >= least else 0
+        settled = _droppable(settling, error, slack / max(1, steps)) if iteration >= least else 0
         settled = min(settled, at.states.shape[1] - 1)
         if settled:
             kept = at.states.new_empty(batch, steps, numbers) if kept is None else kept
@@ -260,6 +268,18 @@ def solve(
     if not finished:
         kept[slice(None) if rows is None else rows, start:] = at.states
     return totals.found(kept)
+
+
+def _droppable(settling: Tensor, error: Tensor, share: float) -> int:
+    """Return how many leading steps can be dropped.
+
+    Later steps start from the last dropped state, so its error stays with them. It may be `share` for each step that is
+    dropped: however often steps are dropped, these errors add up to no more than all steps are allowed.
+    """
+    prefix = int(settling.all(0).long().cumprod(0).sum())
+    allowed = share * torch.arange(1, prefix + 1, dtype=error.dtype, device=error.device)
+    fits = (error[:, :prefix].amax(0) <= allowed).nonzero()
+    return int(fits[-1]) + 1 if len(fits) else 0
 
 
 class Measured(abc.ABC):
@@ -349,23 +369,23 @@ class Residual(NamedTuple):
 def measured(system: System, states: Tensor, tolerance: Tolerance) -> Residual:
     """Return the residual of `states`.
 
-    Where it is within the tolerance of every step as a whole but not within that of every channel, the tolerances are
-    raised to what rounding may cause.
+    If every step passes by its largest entry but some channel does not, raise the tolerances to the rounding error of
+    f.
     """
     entering = system.entering(states)
     values = system.evaluate(entering)
     allowed = tolerance.allowed(values, system.reset, system.recent)
     size, excess = _distance(system, values, states, allowed)
     scale = torch.maximum(largest(entering), largest(values))
-    if not torch.compiler.is_compiling() and only_channels_are_open(tolerance, size, excess, scale):
+    if not torch.compiler.is_compiling() and fails_only_per_channel(tolerance, size, excess, scale):
         rounding = tolerance.allowed_for_rounding(system.evaluate, entering, values, system.reset)
         allowed = torch.maximum(allowed, rounding)
         size, excess = _distance(system, values, states, allowed)
     return Residual(entering, values, size, excess, allowed)
 
 
-def only_channels_are_open(tolerance: Tolerance, size: Tensor, excess: Tensor, scale: Tensor) -> bool:
-    """Return whether a sequence would be right if the largest entry of each step, `scale`, measured all channels."""
+def fails_only_per_channel(tolerance: Tolerance, size: Tensor, excess: Tensor, scale: Tensor) -> bool:
+    """Return whether some sequence fails only per channel: each step passes when measured by its largest entry."""
     whole = size <= tolerance.relative * scale + tolerance.floor(scale.dtype)
     return bool(((excess > 1).any(-1) & whole.all(-1)).any())
 

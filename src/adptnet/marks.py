@@ -51,14 +51,15 @@ def _warn_of_decay(optimizer: Optimizer, *_: Any) -> None:
     """Warn at the first step of an optimizer that decays marked parameters."""
     if torch.compiler.is_compiling() or optimizer in _seen:
         return
-    _seen.add(optimizer)
-    decayed = [p for group in optimizer.param_groups if group.get("weight_decay") for p in group["params"]]
+    groups = [group for group in optimizer.param_groups if group.get("weight_decay") and group.get("lr")]
+    decayed = [p for group in groups for p in group["params"] if p.requires_grad and p.grad is not None]
     count = sum(getattr(p, "_no_weight_decay", False) for p in decayed)
     if count:
+        _seen.add(optimizer)
         kind = type(optimizer).__name__
         warnings.warn(
-            f"{kind} decays {count} parameters that ask for none: timescales, gains or β, which it pulls towards "
-            "ln Δt = 0, that is one step. Pass "
+            f"{kind} applies weight decay to {count} parameters that are marked as exempt (timescales, gains, β). "
+            "Decay pulls every timescale towards one step. Pass "
             f"{kind}(adptnet.training.param_groups(model, lr=..., weight_decay=...)), or {kind}(..., weight_decay=0).",
             WeightDecayWarning,
             stacklevel=3,

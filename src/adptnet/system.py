@@ -32,6 +32,7 @@ class System:
     lengths: Tensor | None = None  # (batch,)
     radius: Tensor | None = None  # (batch, time), a ball that holds each state
     fused: Callable[..., Tensor | None] | None = None  # all states in one operation, where there is one
+    whole: int | None = None  # steps of the whole sequence, of which these are a block
     recent: Tensor | None = None  # (batch, n), the recent scale of the states before the first step, for tolerances
 
     @property

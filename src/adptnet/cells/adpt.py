@@ -73,7 +73,7 @@ class ADPTCell(BoundCell):
         lengths: Tensor | None = None,
         lean: bool = False,
     ) -> Tensor | None:
-        if not self.is_stock() or not fused.covers(self.spec, drive.dtype, drive.device, log=True):
+        if not self.is_stock(log=True) or not fused.covers(self.spec, drive.dtype, drive.device, log=True):
             return None
         return self.scan_given(drive, state, reset, lengths, lean, beta=False)
 
@@ -81,9 +81,9 @@ class ADPTCell(BoundCell):
         covered = fused.covers(self.spec, self.dtype, torch.device(device))
         return self.is_stock() and covered and not transformed(*self.parameters())
 
-    def is_stock(self) -> bool:
+    def is_stock(self, *, log: bool = False) -> bool:
         """Return whether the step is this class's, of K and V that are the package's own, without hooks."""
-        return fused.own_steps(self, ADPTCell) and fused.own_directions(self.directions)
+        return fused.own_steps(self, ADPTCell) and fused.own_directions(self.directions, log=log)
 
     def scan_given(
         self, drive: Tensor, state: Tensor, reset: Tensor | None, lengths: Tensor | None, lean: bool, *, beta: bool
@@ -220,7 +220,7 @@ class GivenCell(BoundCell):
         return self._scans(self.dtype, torch.device(device)) and not transformed(*self.parameters())
 
     def _scans(self, dtype: torch.dtype | None, device: torch.device, *, log: bool = False) -> bool:
-        own = fused.own_steps(self, GivenCell) and self.cell.is_stock()
+        own = fused.own_steps(self, GivenCell) and self.cell.is_stock(log=log)
         dt, beta = self.dt is not None, self.beta is not None
         return own and fused.covers(self.cell.spec, dtype, device, dt=dt, beta=beta, log=log)
 

@@ -170,9 +170,8 @@ class Cell(nn.Module, abc.ABC):
         flat_state, flat_drive = state.reshape(-1, state.shape[-1]), drive.reshape(-1, drive.shape[-1])
         try:
             flat: Tensor = torch.func.vmap(torch.func.jacfwd(step))(flat_state, flat_drive)
-        except RuntimeError as error:
-            _explain_vmap(error)
-            raise
+        except (RuntimeError, NotImplementedError) as error:
+            raise _explain_vmap(error) from error
         return flat.reshape(*state.shape, state.shape[-1])
 
     def jacobians(self, states: Tensor, drive: Tensor) -> Callable[[int, int], Tensor]:
@@ -215,18 +214,26 @@ class Cell(nn.Module, abc.ABC):
         return None if parameter is None else parameter.device
 
 
-def _explain_vmap(error: RuntimeError) -> None:
-    """Raise `InputError` for what a step does that `torch.func.vmap` cannot follow."""
+def _explain_vmap(error: Exception) -> Exception:
+    """Return an `InputError` for what a step does that `torch.func` cannot follow; `error` itself if it is another."""
+    reason = next(iter(str(error).strip().splitlines()), "")
     if "data-dependent control flow" in str(error):
-        raise InputError(
-            "the step branches on a value of its state or input (if, while, .item()), and its Jacobian is found for "
-            "all rows at once. Use torch.where(condition, a, b), or a solver without Jacobians: solvers.Jacobi()."
-        ) from error
+        return InputError(
+            "the Jacobian of the step cannot be found for all rows at once, because the step reads a value: by if, "
+            "while, .item(), boolean indexing or one_hot without num_classes. Use torch.where(condition, a, b), or a "
+            "solver without Jacobians: solvers.Jacobi()."
+        )
     if "random operation" in str(error):
-        raise InputError(
+        return InputError(
             "the step is random: dropout in training mode, or noise of its own. Call .eval() on it, or draw the noise "
             "beforehand and pass it as input."
-        ) from error
+        )
+    if "vmap" in str(error) or "functorch" in str(error) or isinstance(error, NotImplementedError):
+        return InputError(
+            f"torch.func cannot find the Jacobian of this step ({reason}). Write the step in functions that torch.func "
+            "knows, give the cell a method jacobian(state, drive), or use a solver without Jacobians: solvers.Jacobi()."
+        )
+    return error
 
 
 def positions(start: Position, steps: int, reset: Tensor | None) -> Tensor:

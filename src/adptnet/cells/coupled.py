@@ -92,7 +92,7 @@ class CoupledCell(Cell):
         return self._scans(self.dtype, torch.device(device)) and not transformed(*self.parameters())
 
     def _scans(self, dtype: torch.dtype | None, device: torch.device, *, log: bool = False) -> bool:
-        own = fused.own_steps(self, CoupledCell) and self.fast.is_stock()
+        own = fused.own_steps(self, CoupledCell) and self.fast.is_stock(log=log)
         return own and fused.covers(self.spec, dtype, device, log=log)
 
     def evaluated(self) -> Memory:

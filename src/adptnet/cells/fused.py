@@ -44,10 +44,10 @@ def own_steps(cell: Cell, kind: type[Cell]) -> bool:
     return all(name not in cell.__dict__ and getattr(type(cell), name) is getattr(kind, name) for name in names)
 
 
-def own_directions(directions: nn.ModuleList) -> bool:
-    """Return whether the operation may evaluate K and V itself; if a call of them would be missed, log why once."""
+def own_directions(directions: nn.ModuleList, *, log: bool = False) -> bool:
+    """Return whether the operation may evaluate K and V itself; with `log`, log once why not."""
     own = all(isinstance(found, Directions) and found.is_stock() for found in directions)
-    if not own and native.wanted():
+    if log and not own and native.wanted():
         native.notice("K or V has hooks, or is a module of another kind, which is called at every step.")
     return own
 

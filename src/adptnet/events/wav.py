@@ -30,12 +30,14 @@ def read_wav(path: str | Path, *, mix: bool = False) -> tuple[npt.NDArray[np.flo
         raise InputError("sound files need scipy: pip install 'adptnet[events]'.") from None
     if not Path(path).is_file():
         raise InputError(f"{path} is no file.")
-    _check_size(Path(path))
     with warnings.catch_warnings():
         warnings.simplefilter("error", wavfile.WavFileWarning)
         warnings.filterwarnings("ignore", "Chunk .non-data. not understood", wavfile.WavFileWarning)
         try:
+            _check_size(Path(path))
             rate, samples = wavfile.read(path)
+        except InputError:
+            raise
         except Exception as error:  # on malformed headers scipy divides by zero, uses unset names, asks for 4 GB, ...
             reason = str(error).rstrip(".") if isinstance(error, (ValueError, OSError, Warning)) else "malformed header"
             raise InputError(f"{path} cannot be read as a wav file, it may be cut off: {reason}.") from None

@@ -216,10 +216,10 @@ class RecurrentLayer(nn.Module, abc.ABC):
         for module in owners:
             module.reset_parameters()
         if self.readout is not None:
-            weight = next(self.readout.parameters())
             sizes = self.cell.output_size or self.cell.state_size, self.width
-            fresh = (self._readout or Dense()).build(*sizes, device=weight.device, dtype=weight.dtype)
-            self.readout.load_state_dict(fresh.state_dict())
+            for weight in list(self.readout.parameters())[:1]:  # a read-out without parameters has nothing to draw
+                fresh = (self._readout or Dense()).build(*sizes, device=weight.device, dtype=weight.dtype)
+                self.readout.load_state_dict(fresh.state_dict())
 
     def check(self, x: Tensor) -> None:
         """Raises if `x` has the wrong shape or is not finite. `forward` itself does not look for NaN."""

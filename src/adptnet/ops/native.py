@@ -134,8 +134,8 @@ def _load(operation: str, number: str) -> Kernel:
     return Kernel(
         None,
         why,
-        f"adptnet runs without its compiled kernels, many times slower: {why} "
-        "ADPTNET_BACKEND=reference says that this is meant.",
+        f"adptnet's compiled kernels are unavailable; falling back to the much slower PyTorch reference: {why} "
+        "Set ADPTNET_BACKEND=reference to silence this warning.",
     )
 
 

@@ -44,7 +44,8 @@ class Tolerance(NamedTuple):
         relative tolerance of the largest entry of the step.
         """
         rounding = torch.finfo(values.dtype).eps
-        signs = torch.randint(0, 2, entering.shape, generator=torch.Generator().manual_seed(0)).to(entering)
+        generator = torch.Generator("cpu").manual_seed(0)
+        signs = torch.randint(0, 2, entering.shape, generator=generator, device="cpu").to(entering)
         moved = (step(entering * (1 + rounding * (2 * signs - 1))) - values).abs()
         size = torch.maximum(largest(entering), largest(values)).unsqueeze(-1)
         return torch.minimum(recent_scale(8 * moved, reset), self.relative * size)

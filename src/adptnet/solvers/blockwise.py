@@ -70,7 +70,7 @@ class BlockWise(Parallel):
         before, recent = system.initial, system.recent
         for start in range(0, max(1, steps), length):
             stop = min(start + length, steps)
-            part = dataclasses.replace(system.part(None, start, before, stop), recent=recent)
+            part = dataclasses.replace(system.part(None, start, before, stop), whole=steps, recent=recent)
             searches.append(self.solver.search(cell, part, None if guess is None else guess[:, start:stop]))
             if steps:
                 before = _last(part, searches[-1].states, before)

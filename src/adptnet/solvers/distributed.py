@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..adjoints import Adjoint, Implicit
 from ..cells.base import ADPTState, Cell, positions
 from ..errors import DistributedError, IncompatibleError, InputError, NotConverged
-from ..fixed_point import Contraction, Found, History, allowed_drift, measured
+from ..fixed_point import Contraction, Found, History, allowed_drift, measured, rounding_excess
 from ..ops.tolerance import remembered_scale
 from ..system import System
 from ..transitions import Dense, Transition
@@ -205,7 +205,7 @@ class TimeParallel(Solver):
         least, patience = fixed or 1, math.inf if fixed or newton.patience is None else newton.patience
         drift = allowed_drift(newton.tolerance(states.dtype), line.total, states.dtype)
         now = self._look(cell, system, states, line)
-        contraction = Contraction(now.excess)
+        contraction = Contraction(now.excess, rounding_excess(newton.tolerance(states.dtype), states.dtype))
         worst, reached = line.summed_up(now.residual, (now.excess <= 1) & (now.shift <= drift))
         converged, rising = (torch.zeros_like(reached, dtype=torch.bool) for _ in range(2))
         finite = torch.ones_like(converged)

@@ -87,8 +87,8 @@ class Newton(Parallel):
         _check(Policy, "solvers.Finish()", on_failure=on_failure)
         if damping is not None:
             _check(Damping, "solvers.Scale(0.99)", damping=damping)
-        for name, value in {"atol": atol, "rtol": rtol}.items():
-            if value is not None and not (isinstance(value, (int, float)) and 0 <= value < float("inf")):
+        for name, value in {"atol": atol, "rtol": 0.0 if rtol is None else rtol}.items():
+            if not (isinstance(value, (int, float)) and 0 <= value < float("inf")):
                 raise InputError(f"{linearisation.solver}({name}={value!r}): must be a finite number from 0.")
         counts = {"max_iterations": max_iterations, "patience": patience, "fixed_iterations": fixed_iterations}
         counts["tiles"] = tiles
@@ -182,7 +182,8 @@ class Newton(Parallel):
         given += ["mean=MeanRotation"] if isinstance(self.linearisation, MeanRotation) else []
         given += [] if isinstance(self.damping, Undamped) else [repr(self.damping)]
         shown = ("atol", "rtol", "max_iterations", "fixed_iterations", "tiles")
-        given += [f"{name}={value}" for name, value in vars(self).items() if name in shown and value]
+        chosen = {name: value for name, value in vars(self).items() if name in shown and value is not None}
+        given += [f"{name}={value}" for name, value in chosen.items() if (name, value) != ("atol", 0.0)]
         given += [] if self.patience == PATIENCE else [f"patience={self.patience}"]
         given += [] if self.check else ["check=False"]
         given += [] if isinstance(self.on_failure, Finish) else [f"on_failure={self.on_failure!r}"]

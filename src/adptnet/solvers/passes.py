@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..cells.base import Cell
 from ..errors import IncompatibleError
-from ..fixed_point import Measure, Measured, measured, only_channels_are_open
+from ..fixed_point import Measure, Measured, fails_only_per_channel, measured
 from ..ops.adpt_step import Pass, reference
 from ..ops.linear_scan import linear_scan
 from ..ops.tolerance import Tolerance
@@ -70,7 +70,7 @@ class _Passed(Measured):
         drive, initial, fresh, reset = system.givens[0], system.initial, system.fresh, system.reset
         found = run(self.states, drive, initial, fresh, reset, tolerance=tolerance, recent=system.recent, tiles=tiles)
         self.next, self.residual, self.excess, self.move = found.states, found.residual, found.excess, found.move
-        if only_channels_are_open(tolerance, found.residual, found.excess, found.scale):
+        if fails_only_per_channel(tolerance, found.residual, found.excess, found.scale):
             residual = measured(system, self.states, tolerance)
             self.excess = residual.excess
             self.move = ((self.next - self.states).abs() / residual.allowed).amax(-1)

@@ -229,7 +229,7 @@ def _read_starts(path: Path) -> list[dict[str, Any]]:
     if not isinstance(starts, list) or not all(
         isinstance(start, dict) and isinstance(start.get("step"), int) for start in starts
     ):
-        raise CheckpointError(f"{path} is not as it was written. Delete it, and go on with --resume.")
+        raise CheckpointError(f"{path} is not as it was written. Delete it and resume with --resume.")
     return starts
 
 

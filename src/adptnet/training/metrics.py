@@ -66,12 +66,14 @@ class Metrics:
             )
             aside = path.with_name(f"{path.name}.damaged")
             stay = {line.number for line in past}
-            with open(aside, "ab+", buffering=0) as file:  # lines of later steps, too: the step may be what is wrong
-                append_lines(file, b"".join(line.text + b"\n" for line in lines if line.number not in stay))
-            _warn(
-                f"{_name_lines(path, damaged) if damaged else what} Lines up to step {step} stay as they are; others "
-                f"are now in {aside.name}."
-            )
+            moved = b"".join(line.text + b"\n" for line in lines if line.number not in stay)
+            if moved:
+                with open(
+                    aside, "ab+", buffering=0
+                ) as file:  # lines of later steps, too: the step may be what is wrong
+                    append_lines(file, moved)
+            where = f"; others are now in {aside.name}." if moved else "."
+            _warn(f"{_name_lines(path, damaged) if damaged else what} Lines up to step {step} stay as they are{where}")
         content += b"".join(waiting)
         write_whole(path, content)
         self._open(content)

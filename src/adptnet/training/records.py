@@ -37,7 +37,7 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} is not as it was written ({error}). Delete it, and go on with --resume."
+            f"{path} is not as it was written ({error}). Delete it and resume with --resume."
         ) from None
 
 

@@ -123,7 +123,7 @@ def finished(folder: Path) -> dict[str, Any] | None:
         or not isinstance(result.get("test"), dict)
         or not all(isinstance(result.get(name), int | float) for name in numbers)
     ):
-        raise CheckpointError(f"{path} is not as it was written. Delete it, and go on with --resume.")
+        raise CheckpointError(f"{path} is not as it was written. Delete it and resume with --resume.")
     return result
 
 
@@ -182,6 +182,9 @@ def replay(folder: Path) -> tuple[int, Diagnosis]:
         model.load_state_dict(load(files["model.safetensors"]))
         set_random_states({"cpu": load(files["random.safetensors"])["0/cpu"]})
         batch, step = batch_from(files["batch.safetensors"]), progress_from(files["progress.json"]).step
+        after = torch.get_rng_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(after)
         return step + 1, diagnose(model, experiment.task, batch)
 
 

@@ -12,7 +12,9 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..errors import CheckpointError
+import torch
+
+from ..errors import AdptnetError, CheckpointError
 from ..files import write_whole
 from ..untrusted import parse_json
 
@@ -120,9 +122,9 @@ def explain_damage(folder: Path) -> Iterator[None]:
     """Raise a `CheckpointError` that names `folder` where its files, though as they were written, cannot be used."""
     try:
         yield
-    except CheckpointError:
+    except (AdptnetError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:
+    except Exception as error:  # what a file holds decides which
         raise CheckpointError(
             f"{folder} does not hold what a run writes there ({type(error).__name__}: {error}). Remove it, or start in "
             "another folder."
@@ -147,7 +149,8 @@ class Store:
         """Add a checkpoint, then remove the oldest beyond `keep`."""
         write_folder(self.path(step), files)
         for old in self.steps()[self.keep :]:
-            os.rename(self.path(old), self.folder / f".removed-{old}")  # never a checkpoint that is half removed
+            removed = self.folder / f".removed-{old}-{secrets.token_hex(4)}"
+            os.rename(self.path(old), removed)  # never a checkpoint that is half removed
         for kind in ("draft", "old", "removed"):
             for leftover in self.folder.glob(f".{kind}-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
