@@ -674,10 +674,15 @@ def test_weight_decay_is_for_matrices_and_never_for_timescales(make):
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, partial(torch.optim.SGD, lr=0.1, weight_decay=0.1)])
 def test_an_optimizer_that_decays_timescales_warns_once(kind):
     layer = adpt.ADPTNet(WIDTH, beta=adpt.TrainableBeta(1.0))
-    optimizer = kind(copy.deepcopy(layer).parameters())
-    with pytest.warns(WeightDecayWarning, match="decays 3 parameters that ask for none.*param_groups"):
+    frozen = copy.deepcopy(layer).requires_grad_(False)
+    for each in (layer, frozen):
+        for parameter in each.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer = kind(layer.parameters())
+    with pytest.warns(WeightDecayWarning, match=r"decay to 3 parameters that are marked as exempt.*param_groups"):
         optimizer.step()
     optimizer.step()
+    kind(frozen.parameters()).step()  # nothing is decayed
     kind(nn.Linear(2, 2).parameters()).step()
 
 
