@@ -153,7 +153,7 @@ def _values_and_gradients(layer: ADPTNet, x: Tensor, weights: Tensor, solver: So
 
 
 def _gradients(module: nn.Module, loss: Tensor, x: Tensor) -> dict[str, Tensor]:
-    """Those of `x` and of every parameter that learns; zero where the loss does not depend on it."""
+    """Return the gradients of `x` and of every trainable parameter; zero where the loss does not depend on it."""
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     gradients = torch.autograd.grad(loss, [x, *named.values()], allow_unused=True)
     names = ["gradient of x", *(f"gradient of {name}" for name in named)]

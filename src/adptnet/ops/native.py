@@ -99,7 +99,7 @@ def load(operation: str, number: str = "float") -> ctypes.CDLL | None:
 
 
 def backends() -> dict[str, str]:
-    """What executes each operation here, and why; `gpu` is what runs for tensors on one."""
+    """Return what executes each operation here, and why; `gpu` is for tensors on a GPU."""
     from . import gpu  # which asks this module what is wanted
 
     if not wanted():

@@ -36,12 +36,12 @@ def introduce(formulas: dict[Any, Any]) -> None:
 
 
 def forward_flops(*inputs: Any, out_shape: Any = None, **_: Any) -> int:
-    """Of `adptnet::adpt_scan`: K x and V x at every step."""
+    """Count the FLOPs of `adptnet::adpt_scan`: K x and V x at every step."""
     return _products(inputs, form_of(inputs[-2]), _applied(inputs))
 
 
 def backward_flops(gradient: Shape, states: Shape, kept: Shape, *inputs: Any, out_shape: Any = None, **_: Any) -> int:
-    """Of `adptnet::adpt_scan_backward`: K' and V' at every step, their derivatives, and K x and V x if not kept."""
+    """Count those of `adptnet::adpt_scan_backward`: K', V', their gradients, and K x and V x if not saved."""
     form, applied = form_of(inputs[-1]), _applied(inputs)
     again = 0 if 0 not in kept else applied
     return _products(inputs, form, applied + again + _dense(inputs))

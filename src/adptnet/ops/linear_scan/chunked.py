@@ -48,7 +48,7 @@ def linear_scan(
         resets = torch.broadcast_to(reset, offset.shape[:-1])[..., whole].unflatten(-1, (chunks, length))
 
     def entered(values: Tensor, i: int) -> Tensor:
-        """What enters step i of each chunk; a factor of zero would keep a NaN."""
+        """Return the state that enters step i of each chunk; a factor of zero would keep a NaN."""
         return values if resets is None else torch.where(resets[..., i, None], 0, values)
 
     order = range(length - 1, -1, -1) if reverse else range(length)

@@ -42,7 +42,7 @@ def matrix_scan(
         resets = torch.stack(_chunked(marks, chunks, length, missing, reverse), -3)  # (..., chunks, length, 1, 1)
 
     def entered(values: Tensor, i: int) -> Tensor:
-        """What enters step i of each chunk; a matrix of zeros would keep a NaN."""
+        """Return the state that enters step i of each chunk; a matrix of zeros would keep a NaN."""
         return values if resets is None else torch.where(resets[..., i, :, :], 0, values)
 
     end, reach = rows[order[0]], matrices[order[0]]
