@@ -41,8 +41,11 @@ CONSTRAINTS = ROOT / "constraints.txt"
 UV = "uv>=0.9,<1"
 PATIENCE = 8  # seconds for PyTorch's index to answer when nobody asked for it by name; it needs about one
 
-EXTRA_OF_JOB = {"test": "dev", "lint": "dev", "docs": "docs"}  # every other job makes do with "plots"
-INCLUDED_EXTRAS = {"dev": {"dev", "test", "plots", "train", "cluster"}}  # as pyproject.toml nests them
+EXTRA_OF_JOB = {"test": "dev", "lint": "dev", "docs": "docs"}  # every other job makes do with "lab"
+INCLUDED_EXTRAS = {  # as pyproject.toml nests them
+    "dev": {"dev", "test", "lab", "plots", "train", "cluster"},
+    "lab": {"lab", "plots"},
+}
 
 
 class SetupError(Exception):
@@ -56,7 +59,7 @@ def main(argv: list[str]) -> int:
     job, args = argv[0], argv[1:]
     try:
         refuse_old_python(sys.version_info[:2])
-        set_up(EXTRA_OF_JOB.get(job, "plots"))
+        set_up(EXTRA_OF_JOB.get(job, "lab"))
         if job == "lint":
             return lint()
         if job == "test":

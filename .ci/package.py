@@ -14,7 +14,7 @@ import run  # noqa: E402  the bootstrap: torch comes by the same route
 
 IMPORT = """
 import sys, importlib.metadata, adptnet
-heavy = {"matplotlib", "triton"} & set(sys.modules)
+heavy = {"matplotlib", "triton", "tyro", "rich", "adptnet_lab"} & set(sys.modules)
 assert not heavy, f"import adptnet also imports {heavy}"
 assert sys.prefix in adptnet.__file__, f"imported from {adptnet.__file__}, outside {sys.prefix}"
 versions = {adptnet.__version__, importlib.metadata.version("adptnet"), sys.argv[1]}
@@ -46,12 +46,12 @@ def check_contents(wheel: Path, sdist: Path, stem: str) -> None:
     in_wheel = set(zipfile.ZipFile(wheel).namelist())
     with tarfile.open(sdist) as archive:
         in_sdist = set(archive.getnames())
-    for name in ("py.typed", "__init__.py", "cli.py", "ops/adpt_scan/kernel.cpp"):
+    for name in ("py.typed", "__init__.py", "ops/adpt_scan/kernel.cpp"):
         assert f"adptnet/{name}" in in_wheel, f"{wheel.name} lacks adptnet/{name}"
         assert f"{stem}/src/adptnet/{name}" in in_sdist, f"{sdist.name} lacks src/adptnet/{name}"
     for name in ("LICENSE", "README.md", "run.py", "constraints.txt", "tests"):
         assert any(member.startswith(f"{stem}/{name}") for member in in_sdist), f"{sdist.name} lacks {name}"
-    strangers = {name.split("/")[0] for name in in_wheel} - {"adptnet", f"{stem}.dist-info"}
+    strangers = {name.split("/")[0] for name in in_wheel} - {"adptnet", "adptnet_lab", f"{stem}.dist-info"}
     assert not strangers, f"{wheel.name} also installs {strangers}"
 
 

@@ -32,35 +32,27 @@ autodoc_member_order = "groupwise"
 autodoc_typehints = "signature"
 python_maximum_signature_line_length = 100
 
-FIRST = [
-    "choosing",
-    "pytorch",
-    "recurrence",
-    "solvers",
-    "tasks",
-    "baselines",
-    "training",
-    "spiking",
-    "dynamics",
-    "bounds",
-    "results",
-    "benchmarks",
-    "reproduction",
-    "report",
-]
-LAST = ["notation", "paper-map", "deviations", "decisions", "api"]
+KINDS = {"Tutorials": "tutorials", "How-to guides": "how-to", "Reference": "reference", "Explanation": "explanation"}
 
 
 def contents() -> str:
-    """Every page, those that are not named between the two."""
-    pages = {page.stem for page in HERE.glob("*.md")} - {"index"} - (set() if REPORT.is_dir() else {"report"})
-    order = [*FIRST, *sorted(pages.difference(FIRST, LAST)), *LAST]
-    return "\n".join(["", "```{toctree}", ":hidden:", "", *(page for page in order if page in pages), "```", ""])
+    """The table of contents: the pages of each kind, then those at the top."""
+    trees = {kind: sorted(HERE.glob(f"{folder}/*.md")) for kind, folder in KINDS.items()}
+    trees["Project"] = [
+        p for p in sorted(HERE.glob("*.md")) if p.stem not in ("index", *([] if REPORT.is_dir() else ["report"]))
+    ]
+    lines = [""]
+    for caption, pages in trees.items():
+        names = [str(page.relative_to(HERE).with_suffix("")) for page in pages]
+        lines += ["```{toctree}", f":caption: {caption}", ":hidden:", "", *names, "```", ""] if names else []
+    return "\n".join(lines)
 
 
 def as_site(app: Any, page: str, source: list[str]) -> None:
     """The pages are read elsewhere as they are: here index.md has the others, and files of the project are no links."""
-    source[0] = re.sub(r"\[([^\]]+)\]\(\.\./[^)]+\)", r"\1", source[0])
+    source[0] = re.sub(
+        r"\[([^\]]+)\]\((?:\.\./)+(?!how-to|reference|explanation|tutorials|\w+\.md)[^)]+\)", r"\1", source[0]
+    )
     if page == "index":
         source[0] += contents()
 

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from adptnet import ADPTNet, Recurrent, cells, drive, projections, spectra
-from adptnet.analysis import certificate, figures, gradient_flossing_loss, lyapunov_exponents
+from adptnet.analysis import certificate, gradient_flossing_loss, lyapunov_exponents, plot
 
 TARGETS = (-0.02, -0.04, -0.06, -0.08)
 COLOURS = ["#0072b2", "#009e73", "#d55e00", "#cc79a7"]
@@ -51,7 +51,7 @@ def main(output: Path, size: int = 16, updates: int = 150) -> tuple[Tensor, Tens
         print(f"{name:<10}" + "".join(f"{value:9.4f}" for value in found.tolist()))
     limit = certificate(prescribed).exponents[1]
     print(f"The ADPTNet's largest exponent is certified to be at most {limit:.4f} for every input; the RNN's is not.")
-    figures.save(drawn(torch.stack(history), given, updates), output / "gradient_flossing")
+    plot.save(drawn(torch.stack(history), given, updates), output / "gradient_flossing")
     print(f"Figure: {output / 'gradient_flossing.png'}")
     return flossed, given
 

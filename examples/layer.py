@@ -13,7 +13,7 @@ from torch import Tensor
 
 import adptnet as adpt
 from adptnet import drive, spectra
-from adptnet.training import param_groups
+from adptnet.optim import param_groups
 
 
 def main(output: Path, width: int = 32, steps: int = 100) -> list[float]:

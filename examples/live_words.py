@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adptnet import tasks, training
-from adptnet.cli import ended
 from adptnet.errors import InputError
-from adptnet.events import Bins, Cochlea, Events, PixelFile, SpikeFile, open_archive, read_wav
 from adptnet.integrations.silif import from_silif
 from adptnet.nn import SpikingModel, SpikingModelSpec, spiking_adpt_for_speech
-from adptnet.training.runs import read_experiment, trained
+from adptnet_lab import tasks, training
+from adptnet_lab.cli import ended
+from adptnet_lab.events import Bins, Cochlea, Events, PixelFile, SpikeFile, open_archive, read_wav
+from adptnet_lab.training.runs import read_experiment, trained
 
 RATE = 16_000
 LONGEST = 60  # seconds of a sound

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from adptnet import adjoints, cells, solvers
-from adptnet.spectra import BlockDiagonal
-from adptnet.transitions import Diagonal
+from adptnet.recurrence.spectra import BlockDiagonal
+from adptnet.solvers.transitions import Diagonal
 
 SIZE, FEATURES = 16, 3
 

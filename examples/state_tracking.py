@@ -1,4 +1,4 @@
-"""What one change of the layer does to state tracking: the table at the end of docs/choosing.md.
+"""What one change of the layer does to state tracking: the table at the end of docs/how-to/choose.md.
 
 Trains the quickstart's model on the S3 word problem at length 8 with β = 1, a spectrum of S4D-Real half of it negative,
 the LRU gain and a gate, and with one choice changed. Prints accuracy in % at 1, 2 and 4 times the length. Half a minute
@@ -13,8 +13,8 @@ import argparse
 import torch
 
 from adptnet import cells, conjugates, directions, drive, nn, projections, retractions, spectra
-from adptnet.tasks import WordProblem
-from adptnet.training import TrainConfig, evaluate, train
+from adptnet_lab.tasks import WordProblem
+from adptnet_lab.training import TrainConfig, evaluate, train
 
 BASE = {
     "beta": 1.0,

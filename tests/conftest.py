@@ -2,7 +2,8 @@
 
 import jaxtyping
 
-hook = jaxtyping.install_import_hook("adptnet", "typechecks.checker")  # before adptnet is imported anywhere
+# Before adptnet is imported anywhere.
+hook = jaxtyping.install_import_hook(["adptnet", "adptnet_lab"], "support.typechecks.checker")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

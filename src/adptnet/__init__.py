@@ -4,25 +4,11 @@ layer = adptnet.ADPTNet(width=64, beta=0.125)
 y, state = layer(torch.randn(4, 1024, 64))
 """
 
-from . import (
-    adjoints,
-    analysis,
-    cells,
-    conjugates,
-    directions,
-    drive,
-    errors,
-    mixers,
-    nn,
-    projections,
-    retractions,
-    solvers,
-    spectra,
-    tasks,
-    training,
-)
+import sys
+
+from . import analysis, cells, errors, nn, optim, solvers
 from ._version import __version__
-from .beta import TrainableBeta
+from .analysis.verify import verify
 from .cells import ADPTState
 from .checkpoint import load, save
 from .nn import (
@@ -35,10 +21,16 @@ from .nn import (
     SpikingADPTNet,
     Stack,
     TaylorADPTNet,
-    verify,
 )
-from .ops.native import backends
+from .ops._build import backends
+from .recurrence import conjugates, directions, drive, projections, retractions, spectra
+from .recurrence.beta import TrainableBeta
+from .solvers import adjoints
 from .spec import Spec
+
+# The axes are typed often, so `from adptnet.spectra import Linspace` works as `from adptnet import spectra` does.
+for _axis in (adjoints, conjugates, directions, drive, projections, retractions, spectra):
+    sys.modules[f"{__name__}.{_axis.__name__.rpartition('.')[2]}"] = _axis
 
 __all__ = [
     "ADPTNet",
@@ -63,14 +55,12 @@ __all__ = [
     "drive",
     "errors",
     "load",
-    "mixers",
     "nn",
+    "optim",
     "projections",
     "retractions",
     "save",
     "solvers",
     "spectra",
-    "tasks",
-    "training",
     "verify",
 ]

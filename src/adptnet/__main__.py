@@ -1,8 +1,8 @@
-"""`python -m adptnet`."""
+"""`python -m adptnet`: run the installed command `adptnet`, for launchers such as torchrun that need a module."""
 
+import importlib.metadata
 import sys
 
-from .cli import main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    (command,) = importlib.metadata.entry_points(group="console_scripts", name="adptnet")
+    sys.exit(command.load()())

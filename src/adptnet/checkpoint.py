@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ._io.files import write_whole
+from ._io.untrusted import parse_json
+from ._layout import lay_out
+from ._typing import Device
 from .errors import AdptnetError, CheckpointError
-from .files import write_whole
-from .layout import lay_out
 from .spec import ModuleSpec, Spec
-from .typing import Device
-from .untrusted import parse_json
 
 __all__ = ["find_tied", "load", "save", "serialised"]
 
@@ -45,7 +45,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
             cannot be there.
     """
     spec = getattr(model, "spec", None)
-    if not isinstance(spec, ModuleSpec) or not type(model).__module__.startswith("adptnet."):
+    packages = {type(part).__module__.partition(".")[0] for part in (model, spec)}
+    if not isinstance(spec, ModuleSpec) or len(packages) > 1:  # no subclass from elsewhere: its spec builds the base
         raise CheckpointError(
             f"load could not build a {type(model).__name__} again. Save one of adptnet's own modules that has a spec; "
             "of a compiled model, save model._orig_mod."

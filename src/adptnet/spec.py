@@ -8,6 +8,8 @@ other configuration system.
 import abc
 import dataclasses
 import difflib
+import functools
+import importlib.metadata
 import json
 import math
 import numbers
@@ -18,9 +20,9 @@ from typing import Any, ClassVar, Literal, TypeVar, Union, cast, dataclass_trans
 import torch
 from torch import nn
 
+from ._io.untrusted import parse_json
+from ._typing import Device, DType
 from .errors import AdptnetError, IncompatibleError, SpecError
-from .typing import Device, DType
-from .untrusted import parse_json
 
 __all__ = [
     "MAX_DEPTH",
@@ -222,6 +224,13 @@ def _encode(value: Any, where: str, depth: int = 1) -> Any:
     )
 
 
+@functools.cache
+def _import_specs() -> None:
+    """Import the modules that installed packages list under the entry point `adptnet.specs`, once."""
+    for entry in importlib.metadata.entry_points(group="adptnet.specs"):
+        entry.load()
+
+
 def _decode(value: Any, where: str, depth: int = 1) -> Any:
     _check_depth(depth, where)
     if isinstance(value, list):
@@ -229,6 +238,8 @@ def _decode(value: Any, where: str, depth: int = 1) -> Any:
     if not isinstance(value, dict):
         return value
     name = value.get("type")
+    if isinstance(name, str) and name not in _kinds:
+        _import_specs()
     if not isinstance(name, str) or name not in _kinds:
         raise SpecError(f"{where} has the type {_shown(name)}, which is unknown here.{nearest(str(name), _kinds)}")
     kind = _kinds[name]

@@ -3,14 +3,7 @@
 from .ball import Ball
 from .bounds import Certificate, certificate, deviation_bounds, singular_value_shifts
 from .capture import captured
-from .convergence import (
-    LocalErrors,
-    accumulated_error,
-    jacobian_lipschitz,
-    local_errors,
-    overshoot,
-    quadratic_basin,
-)
+from .convergence import LocalErrors, accumulated_error, jacobian_lipschitz, local_errors, overshoot, quadratic_basin
 from .cost import Cost, cost
 from .efficiency import ActivityWarning, Efficiency, efficiency
 from .entropy import materialised, offdiagonal_entropy

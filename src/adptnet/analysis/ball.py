@@ -9,7 +9,7 @@ __all__ = ["Ball"]
 
 
 class Ball(NamedTuple):
-    """‖x_t‖ ≤ a ‖x_{t-1}‖ + ‖drive_t‖ (docs/bounds.md); for a state of two parts, the same with a 2×2 matrix a."""
+    """‖x_t‖ ≤ a ‖x_{t-1}‖ + ‖drive_t‖ (bounds.md); for a state of two parts, the same with a 2×2 matrix a."""
 
     transition: Tensor  # (parts, parts), not negative
     entry: Tensor  # (parts,): how the norm of the drive enters each part

@@ -1,7 +1,7 @@
 """Certificates: what holds for every input, or why nothing does; and what holds along one trajectory.
 
 The paper's lemmas (lemma:J_singular_vals, coro:lipschitz, lemma:le_spectrum) with an exact constant in place of
-8βλ̄_max, and sums of exponents in place of lemma:le_exact_match. Proofs are in docs/bounds.md.
+8βλ̄_max, and sums of exponents in place of lemma:le_exact_match. Proofs are in docs/explanation/bounds.md.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ from ..cells import (
     StatefulCell,
     TanhRNNCell,
 )
-from ..conjugates import Exact, Taylor
-from ..directions import Directions, FromInput, FromState
 from ..errors import IncompatibleError, InputError
+from ..recurrence.conjugates import Exact, Taylor
+from ..recurrence.directions import Directions, FromInput, FromState
 from .ball import Ball
 from .jacobians import stretches
 from .lyapunov import check_transient
@@ -106,7 +106,7 @@ def certificate(
 ) -> Certificate:
     """What holds for every input; with `inputs`, or a number of `steps`, what holds along that trajectory.
 
-    For every input it needs the weights only, and covers ADPT cells as far as that can be proved (docs/bounds.md),
+    For every input it needs the weights only, and covers ADPT cells as far as that can be proved (bounds.md),
     coupled cells and plain RNNs. Along a trajectory it covers any cell: σ(J_t) is measured at every step, and Horn's
     inequality turns it into bounds on the exponents of that window.
 
@@ -193,7 +193,7 @@ def _in_words(spec: ADPTSpec, heads: list[Turning]) -> str:
 
 
 def _refusals(spec: ADPTSpec, heads: list[Turning]) -> tuple[str, ...]:
-    """Why no bound holds for every input (docs/deviations.md, point 13)."""
+    """Why no bound holds for every input (docs/explanation/deviations.md, point 13)."""
     if isinstance(spec.direction, FromInput) or not spec.conjugate.turns or all(head.beta == 0 for head in heads):
         return ()
     reasons = []

@@ -1,7 +1,7 @@
 """How fast Newton iterations over a whole sequence converge: local errors, their sum, and the quadratic basin.
 
 The paper's terms (table:error_summary, eq:total_approx_error, eq:quad_basin), measured, beside what is proved of them
-(docs/bounds.md).
+(docs/explanation/bounds.md).
 """
 
 import math
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..cells import ADPTCell, ADPTState
-from ..conjugates import Taylor, nearest_blocks
 from ..errors import IncompatibleError, InputError
+from ..recurrence.conjugates import Taylor, nearest_blocks
 from .bounds import certificate
 from .jacobians import stretches
 from .systems import cell_of, describe, posed
@@ -48,7 +48,7 @@ def local_errors(
     """The local errors of Conv-, Forward- and Quasi-DEER along a trajectory (table:error_summary, eq:approx_error).
 
     The paper's product of a norm and ‖s‖ is an upper bound: (J - M) s = 0, so ε^der does not act against DEER at all
-    (docs/deviations.md, point 15).
+    (docs/explanation/deviations.md, point 15).
     """
     cell = _adpt(system, "local_errors")
     trajectory = posed(system, inputs, state, steps)
@@ -134,8 +134,8 @@ def jacobian_lipschitz(system: Any, smallest_norm: float) -> float:
     """L(ρ): how fast J changes with the state, where ‖x‖ (in each head) is at least ρ = `smallest_norm`.
 
     ‖J(x) - J(y)‖ ≤ L(ρ) ‖x - y‖ if the segment between x and y stays outside the ball of radius ρ. J has degree zero,
-    so L(ρ) grows as 1/ρ and there is none for all states (docs/deviations.md, point 15). With s the joint condition of
-    K and V, L(ρ) = 2rβ s (2 + (3β + 2/√3) s) / ρ (docs/bounds.md).
+    so L(ρ) grows as 1/ρ and there is none for all states (deviations.md, point 15). With s the joint condition of
+    K and V, L(ρ) = 2rβ s (2 + (3β + 2/√3) s) / ρ (docs/explanation/bounds.md).
     """
     cell = _adpt(system, "jacobian_lipschitz")
     held = certificate(cell)

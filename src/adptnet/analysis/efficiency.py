@@ -8,10 +8,10 @@ from torch import Tensor
 
 from ..cells import SpikingADPTCell
 from ..cells.coupled import CoupledCell
-from ..directions import FromState
 from ..errors import InputError
 from ..nn.spiking import SpikingModel, Trace
-from ..projections import Projection
+from ..recurrence.directions import FromState
+from ..recurrence.projections import Projection
 
 __all__ = ["AC_ENERGY", "MAC_ENERGY", "ActivityWarning", "Efficiency", "LayerActivity", "efficiency"]
 

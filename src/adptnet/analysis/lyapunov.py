@@ -18,7 +18,7 @@ from ..errors import InputError
 from ..ops.matrix_chain import matrix_chain
 from ..solvers import Result, Solver
 from ..solvers.parallel import Parallel
-from ..system import System
+from ..solvers.system import System
 from .jacobians import chunks, jacobians_at, stretches, visited
 from .recompute import recomputed
 from .systems import Posed, parameters_of, posed

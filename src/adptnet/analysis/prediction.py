@@ -10,7 +10,7 @@ from ..cells import ADPTState
 from ..errors import IncompatibleError
 from ..solvers import Newton, Solver
 from ..solvers.damping import Undamped
-from ..system import System
+from ..solvers.system import System
 from .systems import Posed, posed
 
 __all__ = ["equations", "predicted_iterations"]

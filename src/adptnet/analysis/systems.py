@@ -11,8 +11,8 @@ from torch.nn.utils.rnn import PackedSequence
 from ..cells import ADPTState, Cell, from_torch
 from ..errors import InputError, NonFiniteError
 from ..nn.layer import RecurrentLayer
+from ..recurrence.spectra.base import compute_dtype
 from ..solvers.problem import pose
-from ..spectra.base import compute_dtype
 
 __all__ = ["Analysable", "Posed", "cell_of", "describe", "parameters_of", "posed"]
 

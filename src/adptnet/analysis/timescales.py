@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ..cells import ADPTCell, ADPTState
-from ..directions import KeyValue
 from ..errors import IncompatibleError, InputError
-from ..retractions import Cayley
+from ..recurrence.directions import KeyValue
+from ..recurrence.retractions import Cayley
 from .systems import cell_of, describe, posed
 from .turning import enclosing_radius
 

@@ -1,6 +1,6 @@
 """What enters every bound: how wide the spectrum is, and how fast key and value can turn with the state.
 
-Proofs are in docs/bounds.md.
+Proofs are in docs/explanation/bounds.md.
 """
 
 import itertools
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ..cells import ADPTCell
-from ..directions import Directions, FromInput
 from ..errors import IncompatibleError
-from ..projections import Projection
-from ..projections.base import Biased
-from ..projections.heads import Heads
-from ..spectra import BlockDiagonal
+from ..recurrence.directions import Directions, FromInput
+from ..recurrence.projections import Projection
+from ..recurrence.projections.base import Biased
+from ..recurrence.projections.heads import Heads
+from ..recurrence.spectra import BlockDiagonal
 
 __all__ = ["Turning", "enclosing_radius", "joint_condition", "turnings"]
 

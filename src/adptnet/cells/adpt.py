@@ -6,18 +6,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..beta import Beta
-from ..conjugates import block_diagonal, dense_step
-from ..directions import FromInput, bind_directions
-from ..drive import Drive
+from .._typing import Device, DType, Matrix, Positions, Vector
 from ..errors import IncompatibleError, InputError
 from ..ops import adpt_step
+from ..ops._torch_state import has_values, transformed
 from ..ops.adpt_scan import Constants, Form
 from ..ops.adpt_step import Pass
-from ..ops.transforms import has_values, transformed
-from ..projections import Orthogonal
-from ..spectra import BlockDiagonal
-from ..typing import Device, DType, Matrix, Positions, Vector
+from ..recurrence.beta import Beta
+from ..recurrence.conjugates import block_diagonal, dense_step
+from ..recurrence.directions import FromInput, bind_directions
+from ..recurrence.drive import Drive
+from ..recurrence.projections import Orthogonal
+from ..recurrence.spectra import BlockDiagonal
 from . import fused
 from .base import Cell
 from .bound import Bound, BoundCell

@@ -2,20 +2,22 @@
 
 import abc
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..conjugates import Conjugate, nearest_blocks
+from .._typing import Device, DType, Matrix, Position, Positions, Vector
 from ..errors import IncompatibleError, InputError
 from ..ops.adpt_step import Pass
+from ..recurrence.conjugates import Conjugate, nearest_blocks
+from ..recurrence.spectra import BlockDiagonal
+from ..recurrence.spectra.base import compute_dtype
 from ..spec import ModuleSpec
-from ..spectra import BlockDiagonal
-from ..spectra.base import compute_dtype
-from ..transitions import Diagonal, Transition
-from ..typing import Device, DType, Matrix, Position, Positions, Vector
+
+if TYPE_CHECKING:  # solvers import cells; only `solvers.transitions` is used the other way
+    from ..solvers.transitions import Transition
 
 __all__ = ["ADPTState", "Cell", "CellSpec", "positions", "register_state", "select_rows"]
 
@@ -154,14 +156,18 @@ class Cell(nn.Module, abc.ABC):
         """This cell with what a call gave it for each step taken at `index` (batch, time) instead."""
         return self
 
-    def linear_transition(self, drive: Tensor) -> Transition | None:
+    def linear_transition(self, drive: Tensor) -> "Transition | None":
         """The transition of the step without its non-linearity, which no state has to be known for: Conv-DEER."""
         lambda_bar = self.eigenvalues()
+        from ..solvers.transitions import Diagonal
+
         return None if lambda_bar is None else Diagonal(lambda_bar)
 
-    def forward_transition(self, state: Vector, drive: Tensor) -> Transition | None:
+    def forward_transition(self, state: Vector, drive: Tensor) -> "Transition | None":
         """The diagonal of M (eq:diag_M), in pairs where eigenvalues are: Forward-DEER."""
         conjugate = self.conjugate(state, drive)
+        from ..solvers.transitions import Diagonal
+
         return None if conjugate is None else Diagonal(conjugate.blocks())
 
     def jacobian(self, state: Vector, drive: Tensor) -> Matrix:

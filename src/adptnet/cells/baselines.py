@@ -6,9 +6,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..projections import Dense, Orthogonal, Projection, ProjectionSpec
+from .._typing import Device, DType, Positions, Vector
+from ..recurrence.projections import Dense, Orthogonal, Projection, ProjectionSpec
 from ..spec import check_size, spec
-from ..typing import Device, DType, Positions, Vector
 from .base import Cell, CellSpec
 
 __all__ = ["OrthogonalRNN", "OrthogonalRNNCell", "ReLURNN", "ReLURNNCell", "TanhRNN", "TanhRNNCell"]

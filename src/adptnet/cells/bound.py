@@ -7,12 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..conjugates import Conjugate, Eigen, HeadedConjugate, StartedBlocks, Taylor
-from ..directions import Directions, KeyValue
+from .._typing import Matrix, Vector
 from ..ops.linear_scan import linear_scan
-from ..spectra import BlockDiagonal, Spectrum
-from ..transitions import Diagonal, InBasis, Transition
-from ..typing import Matrix, Vector
+from ..recurrence.conjugates import Conjugate, Eigen, HeadedConjugate, StartedBlocks, Taylor
+from ..recurrence.directions import Directions, KeyValue
+from ..recurrence.spectra import BlockDiagonal, Spectrum
+from ..solvers.transitions import Diagonal, InBasis, Transition
 from .base import Cell
 from .jacobian import Direction, StepJacobian, rotation_numbers, step_jacobian, taylor_numbers
 from .spec import ADPTSpec

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..ops.transforms import transformed
-from ..spectra import BlockDiagonal
-from ..transitions import Coupled, Transition
-from ..typing import Device, DType, Positions, Vector
+from .._typing import Device, DType, Positions, Vector
+from ..ops._torch_state import transformed
+from ..recurrence.spectra import BlockDiagonal
+from ..solvers.transitions import Coupled, Transition
 from . import fused
 from .adpt import ADPTCell
 from .base import Cell

@@ -5,18 +5,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..beta import Beta, is_zero
-from ..conjugates import ConjugateSpec, Diagonal, Exact, Product, Taylor
-from ..directions import LAYER_NORM_EPS, Directions, FromInput, FromState
-from ..ops import adpt_step, native
+from ..ops import _build, adpt_step
+from ..ops._torch_state import transformed, watched
 from ..ops.adpt_scan import DENSE, Constants, Factors, Form, Retracted, Source, adpt_scan, ready, why_not
-from ..ops.transforms import transformed, watched
-from ..projections import Projection
-from ..projections.base import Biased
-from ..projections.factored import KroneckerProjection, LowParamProjection, LowRankProjection
-from ..projections.heads import Heads
-from ..retractions import Cayley, Exponential, Retraction
-from ..spectra import BlockDiagonal
+from ..recurrence.beta import Beta, is_zero
+from ..recurrence.conjugates import ConjugateSpec, Diagonal, Exact, Product, Taylor
+from ..recurrence.directions import LAYER_NORM_EPS, Directions, FromInput, FromState
+from ..recurrence.projections import Projection
+from ..recurrence.projections.base import Biased
+from ..recurrence.projections.factored import KroneckerProjection, LowParamProjection, LowRankProjection
+from ..recurrence.projections.heads import Heads
+from ..recurrence.retractions import Cayley, Exponential, Retraction
+from ..recurrence.spectra import BlockDiagonal
 from .base import Cell
 from .spec import ADPTSpec
 
@@ -47,8 +47,8 @@ def own_steps(cell: Cell, kind: type[Cell]) -> bool:
 def own_directions(directions: nn.ModuleList, *, log: bool = False) -> bool:
     """Return whether the operation may evaluate K and V itself; with `log`, log once why not."""
     own = all(isinstance(found, Directions) and found.is_stock() for found in directions)
-    if log and not own and native.wanted():
-        native.notice("K or V has hooks, or is a module of another kind, which is called at every step.")
+    if log and not own and _build.wanted():
+        _build.notice("K or V has hooks, or is a module of another kind, which is called at every step.")
     return own
 
 
@@ -78,8 +78,8 @@ def covers(
     if reason is None and dtype is not None and device.type not in ("cpu", "meta"):
         form, paired, slow = form_of(spec, beta_given=beta), spec.spectrum.is_complex, spec.memory is not None
         reason = why_not(form, spec.size, paired=paired, slow=slow, dtype=dtype, device=str(device))
-    if log and reason is not None and native.wanted():
-        native.notice(reason)
+    if log and reason is not None and _build.wanted():
+        _build.notice(reason)
     return reason is None and (device.type != "cpu" or (dtype is not None and ready(dtype)))
 
 
@@ -243,7 +243,7 @@ def scan(
 ) -> Tensor | None:
     """All states; None inside a transform."""
     if transformed(drive, state, *constants):
-        native.notice("torch.func transforms and forward-mode derivatives look into every step.")
+        _build.notice("torch.func transforms and forward-mode derivatives look into every step.")
         return None
     return adpt_scan(drive, state, constants, form, reset=reset, lengths=lengths, factors=factors, lean=lean)
 
@@ -255,8 +255,8 @@ def steps_known(spec: ADPTSpec, states: Tensor, drive: Tensor, constants: Consta
     if states.device.type != "cpu" or recorded or spec.start or watched() or transformed(*tensors):
         return False
     if _uncovered(spec, drive.dtype) is not None or not adpt_step.covers(constants, form):
-        if native.wanted():
-            native.notice("the kernel of Jacobians and Newton passes is for one head, a real spectrum, K and V of x.")
+        if _build.wanted():
+            _build.notice("the kernel of Jacobians and Newton passes is for one head, a real spectrum, K and V of x.")
         return False
     return adpt_step.ready(states.dtype)
 

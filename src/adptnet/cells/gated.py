@@ -2,8 +2,8 @@
 
 from torch import nn
 
+from .._typing import Device, DType
 from ..spec import check_size, spec
-from ..typing import Device, DType
 from .base import CellSpec
 from .wrap import TorchCell
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..directions import unit
-from ..retractions import Retraction
-from ..spectra import BlockDiagonal
-from ..typing import Column, Matrix, Vector
+from .._typing import Column, Matrix, Vector
+from ..recurrence.directions import unit
+from ..recurrence.retractions import Retraction
+from ..recurrence.spectra import BlockDiagonal
 
 __all__ = ["Direction", "StepJacobian", "rotation_numbers", "step_jacobian", "taylor_numbers"]
 

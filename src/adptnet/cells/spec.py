@@ -4,17 +4,17 @@ import dataclasses
 import math
 from typing import Any
 
-from ..beta import BetaValue, TrainableBeta, heads_of
-from ..conjugates import ConjugateSpec, Exact, Stateful, Taylor
-from ..directions import DirectionSpec, FromInput, FromState
-from ..drive import EMA, LRU, GainSpec, RoPE, SoftplusGate
+from .._typing import Device, DType
 from ..errors import IncompatibleError, SpecError
-from ..projections import Dense, Expand, Kronecker, LowParam, LowRank, ProjectionSpec
-from ..projections.factored import square_factors
-from ..retractions import Exponential, Retraction
+from ..recurrence.beta import BetaValue, TrainableBeta, heads_of
+from ..recurrence.conjugates import ConjugateSpec, Exact, Stateful, Taylor
+from ..recurrence.directions import DirectionSpec, FromInput, FromState
+from ..recurrence.drive import EMA, LRU, GainSpec, RoPE, SoftplusGate
+from ..recurrence.projections import Dense, Expand, Kronecker, LowParam, LowRank, ProjectionSpec
+from ..recurrence.projections.factored import square_factors
+from ..recurrence.retractions import Exponential, Retraction
+from ..recurrence.spectra import Linspace, SpectrumSpec
 from ..spec import Spec, check_kind, check_nonnegative, check_size, spec
-from ..spectra import Linspace, SpectrumSpec
-from ..typing import Device, DType
 from .base import Cell, CellSpec
 
 __all__ = ["ADPTSpec", "SlowMemory", "axes"]
@@ -114,7 +114,7 @@ class ADPTSpec(CellSpec):
 
     @property
     def outside_lemmas(self) -> tuple[str, ...]:
-        """Why no bound of the lemmas' kind holds for this cell, if none does (docs/deviations.md, point 13)."""
+        """Why no bound of the lemmas' kind holds for this cell, if none does (deviations.md, point 13)."""
         turning = self.conjugate.turns and not isinstance(self.direction, FromInput)  # otherwise J = M
         rank = self.projection.rank if isinstance(self.projection, LowRank) else self.size
         reasons = {

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..conjugates import Exact
+from .._typing import Device, DType, Positions, Vector
 from ..ops.plane_rotation import skew
-from ..typing import Device, DType, Positions, Vector
+from ..recurrence.conjugates import Exact
 from .adpt import ADPTCell
 from .base import Cell
 from .spec import ADPTSpec

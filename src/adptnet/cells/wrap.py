@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from .._typing import Positions, Vector
 from ..errors import IncompatibleError
 from ..spec import check_size
-from ..typing import Positions, Vector
 from .base import Cell
 
 __all__ = ["FunctionCell", "TorchCell", "from_function", "from_torch"]

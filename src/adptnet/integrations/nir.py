@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from torch import nn
 
+from .._io.files import drafted
 from ..cells import SpikingADPT, SpikingADPTCell
 from ..cells.coupled import CoupledCell
 from ..cells.spiking import LIFCell, Sigmoid
-from ..conjugates import Diagonal
 from ..errors import IncompatibleError, InputError
-from ..files import drafted
 from ..nn.block import Norm
 from ..nn.spiking import SpikingModel
-from ..projections import Projection
-from ..projections.base import Biased
+from ..recurrence.conjugates import Diagonal
+from ..recurrence.projections import Projection
+from ..recurrence.projections.base import Biased
 
 __all__ = ["run_nir", "to_nir", "write_nir"]
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from .._io.untrusted import read_npz
 from ..cells import SiLIF
 from ..errors import CheckpointError
 from ..nn.spiking import SpikingModel, SpikingModelSpec
-from ..untrusted import read_npz
 
 __all__ = ["from_silif"]
 

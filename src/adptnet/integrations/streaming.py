@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from .._io.files import drafted
 from ..errors import IncompatibleError, InputError
-from ..files import drafted
 from ..nn.layer import RecurrentLayer
 from ..nn.spiking import SpikingModel
 

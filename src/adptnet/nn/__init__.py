@@ -1,26 +1,18 @@
 """Modules: the layer, what is built around it, and whole models."""
 
 from .autoencoder import AutoEncoder, AutoEncoderSpec
-from .baselines import BASELINES, baseline, lru, matched, parameter_count, s4d
 from .bidirectional import Bidirectional, BidirectionalSpec
 from .block import BlockSpec, ResidualBlock
 from .layer import ADPTNet, LayerSpec, Recurrent, RecurrentLayer
+from .mixer import Mixer, MixerSpec, MixerState
 from .model import ModelSpec, SequenceModel
-from .spiking import (
-    SpikingADPTNet,
-    SpikingModel,
-    SpikingModelSpec,
-    silif_for_speech,
-    spiking_adpt_for_speech,
-)
+from .spiking import SpikingADPTNet, SpikingModel, SpikingModelSpec, silif_for_speech, spiking_adpt_for_speech
 from .stack import Stack, StackSpec
 from .states import LayerStates
 from .swiglu import SwiGLUBlock, SwiGLUBlockSpec
 from .variants import CoupledADPTNet, LinearADPTNet, TaylorADPTNet
-from .verify import Verification, verify
 
 __all__ = [
-    "BASELINES",
     "ADPTNet",
     "AutoEncoder",
     "AutoEncoderSpec",
@@ -31,6 +23,9 @@ __all__ = [
     "LayerSpec",
     "LayerStates",
     "LinearADPTNet",
+    "Mixer",
+    "MixerSpec",
+    "MixerState",
     "ModelSpec",
     "Recurrent",
     "RecurrentLayer",
@@ -44,13 +39,6 @@ __all__ = [
     "SwiGLUBlock",
     "SwiGLUBlockSpec",
     "TaylorADPTNet",
-    "Verification",
-    "baseline",
-    "lru",
-    "matched",
-    "parameter_count",
-    "s4d",
     "silif_for_speech",
     "spiking_adpt_for_speech",
-    "verify",
 ]

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._typing import Device, DType
 from ..errors import InputError, SpecError
-from ..ops.tracing import Proxy, record_call
+from ..ops._fx import Proxy, record_call
 from ..solvers.problem import check_lengths, valid
 from ..spec import ModuleSpec, check_size, reset_from_spec, spec
-from ..typing import Device, DType
 from .block import BlockSpec, Norm
 from .packing import check_padded
 from .states import LayerStates, states_of

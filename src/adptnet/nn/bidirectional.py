@@ -5,16 +5,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._typing import Device, DType
 from ..cells import ADPTState
 from ..cells.base import register_state
 from ..errors import InputError, SpecError
-from ..ops.tracing import Proxy, record_call
-from ..ops.transforms import without_autocast
-from ..projections import Dense
-from ..projections.base import apply_map
+from ..ops._fx import Proxy, record_call
+from ..ops._torch_state import without_autocast
+from ..recurrence.projections import Dense
+from ..recurrence.projections.base import apply_map
 from ..solvers.problem import check_lengths
 from ..spec import ModuleSpec, check_kind, reset_from_spec, spec
-from ..typing import Device, DType
 from .layer import LayerSpec
 from .packing import check_padded
 

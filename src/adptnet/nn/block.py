@@ -6,15 +6,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .._typing import Device, DType
 from ..errors import SpecError
-from ..mixers import MixerSpec
-from ..ops.tracing import Proxy, record_call
-from ..ops.transforms import has_values
+from ..ops._fx import Proxy, record_call
+from ..ops._torch_state import has_values
 from ..solvers.problem import check_lengths, valid
 from ..spec import ModuleSpec, check_fraction, nearest, reset_from_spec, spec
-from ..typing import Device, DType
 from .bidirectional import BidirectionalSpec, refuse_time_major
 from .layer import LayerSpec
+from .mixer import MixerSpec
 from .packing import check_padded
 
 __all__ = ["BlockSpec", "Norm", "NormName", "ResidualBlock"]

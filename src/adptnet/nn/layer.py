@@ -8,21 +8,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ..adjoints import Adjoint, Unrolled
-from ..beta import BetaValue
+from .._typing import Device, DType
 from ..cells import ADPTSpec, ADPTState, Cell, CellSpec
 from ..cells.spec import axes as adpt_axes
 from ..errors import IncompatibleError, InputError, NonFiniteError, NotConvergedWarning
-from ..ops.tracing import Proxy, record_call
-from ..ops.transforms import without_autocast
-from ..projections import Dense, Projection, ProjectionSpec
-from ..projections.base import apply_map
+from ..ops._fx import Proxy, record_call
+from ..ops._torch_state import without_autocast
+from ..recurrence.beta import BetaValue
+from ..recurrence.projections import Dense, Projection, ProjectionSpec
+from ..recurrence.projections.base import apply_map
+from ..recurrence.spectra import Linspace, SpectrumSpec
 from ..solvers import Result, Return, Sequential, Solution, Solver
+from ..solvers.adjoints import Adjoint, Unrolled
 from ..solvers.parallel import Parallel
 from ..solvers.problem import check_dtype, check_lengths, valid
 from ..spec import ModuleSpec, check_kind, reject_unknown, reset_from_spec, spec
-from ..spectra import Linspace, SpectrumSpec
-from ..typing import Device, DType
 from .packing import check_padded, packed_sequence, ragged
 
 __all__ = ["ADPTNet", "LayerSpec", "Recurrent", "RecurrentLayer"]

@@ -7,15 +7,15 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from .._typing import Device, DType
 from ..errors import InputError, SpecError
-from ..mixers import MixerSpec
-from ..ops.tracing import Proxy, record_call
+from ..ops._fx import Proxy, record_call
 from ..solvers.problem import check_lengths, valid
 from ..spec import ModuleSpec, check_size, nearest, reject_unknown, reset_from_spec, spec
-from ..typing import Device, DType
 from .bidirectional import BidirectionalSpec
 from .block import BlockSpec, Norm, NormName, ResidualBlock
 from .layer import LayerSpec
+from .mixer import MixerSpec
 from .packing import check_padded
 from .states import LayerStates, states_of
 from .swiglu import SwiGLUBlock, SwiGLUBlockSpec

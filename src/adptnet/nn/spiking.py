@@ -6,19 +6,19 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from ..beta import BetaValue
+from .._typing import Device, DType
 from ..cells import ADPTSpec, ADPTState, CellSpec, LeakyIntegrator, SiLIF, SlowMemory, SpikingADPT, SpikingCell
 from ..cells.spiking import Boxcar, NeuronSpec, Spike, SpikeReset
-from ..directions import DirectionSpec, FromState
 from ..errors import InputError, SpecError
-from ..ops.tracing import Proxy, record_call
-from ..projections import Dense, Identity, LowParam, ProjectionSpec
-from ..projections.dense import DenseProjection
-from ..projections.factored import square_factors
+from ..ops._fx import Proxy, record_call
+from ..recurrence.beta import BetaValue
+from ..recurrence.directions import DirectionSpec, FromState
+from ..recurrence.projections import Dense, Identity, LowParam, ProjectionSpec
+from ..recurrence.projections.dense import DenseProjection
+from ..recurrence.projections.factored import square_factors
+from ..recurrence.spectra import LogUniformDecay
 from ..solvers.problem import check_dtype, check_lengths, valid
 from ..spec import ModuleSpec, check_fraction, check_kind, check_size, nearest, reset_from_spec, spec
-from ..spectra import LogUniformDecay
-from ..typing import Device, DType
 from .block import Norm
 from .layer import Recurrent
 from .packing import check_padded

@@ -4,13 +4,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._typing import Device, DType
 from ..errors import SpecError
-from ..mixers import MixerSpec
-from ..ops.tracing import Proxy, record_call
+from ..ops._fx import Proxy, record_call
 from ..spec import ModuleSpec, check_fraction, check_size, reject_unknown, reset_from_spec, spec
-from ..typing import Device, DType
 from .bidirectional import BidirectionalSpec, refuse_time_major
 from .layer import LayerSpec
+from .mixer import MixerSpec
 from .packing import check_padded
 from .states import LayerStates, states_of
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from ..cells import SlowMemory
-from ..conjugates import Taylor
-from ..directions import FromInput
+from ..recurrence.conjugates import Taylor
+from ..recurrence.directions import FromInput
 from .layer import ADPTNet
 
 __all__ = ["CoupledADPTNet", "LinearADPTNet", "TaylorADPTNet"]

@@ -5,10 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..adjoints import Adjoint
 from ..cells.base import ADPTState, Cell
 from ..cells.spec import ADPTSpec
-from ..directions import FromInput
+from ..recurrence.directions import FromInput
+from .adjoints import Adjoint
 from .base import Solution, Solver
 from .blockwise import BlockWise
 from .newton import DEER, ConvDEER, QuasiDEER

@@ -7,9 +7,9 @@ import enum
 import torch
 from torch import Tensor
 
-from ..adjoints import Adjoint
 from ..cells.base import ADPTState, Cell
-from ..fixed_point import History
+from .adjoints import Adjoint
+from .fixed_point import History
 
 __all__ = ["Result", "Solution", "Solver"]
 

@@ -8,10 +8,10 @@ from torch import Tensor
 from ..cells.base import Cell
 from ..errors import InputError
 from ..ops.tolerance import Tolerance
-from ..system import System
-from ..transitions import Transition
 from .parallel import Parallel, Search, joined
 from .policies import Policy
+from .system import System
+from .transitions import Transition
 
 __all__ = ["BlockWise"]
 

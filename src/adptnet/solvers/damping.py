@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..fixed_point import Iterate, newton_update
-from ..system import System
-from ..transitions import Transition
+from .fixed_point import Iterate, newton_update
+from .system import System
+from .transitions import Transition
 
 __all__ = ["Adaptive", "Damping", "Proximal", "Scale", "TrustRegion", "Undamped"]
 

@@ -14,16 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..adjoints import Adjoint, Implicit
 from ..cells.base import ADPTState, Cell, positions
 from ..errors import DistributedError, IncompatibleError, InputError, NotConverged
-from ..fixed_point import Contraction, Found, History, allowed_drift, measured, rounding_excess
 from ..ops.tolerance import remembered_scale
-from ..system import System
-from ..transitions import Dense, Transition
+from .adjoints import Adjoint, Implicit
 from .base import Result, Solution, Solver, finite_steps
 from .damping import Adaptive, Scale, Undamped
 from .distributed_adjoint import Search, attach
+from .fixed_point import Contraction, Found, History, allowed_drift, measured, rounding_excess
 from .linearisations import MeanConjugate, MeanRotation, in_eigenbasis, mean_matrix
 from .newton import Newton
 from .parallel import full_precision, transformed
@@ -31,6 +29,8 @@ from .policies import Finish, Raise
 from .problem import Problem, check_dtype, pose
 from .ranks import Line, Ranks
 from .rowwise import check_step
+from .system import System
+from .transitions import Dense, Transition
 
 __all__ = ["TimeParallel", "sum_gradients"]
 

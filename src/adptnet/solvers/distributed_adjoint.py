@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..adjoints import PATIENCE, Implicit, Progress, gradient_tolerance
 from ..cells.base import Cell
 from ..errors import DistributedError, IncompatibleError
-from ..fixed_point import default_rtol
 from ..ops.tolerance import HALF_LIFE
-from ..system import System, stretch
-from ..transitions import Transition
+from .adjoints import PATIENCE, Implicit, Progress, gradient_tolerance
+from .fixed_point import default_rtol
 from .parallel import full_precision
 from .ranks import Line
+from .system import System, stretch
+from .transitions import Transition
 
 __all__ = ["Search", "attach"]
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ..cells.base import Cell
-from ..conjugates import RotatedConjugate
 from ..errors import IncompatibleError, InputError
 from ..ops.linear_scan import linear_scan
-from ..spectra import BlockDiagonal
-from ..system import System, stretch
-from ..transitions import Dense, Diagonal, InBasis, Piecewise, Transition, Zero
+from ..recurrence.conjugates import RotatedConjugate
+from ..recurrence.spectra import BlockDiagonal
+from .system import System, stretch
+from .transitions import Dense, Diagonal, InBasis, Piecewise, Transition, Zero
 
 __all__ = [
     "ConjugateDiagonal",

@@ -9,12 +9,10 @@ from torch import Tensor
 
 from ..cells.base import Cell
 from ..errors import IncompatibleError, InputError
-from ..fixed_point import Iterate, default_rtol, solve
 from ..ops.linear_scan import linear_scan
 from ..ops.tolerance import Tolerance
-from ..system import System
-from ..transitions import Transition
 from .damping import Damping, Proximal, Undamped
+from .fixed_point import Iterate, default_rtol, solve
 from .linearisations import (
     ConjugateDiagonal,
     FullJacobian,
@@ -29,6 +27,8 @@ from .linearisations import (
 from .parallel import Parallel, Search, completed
 from .passes import passes
 from .policies import Finish, Policy
+from .system import System
+from .transitions import Transition
 
 __all__ = [
     "DEER",

@@ -7,18 +7,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..adjoints import Adjoint, Implicit, LoopAdjoint, Unrolled
 from ..cells.base import ADPTState, Cell
 from ..errors import InputError, NonFiniteError, NotConverged
-from ..fixed_point import Found, History, Iterate, default_rtol, measured, newton_update, solve
-from ..ops import memory
+from ..ops import _buffers
 from ..ops.tolerance import Tolerance
-from ..system import System
-from ..transitions import Transition
+from .adjoints import Adjoint, Implicit, LoopAdjoint, Unrolled
 from .base import Result, Solution, Solver, finite_steps
+from .fixed_point import Found, History, Iterate, default_rtol, measured, newton_update, solve
 from .policies import Finish, Policy, Raise, Return
 from .problem import Problem, pose
 from .rowwise import check_step
+from .system import System
+from .transitions import Transition
 
 __all__ = ["Parallel", "Search"]
 
@@ -90,7 +90,7 @@ class Parallel(Solver):
                 check_step(cell, system)
             with torch.no_grad():
                 search = self.search(cell, _detached(cell, problem), guess)
-                memory.clear()  # what iterations used is not needed again soon, and is as large as the states
+                _buffers.clear()  # what iterations used is not needed again soon, and is as large as the states
             states = self._attached(cell, problem, system, search, adjoint or Implicit())
         found = search.found
         return problem.solution(

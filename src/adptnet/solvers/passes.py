@@ -8,13 +8,13 @@ from torch import Tensor
 
 from ..cells.base import Cell
 from ..errors import IncompatibleError
-from ..fixed_point import Measure, Measured, fails_only_per_channel, measured
 from ..ops.adpt_step import Pass, reference
 from ..ops.linear_scan import linear_scan
 from ..ops.tolerance import Tolerance
-from ..system import System
 from .damping import Damping, Undamped
+from .fixed_point import Measure, Measured, fails_only_per_channel, measured
 from .linearisations import ConjugateDiagonal, Linear, Linearisation
+from .system import System
 
 __all__ = ["passes"]
 

@@ -5,14 +5,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..adjoints import Adjoint
 from ..cells.base import ADPTState, Cell, positions
 from ..errors import InputError
-from ..fixed_point import History
-from ..ops.transforms import has_values
-from ..spectra.base import compute_dtype
-from ..system import System
+from ..ops._torch_state import has_values
+from ..recurrence.spectra.base import compute_dtype
+from .adjoints import Adjoint
 from .base import Solution, Solver
+from .fixed_point import History
+from .system import System
 
 __all__ = ["Problem", "check_cell", "check_dtype", "check_lengths", "check_not_nested", "pose", "valid"]
 

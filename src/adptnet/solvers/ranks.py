@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..errors import DistributedError
 from ..ops.tolerance import HALF_LIFE
-from ..system import System
-from ..transitions import Transition, Zero
+from .system import System
+from .transitions import Transition, Zero
 
 __all__ = ["Line", "Notes", "Ranks", "Stretch"]
 

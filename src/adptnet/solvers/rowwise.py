@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..cells.base import Cell
 from ..cells.wrap import FunctionCell
 from ..errors import AdptnetError, InputError
-from ..system import System
+from .system import System
 
 __all__ = ["check_step"]
 

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from ..adjoints import Adjoint, Checkpointed, Implicit, LoopAdjoint, Unrolled
 from ..cells.base import ADPTState, Cell
 from ..errors import InputError
-from ..ops.transforms import without_autocast
+from ..ops._torch_state import without_autocast
+from .adjoints import Adjoint, Checkpointed, Implicit, LoopAdjoint, Unrolled
 from .base import Result, Solution, Solver, finite_steps
 from .problem import Problem, pose
 

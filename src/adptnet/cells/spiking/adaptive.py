@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ...projections import Projection, ProjectionSpec
+from ..._typing import Device, DType
+from ...recurrence.projections import Projection, ProjectionSpec
+from ...recurrence.spectra import BlockDiagonal
+from ...solvers.transitions import Coupled, Transition
 from ...spec import check_kind, check_nonnegative, check_scale, spec
-from ...spectra import BlockDiagonal
-from ...transitions import Coupled, Transition
-from ...typing import Device, DType
 from .base import (
     SLOW_DECAY,
     LeakySpec,

@@ -5,12 +5,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...conjugates import Conjugate, Stateful
+from ..._typing import Device, DType, Matrix, Positions, Vector
 from ...errors import IncompatibleError
+from ...recurrence.conjugates import Conjugate, Stateful
+from ...recurrence.spectra import BlockDiagonal
+from ...solvers.transitions import Transition
 from ...spec import check_kind, check_positive, spec
-from ...spectra import BlockDiagonal
-from ...transitions import Transition
-from ...typing import Device, DType, Matrix, Positions, Vector
 from ..adpt import ADPTCell
 from ..base import Cell, CellSpec
 from ..coupled import CoupledCell

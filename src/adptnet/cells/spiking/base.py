@@ -9,11 +9,11 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from ..._typing import Device, DType, Vector
 from ...errors import InputError, SpecError
-from ...marks import NoDecay
+from ...optim import NoDecay
+from ...recurrence.spectra.base import compute_dtype
 from ...spec import check_positive, check_size, nearest
-from ...spectra.base import compute_dtype
-from ...typing import Device, DType, Vector
 from ..base import Cell, CellSpec
 from .surrogate import Boxcar, Spike, check_spike
 

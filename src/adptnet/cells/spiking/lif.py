@@ -5,12 +5,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..._typing import Device, DType, Vector
 from ...errors import CheckpointError, SpecError
 from ...ops.linear_scan import linear_scan
-from ...projections import Dense, Projection, ProjectionSpec
+from ...recurrence.projections import Dense, Projection, ProjectionSpec
+from ...recurrence.spectra import BlockDiagonal
 from ...spec import check_kind, check_size, spec
-from ...spectra import BlockDiagonal
-from ...typing import Device, DType, Vector
 from ..base import Cell, CellSpec
 from ..fused import own_steps
 from .base import (

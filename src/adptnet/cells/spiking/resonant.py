@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ..._typing import Device, DType
+from ...recurrence.spectra import BlockDiagonal
 from ...spec import check_scale, spec
-from ...spectra import BlockDiagonal
-from ...typing import Device, DType
 from .base import NeuronSpec, Range, SpikeReset, SpikingCell, check_choice, check_range, drawn, full
 from .surrogate import Boxcar, Spike
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
-from .. import native
-from ..transforms import apart, constant_when_compiled, plain, transformed, watched
+from .. import _build
+from .._torch_state import apart, constant_when_compiled, plain, transformed, watched
 from . import cpu, diagonal, flops, launch, reference
 from .form import DENSE, PLAIN, Constants, Factors, Form, Retracted, Source, check, form_of, numbers_of
 
@@ -33,7 +33,7 @@ ready = constant_when_compiled(_ready)
 
 @constant_when_compiled
 def _wanted() -> bool:
-    return native.wanted()
+    return _build.wanted()
 
 
 def why_not(form: Form, size: int, *, paired: bool, slow: bool, dtype: torch.dtype, device: str) -> str | None:
@@ -58,11 +58,11 @@ def _gpu_kernel(drive: Tensor, constants: Constants, form: Form) -> Any:
     )
     if reason is not None:
         if _wanted():
-            native.notice(reason)
+            _build.notice(reason)
         return None
     if diagonal.covers(form, slow=slow):
         return diagonal
-    from . import triton  # not installed everywhere, and slow to import
+    from . import triton
 
     return triton
 
@@ -104,7 +104,7 @@ def adpt_scan(
         return states
     check(drive, state, constants, form, reset, lengths, factors)
     if transformed(*given):
-        native.notice(_TRANSFORMED)
+        _build.notice(_TRANSFORMED)
     elif not directly:
         _introduce_flops()
         states, _ = _scan(*inputs, numbers_of(form), save)
@@ -232,9 +232,9 @@ def _has_backward(drive: Tensor, constants: Constants, form: Form) -> bool:
 def _by_reference(gradient: Tensor, inputs: Sequence[Any], form: Form, needed: Sequence[bool]) -> list[Tensor | None]:
     """The derivative through the loop in torch, which can itself be differentiated."""
     if torch.is_grad_enabled():
-        native.notice("a derivative of a derivative was asked for, and the kernel has one only.")
+        _build.notice("a derivative of a derivative was asked for, and the kernel has one only.")
     elif transformed(gradient):
-        native.notice(_TRANSFORMED)
+        _build.notice(_TRANSFORMED)
     again = torch.is_grad_enabled()
     reset, lengths = inputs[_LEAVES : _LEAVES + 2]
     with torch.enable_grad():

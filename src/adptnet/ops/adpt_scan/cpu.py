@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
-from .. import memory, native
+from .. import _buffers, _build
 from .form import Constants, Factors, Form, Retracted, check, form_of, numbers_of
 
 __all__ = ["Inputs", "Plan", "backward", "forward", "kept", "plan", "products", "ready"]
@@ -70,7 +70,7 @@ _plans: dict[Any, Plan] = {}
 
 def ready(dtype: torch.dtype) -> bool:
     """Whether there is a kernel for `dtype`; builds it at the first question."""
-    return dtype in _NAMES and native.wanted() and native.load("adpt_scan", _NAMES[dtype]) is not None
+    return dtype in _NAMES and _build.wanted() and _build.load("adpt_scan", _NAMES[dtype]) is not None
 
 
 def kept(drive: Tensor, constants: Constants, form: Form, save: bool) -> tuple[int, ...]:
@@ -94,8 +94,8 @@ def _padded(size: int, dtype: torch.dtype) -> int:
 def forward(plan: Plan, inputs: Inputs, save: bool) -> tuple[Tensor, Tensor]:
     """The states, and K x and V x of every step if they are to be saved; otherwise nothing, always the same."""
     scan, dtype = _scan(plan, inputs), plan.dtype
-    states = memory.empty(scan.batch, scan.steps, scan.width, dtype=dtype)
-    projections = memory.empty(*plan.kept, dtype=dtype) if save else plan.nothing
+    states = _buffers.empty(scan.batch, scan.steps, scan.width, dtype=dtype)
+    projections = _buffers.empty(*plan.kept, dtype=dtype) if save else plan.nothing
     scan.states, scan.projections = states.data_ptr(), projections.data_ptr()
     _run(plan.library.adpt_scan_forward, scan, plan.forward)
     return states, projections
@@ -116,7 +116,7 @@ def backward(
     # in the way of the kernel's.
     leaves, wanted = [t for t in inputs[:_LEAVES] if t is not None], (True, *needed[1:])
     found = [
-        memory.empty(*t.shape, dtype=plan.dtype) if want else None for t, want in zip(leaves, wanted, strict=False)
+        _buffers.empty(*t.shape, dtype=plan.dtype) if want else None for t, want in zip(leaves, wanted, strict=False)
     ]
     gradient, states, projections = _dense(gradient), _dense(states), _dense(projections)  # as hooks gave them back
     scan.states, scan.projections, scan.state_gradients = _addresses((states, projections, gradient))
@@ -137,10 +137,10 @@ def products(inputs: Inputs, form: Form, which: str) -> None:
 
 
 def _run(function: Callable[..., None], scan: _Scan, needed: int, *numbers: int) -> None:
-    workspace = memory.take(needed)
+    workspace = _buffers.take(needed)
     scan.workspace = workspace.address
     function(ctypes.byref(scan), *numbers)
-    memory.give(workspace)
+    _buffers.give(workspace)
 
 
 def _scan(plan: Plan, given: Inputs) -> _Scan:
@@ -214,7 +214,7 @@ def plan(inputs: Inputs, form: Form) -> Plan:
 
 def _planned(inputs: Inputs, form: Form, threads: int) -> Plan:
     drive, state, real = inputs[:3]
-    library = _declared(native.load("adpt_scan", _NAMES[drive.dtype]))
+    library = _declared(_build.load("adpt_scan", _NAMES[drive.dtype]))
     batch, steps, features = drive.shape
     rank, _, outer, inner = [0 if t is None else t.shape[-1] for t in inputs[-len(Factors._fields) :]]
     size, turns = real.shape[0] // form.heads, _turns(form)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from .. import gpu
+from .. import _gpu
 from .form import Form, is_plain
 
 __all__ = ["LARGEST", "SHARED", "Launch", "Shared", "launch_of", "why_not"]
@@ -49,7 +49,7 @@ def launch_of(size: int, device: str) -> Launch | None:
     pad = max(16, 1 << (size - 1).bit_length())
     if pad not in SHARED:
         return None
-    needed, there = SHARED[pad], gpu.shared_memory(device)
+    needed, there = SHARED[pad], _gpu.shared_memory(device)
     if not (_fits(needed.streamed, there) and _fits(needed.backward, there)):
         return None  # a forward without its backward would be of no use in training
     return Launch(pad, WARPS[pad], held=_fits(needed.held, there))
@@ -69,7 +69,7 @@ def why_not(form: Form, size: int, *, paired: bool, slow: bool, dtype: torch.dty
         slow: Whether there is a slow memory.
         dtype, device: Of the drive.
     """
-    missing = gpu.why_not(torch.device(device).type)
+    missing = _gpu.why_not(torch.device(device).type)
     if missing is not None:
         return missing
     if dtype != torch.float32 or not is_plain(form, paired=paired, slow=slow):
@@ -79,6 +79,6 @@ def why_not(form: Form, size: int, *, paired: bool, slow: bool, dtype: torch.dty
     if launch_of(size, device) is None:
         return (
             f"the Triton kernel for a state of {size} needs more shared memory than the "
-            f"{gpu.shared_memory(device):,} bytes a block has on {device}."
+            f"{_gpu.shared_memory(device):,} bytes a block has on {device}."
         )
     return None

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..directions import mixed, spike, unit
+from .._unit_vectors import mixed, spike, unit
 from ..plane_rotation import cayley, exponential, plane_rotation
 from .form import PLAIN, Constants, Form, Retracted, Source
 

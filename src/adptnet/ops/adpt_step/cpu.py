@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import memory, native
+from .. import _buffers, _build
 from ..adpt_scan.form import Constants, Form
 from ..tolerance import HALF_LIFE, Tolerance
 from .reference import Pass
@@ -37,7 +37,7 @@ class _Step(ctypes.Structure):
 
 def ready(dtype: torch.dtype) -> bool:
     """Whether there is a kernel for `dtype`; builds it at the first question."""
-    return dtype in _NAMES and native.wanted() and native.load("adpt_step", _NAMES[dtype]) is not None
+    return dtype in _NAMES and _build.wanted() and _build.load("adpt_step", _NAMES[dtype]) is not None
 
 
 class Jacobians:
@@ -51,7 +51,7 @@ class Jacobians:
         """(batch, stop - start, n, n)."""
         batch, _, size = self.states.shape
         part = self.states[:, start:stop]
-        found = memory.empty(batch, stop - start, size, size, dtype=part.dtype)
+        found = _buffers.empty(batch, stop - start, size, size, dtype=part.dtype)
         if found.numel():
             self.call.step.steps = stop - start
             self.call.set(states=part, jacobians=found)
@@ -75,7 +75,7 @@ def newton_pass(
 ) -> Pass:
     """As `reference.newton_pass`."""
     batch, steps, size = states.shape
-    following = memory.empty(batch, steps, size, dtype=states.dtype)
+    following = _buffers.empty(batch, steps, size, dtype=states.dtype)
     residual, excess, scale, move = (states.new_empty(batch, steps) for _ in range(4))
     if states.numel():
         call = _Call(states, constants, form)
@@ -105,7 +105,7 @@ class _Call:
     """A `struct Step` and the tensors it points to."""
 
     def __init__(self, states: Tensor, constants: Constants, form: Form):
-        self.library = _declared(native.load("adpt_step", _NAMES[states.dtype]))
+        self.library = _declared(_build.load("adpt_step", _NAMES[states.dtype]))
         assert _rows_follow(states)
         assert constants.weight is not None
         assert constants.beta is not None
@@ -127,7 +127,7 @@ class _Call:
         self.step.threads = max(1, min(torch.get_num_threads(), tasks, work // LEAST))
         needed = self.library.adpt_step_workspace(ctypes.byref(self.step))
         if "workspace" not in self.held or self.held["workspace"].numel() < needed:
-            self.set(workspace=memory.empty(needed, dtype=torch.uint8))
+            self.set(workspace=_buffers.empty(needed, dtype=torch.uint8))
             self.step.packed = False
         self.library.adpt_step_run(ctypes.byref(self.step))
         self.step.packed = True

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._linalg import solve
 from ..linear_scan import linear_scan
 from ..matrix_scan import matrix_scan
-from ..solving import solve
 
 __all__ = ["diagonal_filter", "matrix_filter"]
 

@@ -7,7 +7,7 @@ means are what is returned. With strength 0 they are the plain scan; with a larg
 import torch
 from torch import Tensor
 
-from ..solving import solve
+from .._linalg import solve
 
 __all__ = ["diagonal_filter", "matrix_filter"]
 

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import gpu
-from ..transforms import apart, constant_when_compiled, transformed
+from .. import _gpu
+from .._torch_state import apart, constant_when_compiled, transformed
 from . import chunked, cpu
 
 __all__ = ["linear_scan"]
 
 
 def _has_kernel(dtype: torch.dtype, device: str) -> bool:
-    return cpu.ready(dtype) if device == "cpu" else gpu.ready(device) and dtype in cpu.NAMES
+    return cpu.ready(dtype) if device == "cpu" else _gpu.ready(device) and dtype in cpu.NAMES
 
 
 _ready = constant_when_compiled(_has_kernel)
@@ -69,7 +69,7 @@ def _kernel(values: Tensor) -> Any:
     """The module that runs there: both have the same functions."""
     if values.device.type == "cpu":
         return cpu
-    from . import triton  # not installed everywhere, and slow to import
+    from . import triton
 
     return triton
 

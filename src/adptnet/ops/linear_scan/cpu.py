@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import memory, native
+from .. import _buffers, _build
 
 __all__ = ["NAMES", "backward", "forward", "ready"]
 
@@ -39,7 +39,7 @@ class _Scan(ctypes.Structure):
 
 def ready(dtype: torch.dtype) -> bool:
     """Whether there is a kernel for `dtype`; builds it at the first question."""
-    return dtype in NAMES and native.wanted() and native.load("linear_scan", NAMES[dtype]) is not None
+    return dtype in NAMES and _build.wanted() and _build.load("linear_scan", NAMES[dtype]) is not None
 
 
 def forward(
@@ -53,7 +53,7 @@ def forward(
 ) -> Tensor:
     """The states, in new memory or over the offset."""
     call = _Call(transition, offset, reset, reverse, piece=PAGE)
-    states = call.offset if over else memory.empty(*call.offset.shape, dtype=call.offset.dtype)
+    states = call.offset if over else _buffers.empty(*call.offset.shape, dtype=call.offset.dtype)
     call.set(initial=_numbers(initial))
     call.set_rows("offset", call.offset)
     call.set_rows("states", states)
@@ -79,14 +79,14 @@ def backward(
     call = _Call(transition, gradient, reset, reverse, piece=LINE)
     batch, steps, size = call.offset.shape
     dtype = call.offset.dtype
-    to_offset, to_initial = memory.empty(batch, steps, size, dtype=dtype), call.offset.new_zeros(batch, size)
+    to_offset, to_initial = _buffers.empty(batch, steps, size, dtype=dtype), call.offset.new_zeros(batch, size)
     call.set(initial=_numbers(initial), initial_gradients=to_initial)
     call.set_rows("states", _numbers(states).reshape(batch, steps, size).contiguous())
     call.set_rows("state_gradients", call.offset.contiguous())
     call.set_rows("offset_gradients", to_offset)
     found: Tensor | None = None
     if to_transition and call.scan.transition_time:
-        found = memory.empty(batch, steps, size, dtype=dtype)
+        found = _buffers.empty(batch, steps, size, dtype=dtype)
         call.set_rows("transition_gradients", found)
     elif to_transition:
         found = call.offset.new_zeros(batch, 1, size, dtype=torch.float64)
@@ -119,7 +119,7 @@ class _Call:
     """A `struct Scan` and the tensors it points to."""
 
     def __init__(self, transition: Tensor, rows: Tensor, reset: Tensor | None, reverse: bool, *, piece: int):
-        self.library = _declared(native.load("linear_scan", NAMES[rows.dtype]))
+        self.library = _declared(_build.load("linear_scan", NAMES[rows.dtype]))
         lead, (steps, width) = rows.shape[:-2], rows.shape[-2:]
         whole = _numbers(rows)
         # (batch, time, numbers) without a copy, if it lies so

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..transforms import transformed, watched
+from .._torch_state import transformed, watched
 from . import cpu, reference
 
 __all__ = ["matrix_chain"]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import memory, native
+from .. import _buffers, _build
 
 __all__ = ["matrix_chain", "ready"]
 
@@ -29,17 +29,17 @@ class _Chain(ctypes.Structure):
 
 def ready(dtype: torch.dtype) -> bool:
     """Whether there is a kernel for `dtype`; builds it at the first question."""
-    return dtype in _NAMES and native.wanted() and native.load("matrix_chain", _NAMES[dtype]) is not None
+    return dtype in _NAMES and _build.wanted() and _build.load("matrix_chain", _NAMES[dtype]) is not None
 
 
 def matrix_chain(matrices: Tensor, frame: Tensor) -> Tensor:
     """As `reference.matrix_chain`, without derivatives."""
     batch, steps, size = matrices.shape[:3]
     count = frame.shape[-1]
-    out = memory.empty(batch, size, count, dtype=frame.dtype)
+    out = _buffers.empty(batch, size, count, dtype=frame.dtype)
     if not out.numel():
         return out
-    library = _declared(native.load("matrix_chain", _NAMES[frame.dtype]))
+    library = _declared(_build.load("matrix_chain", _NAMES[frame.dtype]))
     if matrices.stride()[1:] != (size * size, size, 1):
         matrices = matrices.contiguous()
     frame = frame.contiguous()
@@ -47,7 +47,7 @@ def matrix_chain(matrices: Tensor, frame: Tensor) -> Tensor:
     threads = max(1, min(torch.get_num_threads(), batch * steps * size * size * count // LEAST))
     chain.parts = -(-threads // batch)
     chain.threads = min(threads, batch * chain.parts)
-    workspace = memory.empty(library.matrix_chain_workspace(ctypes.byref(chain)), dtype=torch.uint8)
+    workspace = _buffers.empty(library.matrix_chain_workspace(ctypes.byref(chain)), dtype=torch.uint8)
     for name, tensor in (("matrices", matrices), ("frame", frame), ("out", out), ("workspace", workspace)):
         setattr(chain, name, tensor.data_ptr())
     library.matrix_chain_run(ctypes.byref(chain))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import memory, native
+from .. import _buffers, _build
 
 __all__ = ["backward", "forward", "ready"]
 
@@ -29,19 +29,19 @@ class _Turn(ctypes.Structure):
 
 def ready(dtype: torch.dtype) -> bool:
     """Whether there is a kernel for `dtype`; builds it at the first question."""
-    return dtype in _NAMES and native.wanted() and native.load("plane_rotation", _NAMES[dtype]) is not None
+    return dtype in _NAMES and _build.wanted() and _build.load("plane_rotation", _NAMES[dtype]) is not None
 
 
 def forward(*inputs: Tensor) -> Tensor:
     """What is turned; of x, key, offset, turn, shrink_key and shrink_offset."""
-    turned = memory.empty(*inputs[0].shape, dtype=inputs[0].dtype)
+    turned = _buffers.empty(*inputs[0].shape, dtype=inputs[0].dtype)
     _run("plane_rotation_forward", inputs, turned=turned)
     return turned
 
 
 def backward(gradient: Tensor, *inputs: Tensor) -> list[Tensor]:
     """Derivatives with respect to each input."""
-    found = [memory.empty(*t.shape, dtype=t.dtype) for t in inputs]
+    found = [_buffers.empty(*t.shape, dtype=t.dtype) for t in inputs]
     named = {f"{name}_gradients": t for name, t in zip(_INPUTS.split(" "), found, strict=True)}
     _run("plane_rotation_backward", inputs, gradients=gradient.contiguous(), **named)
     return found
@@ -55,7 +55,7 @@ def _run(function: str, inputs: tuple[Tensor, ...], **others: Tensor) -> None:
     held = {name: t.contiguous() for name, t in zip(_INPUTS.split(" "), inputs, strict=True)} | others
     for name, tensor in held.items():
         setattr(turn, name, tensor.data_ptr())
-    getattr(_declared(native.load("plane_rotation", _NAMES[x.dtype])), function)(ctypes.byref(turn))
+    getattr(_declared(_build.load("plane_rotation", _NAMES[x.dtype])), function)(ctypes.byref(turn))
 
 
 @functools.cache

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...typing import Column, Matrix, Vector
-from ..transforms import plain
+from ..._typing import Column, Matrix, Vector
+from .._torch_state import plain
 from .reference import weights
 from .turn import turned
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..transforms import apart, transformed, watched
+from .._torch_state import apart, transformed, watched
 from . import cpu, reference
 
 __all__ = ["turned"]

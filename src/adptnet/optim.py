@@ -1,0 +1,92 @@
+"""Parameters that an optimizer should treat differently: their marks, and parameter groups that honour them."""
+
+import functools
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from .errors import WeightDecayWarning
+
+__all__ = ["NoDecay", "param_groups"]
+
+
+class NoDecay(nn.Module):
+    """A module whose own parameters ask for no weight decay, under the two names in use among state-space models.
+
+    `param_groups` honours the marks; an optimizer that decays such parameters all the same warns at its first
+    step. The marks are set again wherever torch makes new parameters: when a module is copied, and when weights are
+    assigned from a file.
+    """
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        _mark(param)
+        super().register_parameter(name, param)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for parameter in self.parameters(recurse=False):
+            _mark(parameter)
+
+
+def param_groups(model: nn.Module, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
+    """Return parameter groups for any torch optimizer, with weight decay for matrices only.
+
+    Spectra, free gains and a trainable β get none, because it would pull timescales towards one step; nor do vectors
+    and single numbers: biases, and the weights of norms. A parameter's `_optim` dictionary overrides all of this.
+
+    Args:
+        model: Any module; parameters that do not learn are left out.
+        lr: Learning rate of every group.
+        weight_decay: Of the matrices.
+    """
+    groups: dict[tuple[tuple[str, Any], ...], dict[str, Any]] = {}
+    seen: set[int] = set()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) in seen or not parameter.requires_grad:
+                continue
+            seen.add(id(parameter))
+            # By their module as well: where torch replaces parameters, as in sharding, marks on them are lost.
+            decay = 0.0 if parameter.dim() < 2 or isinstance(module, NoDecay) else weight_decay
+            settings = {"lr": lr, "weight_decay": decay, **getattr(parameter, "_optim", {})}
+            group = groups.setdefault(tuple(sorted(settings.items())), {"params": [], **settings})
+            group["params"].append(parameter)
+    return list(groups.values())
+
+
+def _mark(parameter: nn.Parameter | None) -> None:
+    if parameter is not None:
+        parameter._no_weight_decay = True  # type: ignore[attr-defined]
+        parameter._optim = {"weight_decay": 0.0}  # type: ignore[attr-defined]
+        _watch_optimizers()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_warn_of_decay)
+
+
+_seen: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+
+
+def _warn_of_decay(optimizer: Optimizer, *_: Any) -> None:
+    """Warn at the first step of an optimizer that decays marked parameters."""
+    if torch.compiler.is_compiling() or optimizer in _seen:
+        return
+    groups = [group for group in optimizer.param_groups if group.get("weight_decay") and group.get("lr")]
+    decayed = [p for group in groups for p in group["params"] if p.requires_grad and p.grad is not None]
+    count = sum(getattr(p, "_no_weight_decay", False) for p in decayed)
+    if count:
+        _seen.add(optimizer)
+        kind = type(optimizer).__name__
+        warnings.warn(
+            f"{kind} applies weight decay to {count} parameters that are marked as exempt (timescales, gains, β). "
+            "Decay pulls every timescale towards one step. Pass "
+            f"{kind}(adptnet.optim.param_groups(model, lr=..., weight_decay=...)) or {kind}(..., weight_decay=0).",
+            WeightDecayWarning,
+            stacklevel=3,
+        )

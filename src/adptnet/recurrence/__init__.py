@@ -1,0 +1,14 @@
+"""The ADPT recurrence x_t = Q(x) Λ̄ Q(x)ᵀ x + drive, one module for each axis of its design.
+
+spectra       Λ̄: the eigenvalues, and so the timescales
+directions    the key and value that span the plane of rotation, from state or input
+projections   the linear maps K, V, B and the read-out
+retractions   from key and value to the rotation Q: exponential or Cayley
+conjugates    how Q Λ̄ Qᵀ acts on the state, without being formed
+drive         how the input enters: gain, gate, rotary positions
+beta          β, the strength of the non-linearity
+"""
+
+from . import beta, conjugates, directions, drive, projections, retractions, spectra
+
+__all__ = ["beta", "conjugates", "directions", "drive", "projections", "retractions", "spectra"]

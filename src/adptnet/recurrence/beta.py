@@ -1,0 +1,89 @@
+"""β, the one dial of the non-linearity: a fixed number, or a trainable one with a range; one for each head if asked."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from .._typing import Device, DType
+from ..errors import SpecError
+from ..optim import NoDecay
+from ..spec import Spec, check_nonnegative, spec
+
+__all__ = ["Beta", "BetaValue", "TrainableBeta"]
+
+
+@spec
+class TrainableBeta(Spec):
+    """A β that learns. The value used is clipped to [minimum, maximum]; the parameter itself may lie outside.
+
+    The gradient passes the clip unchanged, so that a β outside the range can come back.
+
+    Attributes:
+        initial: Where it starts; a tuple for one β a head.
+        minimum: Smallest value used.
+        maximum: Largest value used; None for no limit.
+    """
+
+    initial: float | tuple[float, ...] = 0.125
+    minimum: float = 0.0
+    maximum: float | None = None
+
+    def __post_init__(self) -> None:
+        check_nonnegative(self, minimum=self.minimum)
+        if self.maximum is not None:
+            check_nonnegative(self, maximum=self.maximum)
+        for value in self.initial if isinstance(self.initial, tuple) else (self.initial,):
+            check_nonnegative(self, initial=value)
+            if not self.minimum <= value <= (math.inf if self.maximum is None else self.maximum):
+                raise SpecError(
+                    f"{self}: needs minimum <= initial <= maximum. Pass minimum=0.0, maximum=None for no range."
+                )
+
+
+BetaValue = float | tuple[float, ...] | TrainableBeta
+
+
+def heads_of(value: BetaValue) -> int | None:
+    """How many heads a β is given for; None if one number serves all."""
+    numbers = value.initial if isinstance(value, TrainableBeta) else value
+    return len(numbers) if isinstance(numbers, tuple) else None
+
+
+def is_zero(value: BetaValue) -> bool:
+    """Whether it is fixed at zero, for every head."""
+    return not isinstance(value, TrainableBeta) and not any(value if isinstance(value, tuple) else (value,))
+
+
+class Beta(NoDecay):
+    """The β of a cell. Calling it gives the value in use; `parameter` is the raw one, or None when fixed."""
+
+    def __init__(self, value: BetaValue, *, device: Device = None, dtype: DType = None):
+        super().__init__()
+        self.value = value
+        self.parameter: nn.Parameter | None = None
+        if isinstance(value, TrainableBeta):
+            dtype = dtype or torch.get_default_dtype()
+            self.parameter = nn.Parameter(torch.tensor(value.initial, device=device, dtype=dtype))
+
+    def forward(self, like: Tensor) -> float | Tensor:
+        """The value in use: a number, or a tensor in the dtype of `like`; (heads, 1) for one a head."""
+        if isinstance(self.value, TrainableBeta) and self.parameter is not None:
+            raw = self.parameter.to(like.dtype)
+            used = raw.clamp(self.value.minimum, self.value.maximum).detach() + (raw - raw.detach())
+            return used.reshape(()) if used.numel() == 1 else used.unsqueeze(-1)
+        if isinstance(self.value, tuple):
+            used = torch.tensor(self.value, dtype=like.dtype, device=like.device)
+            return used.reshape(()) if used.numel() == 1 else used.unsqueeze(-1)
+        assert isinstance(self.value, (int, float))
+        return float(self.value)
+
+    def report(self) -> dict[str, list[float]]:
+        """The raw numbers and those in use, one for each head."""
+        raw = self.value if self.parameter is None else self.parameter.detach()
+        used = self(torch.zeros((), dtype=torch.float64))
+        flat = [torch.as_tensor(v, dtype=torch.float64).detach().reshape(-1).tolist() for v in (raw, used)]
+        return {"raw": flat[0], "used": flat[1]}
+
+    def extra_repr(self) -> str:
+        return repr(self.value)

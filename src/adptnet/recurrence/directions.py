@@ -1,0 +1,220 @@
+"""Directions: where the key and the value come from."""
+
+import abc
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .._typing import Device, DType, Vector
+from ..errors import InputError, SpecError
+from ..ops._unit_vectors import mixed, spike, unit
+from ..spec import Spec, check_positive, check_size, spec
+from .projections import Projection, ProjectionSpec
+from .projections.base import apply_map, bind_map, is_hooked
+from .projections.heads import Heads
+
+__all__ = [
+    "LAYER_NORM_EPS",
+    "DirectionSpec",
+    "Directions",
+    "FromInput",
+    "FromState",
+    "KeyValue",
+    "bind_directions",
+    "spike",
+    "unit",
+]
+
+LAYER_NORM_EPS = 1e-5  # as torch has it
+
+
+class KeyValue(NamedTuple):
+    """The pair that spans the plane of a rotation: (*b, n), or (*b, heads, n / heads)."""
+
+    key: Tensor
+    value: Tensor
+
+
+class DirectionSpec(Spec, abc.ABC):
+    """The description of the directions.
+
+    Attributes:
+        layer_norm: Apply a LayerNorm to Kx and Vx before they are brought to unit length.
+        dot: Hold key·value at this number (eq:parametric_kv_dot, with the mixing weight √(1 - p²) that keeps the key
+            at unit length): 0 turns furthest, ±1 not at all. None leaves it free.
+        heads: Divide the state into equal parts, each with a K, a V and a plane of its own.
+    """
+
+    layer_norm: bool
+    dot: float | None
+    heads: int
+
+    def __post_init__(self) -> None:
+        check_size(self, heads=self.heads)
+        number = isinstance(self.dot, (int, float)) and not isinstance(self.dot, bool)
+        if self.dot is not None and not (number and -1 <= self.dot <= 1):
+            raise SpecError(f"{type(self).__name__}(dot={self.dot!r}): a dot product of unit vectors is in [-1, 1].")
+
+    @property
+    def keeps_lemmas(self) -> bool:
+        """Whether the paper's lemmas, and certificates, hold with these directions (deviations.md, point 13)."""
+        return not self.layer_norm and self.dot is None
+
+    def build(
+        self, state_size: int, projection: ProjectionSpec, *, device: Device = None, dtype: DType = None
+    ) -> "Directions":
+        """Makes K and V, both described by `projection`."""
+        return Directions(self, state_size, projection, device, dtype)
+
+    def source(self, x: Tensor) -> Tensor:
+        """What K and V are applied to."""
+        return x
+
+
+@spec
+class FromState(DirectionSpec):
+    """Key and value are unit vectors along K x and V x (eq:details_skew_kv).
+
+    Attributes:
+        relu: Take K and V of ReLU(x). Stronger on state tracking; the step is then only positively homogeneous,
+            the certificates do not hold (the paper says otherwise, see deviations.md), and a state with no
+            positive entry takes the identity, where the step is discontinuous.
+        spike: Take K and V of the spikes [x >= spike], with a boxcar surrogate derivative of width one.
+        layer_norm, dot, heads: See `DirectionSpec`.
+    """
+
+    relu: bool = False
+    spike: float | None = None
+    layer_norm: bool = False
+    dot: float | None = None
+    heads: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.spike is not None:
+            check_positive(self, spike=self.spike)
+            if self.relu:
+                raise SpecError(f"{self}: K and V take either ReLU(x) or spikes. Drop relu=True, or spike=.")
+
+    @property
+    def entrywise(self) -> bool:
+        """Whether K and V see each number of the state through a function, so that the basis matters."""
+        return self.relu or self.spike is not None
+
+    @property
+    def keeps_lemmas(self) -> bool:
+        return super().keeps_lemmas and not self.entrywise
+
+    def source(self, x: Tensor) -> Tensor:
+        if self.spike is not None:
+            return spike(x - self.spike)
+        return x.relu() if self.relu else x
+
+
+@spec
+class FromInput(DirectionSpec):
+    """Key and value are unit vectors along K u and V u of the projected input u = B o (eq:linear_ADPTNet).
+
+    M then varies with the input but not with the state: the layer is linear in its state.
+
+    Attributes:
+        layer_norm, dot, heads: See `DirectionSpec`.
+    """
+
+    layer_norm: bool = False
+    dot: float | None = None
+    heads: int = 1
+
+    @property
+    def keeps_lemmas(self) -> bool:
+        return True  # nothing depends on the state, so J = M
+
+
+class Directions(nn.Module):
+    """K and V, and what happens around them."""
+
+    def __init__(self, spec: DirectionSpec, state_size: int, projection: ProjectionSpec, device: Device, dtype: DType):
+        super().__init__()
+        self.spec = spec
+
+        def projections() -> Projection:
+            size = state_size // spec.heads
+            heads = [projection.build(size, size, device=device, dtype=dtype) for _ in range(spec.heads)]
+            return heads[0] if spec.heads == 1 else Heads(heads)
+
+        def norm() -> nn.LayerNorm | None:
+            return nn.LayerNorm(state_size, LAYER_NORM_EPS, device=device, dtype=dtype) if spec.layer_norm else None
+
+        self.key_projection, self.value_projection = projections(), projections()
+        self.key_norm, self.value_norm = norm(), norm()
+
+    def is_stock(self) -> bool:
+        """Return whether K, V and the norms are the package's own, without hooks: then no call of them is missed."""
+        projections, norms = (self.key_projection, self.value_projection), (self.key_norm, self.value_norm)
+        return (
+            type(self) is Directions
+            and not is_hooked(self)
+            and all(isinstance(p, Projection) and p.is_stock() for p in projections)
+            and (norms == (None, None) or all(_is_stock_norm(norm) for norm in norms))
+        )
+
+    def bound(self, dtype: torch.dtype) -> Callable[[Tensor], KeyValue]:
+        """The directions of a source vector, with the projections evaluated once."""
+        key_of = _normed(_square(self.key_projection, dtype), self.key_norm, self.spec.heads)
+        value_of = _normed(_square(self.value_projection, dtype), self.value_norm, self.spec.heads)
+
+        def directions(x: Tensor) -> KeyValue:
+            source = self.spec.source(x)
+            key, value = key_of(source), value_of(source)
+            return KeyValue(key if self.spec.dot is None else mixed(key, value, self.spec.dot), value)
+
+        return directions
+
+    def forward(self, x: Vector) -> KeyValue:
+        return self.bound(x.dtype)(x)
+
+
+def bind_directions(module: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], KeyValue]:
+    """Return the directions with their projections evaluated once, or the call of a module with hooks."""
+    if isinstance(module, Directions) and not is_hooked(module):
+        return module.bound(dtype)
+    return lambda x: KeyValue(*module(x))
+
+
+def _is_stock_norm(norm: nn.Module | None) -> bool:
+    return type(norm) is nn.LayerNorm and norm.eps == LAYER_NORM_EPS and norm.bias is not None and not is_hooked(norm)
+
+
+def _square(projection: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """The map, which must keep the size of its input: a module in the place of K or V may not."""
+    project = bind_map(projection, dtype)
+    if isinstance(projection, Projection):
+        return project
+
+    def checked(x: Tensor) -> Tensor:
+        y = project(x)
+        if y.shape != x.shape:
+            raise InputError(
+                f"{type(projection).__name__} in the place of K or V made shape {tuple(y.shape)} of {tuple(x.shape)}; "
+                f"key and value are as large as the state. Pass a module from {x.shape[-1]} to {x.shape[-1]} features."
+            )
+        return y
+
+    return checked
+
+
+def _normed(project: Callable[[Tensor], Tensor], norm: nn.Module | None, heads: int) -> Callable[[Tensor], Tensor]:
+    def direction(x: Tensor) -> Tensor:
+        y = project(x)
+        if isinstance(norm, nn.LayerNorm) and _is_stock_norm(norm):
+            y = functional.layer_norm(
+                unit(y), norm.normalized_shape, norm.weight.to(y.dtype), norm.bias.to(y.dtype), norm.eps
+            )
+        elif norm is not None:
+            y = apply_map(norm, unit(y))
+        return unit(y if heads == 1 else y.unflatten(-1, (heads, -1)))
+
+    return direction

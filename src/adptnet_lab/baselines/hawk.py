@@ -1,0 +1,115 @@
+"""Hawk's recurrent block: the real-gated linear recurrent unit (eq:hawk_rec)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from adptnet._typing import Device, DType
+from adptnet.nn.mixer import Mixer, MixerSpec, Steps, check_heads
+from adptnet.ops.linear_scan import linear_scan
+from adptnet.optim import NoDecay
+from adptnet.recurrence.spectra.base import compute_dtype
+from adptnet.spec import check_size, spec
+
+from .convolution import ShortConvolution
+
+__all__ = ["Hawk", "HawkMixer"]
+
+SHARPNESS = 8.0  # c: a gate of 1 decays by the eighth power of a
+STEEPEST = 1000.0  # largest derivative of the square root
+
+
+@spec
+class Hawk(MixerSpec):
+    """A gated branch times a linear recurrence whose decay and input are gated (De et al., 2024).
+
+    Both gates are sigmoids, as in the public code; the paper speaks of softplus (deviations.md, point 19).
+
+    Attributes:
+        width: Features in and out.
+        state_size: Numbers of the state; `width` if not given.
+        num_heads: Blocks of the gates' matrices.
+        taps: Of the convolution before the recurrence.
+    """
+
+    width: int
+    state_size: int | None = None
+    num_heads: int = 1
+    taps: int = 4
+
+    def __post_init__(self) -> None:
+        if self.state_size is None:
+            object.__setattr__(self, "state_size", self.width)
+        assert self.state_size is not None
+        check_size(self, width=self.width, taps=self.taps)
+        check_heads(self, self.num_heads, state_size=self.state_size)
+
+    def build(self, *, device: Device = None, dtype: DType = None) -> "HawkMixer":
+        return HawkMixer(self, device=device, dtype=dtype)
+
+
+class HawkMixer(Mixer):
+    """h_t = a_t ⊙ h_{t-1} + √(1 - a_t²) ⊙ i_t ⊙ x_t, a_t = a^(8 r_t); a sequence begins with h_0 = i_0 ⊙ x_0."""
+
+    def __init__(self, spec: Hawk, *, device: Device = None, dtype: DType = None):
+        super().__init__()
+        self.spec = spec
+        size = spec.state_size
+        assert size is not None
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.branch = nn.Linear(spec.width, size, **made)
+        self.enter = nn.Linear(spec.width, size, **made)
+        self.convolution = ShortConvolution(size, spec.taps, bias=True, device=device, dtype=dtype)
+        nn.init.normal_(self.convolution.weight, std=(0.01 / spec.taps) ** 0.5)
+        block = size // spec.num_heads
+        shape = (2, spec.num_heads, block, block)  # for the input gate and for the decay
+        self.gate_weight = nn.Parameter(torch.empty(shape, **made).normal_(std=block**-0.5))
+        self.gate_bias = nn.Parameter(torch.zeros(2, size, **made))
+        self.decay = _Decay(size, device, dtype)
+        self.leave = nn.Linear(size, spec.width, **made)
+
+    def mix(self, x: Tensor, parts: tuple[Tensor, ...] | None, steps: Steps) -> tuple[Tensor, tuple[Tensor, ...]]:
+        u, recent = self.convolution(self.enter(x), None if parts is None else parts[0], steps)
+        heads = u.unflatten(-1, (self.gate_weight.shape[1], -1))
+        gates = torch.einsum("bthi,ghij->gbthj", heads, self.gate_weight).flatten(-2)
+        wide = compute_dtype(u.dtype)  # of the recurrence, also where weights or autocast are narrower
+        on, fading = torch.sigmoid((gates + self.gate_bias[:, None, None]).to(wide))
+        log_decay = -SHARPNESS * fading * functional.softplus(self.decay.raw.to(wide))
+        beginning = (steps.position == 0).unsqueeze(-1)
+        gain = torch.where(beginning, 1.0, _BoundedSqrt.apply(-torch.expm1(2 * log_decay)))  # type: ignore[no-untyped-call]
+        before = None if parts is None else parts[1]
+        states = linear_scan(log_decay.exp(), gain * on * u, before, reset=steps.reset)
+        branch = functional.gelu(self.branch(x), approximate="tanh")
+        outputs: Tensor = self.leave((states * branch).to(x.dtype))
+        return outputs, (recent, steps.last(states).clone())
+
+
+class _Decay(NoDecay):
+    """a = exp(-softplus(raw)), spread evenly by area over the ring from 0.9 to 0.999."""
+
+    def __init__(self, size: int, device: Device, dtype: DType):
+        super().__init__()
+        squared = torch.empty(size, device=device, dtype=dtype).uniform_(0.9**2, 0.999**2)
+        self.raw = nn.Parameter(torch.log(torch.expm1(-0.5 * squared.log())))
+
+
+class _BoundedSqrt(torch.autograd.Function):
+    """The square root with a derivative of at most `STEEPEST`, as the model is defined."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.sqrt()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        slope: Tensor = (4 * x).clamp(min=STEEPEST**-2).rsqrt()
+        return gradients[0] * slope

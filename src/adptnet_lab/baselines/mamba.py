@@ -1,0 +1,96 @@
+"""Mamba's selective state-space model."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from adptnet._typing import Device, DType
+from adptnet.nn.mixer import Mixer, MixerSpec, Steps
+from adptnet.ops.linear_scan import linear_scan
+from adptnet.optim import NoDecay
+from adptnet.recurrence.spectra.base import compute_dtype
+from adptnet.spec import check_size, spec
+
+from .convolution import ShortConvolution
+
+__all__ = ["Mamba", "MambaMixer"]
+
+
+@spec
+class Mamba(MixerSpec):
+    """A diagonal state-space model whose step size, input and read-out depend on the input (Gu and Dao, 2023).
+
+    Attributes:
+        width: Features in and out.
+        state_size: Numbers of the state for each inner channel.
+        expand: Inner channels for each feature.
+        taps: Of the convolution before it.
+        rank: Of the step sizes; a sixteenth of the width, rounded up, if not given.
+    """
+
+    width: int
+    state_size: int = 16
+    expand: int = 2
+    taps: int = 4
+    rank: int | None = None
+
+    def __post_init__(self) -> None:
+        check_size(self, width=self.width, state_size=self.state_size, expand=self.expand, taps=self.taps)
+        if self.rank is None:
+            object.__setattr__(self, "rank", math.ceil(self.width / 16))
+        check_size(self, rank=self.rank)
+
+    def build(self, *, device: Device = None, dtype: DType = None) -> "MambaMixer":
+        return MambaMixer(self, device=device, dtype=dtype)
+
+
+class MambaMixer(Mixer):
+    """h_t = exp(Δ_t A) h_{t-1} + Δ_t u_t B_t, y_t = C_t · h_t + D u_t, between two gated maps."""
+
+    def __init__(self, spec: Mamba, *, device: Device = None, dtype: DType = None):
+        super().__init__()
+        self.spec = spec
+        assert spec.rank is not None
+        inner = spec.expand * spec.width
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.enter = nn.Linear(spec.width, 2 * inner, bias=False, **made)
+        self.convolution = ShortConvolution(inner, spec.taps, bias=True, device=device, dtype=dtype)
+        self.select = nn.Linear(inner, spec.rank + 2 * spec.state_size, bias=False, **made)
+        self.step_size = nn.Linear(spec.rank, inner, **made)
+        self.modes = _Modes(inner, spec.state_size, device, dtype)
+        self.leave = nn.Linear(inner, spec.width, bias=False, **made)
+        with torch.no_grad():
+            nn.init.uniform_(self.step_size.weight, -(spec.rank**-0.5), spec.rank**-0.5)
+            dt = (torch.rand_like(self.step_size.bias) * math.log(100) + math.log(1e-3)).exp()  # from 0.001 to 0.1
+            self.step_size.bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus makes dt of it
+
+    def mix(self, x: Tensor, parts: tuple[Tensor, ...] | None, steps: Steps) -> tuple[Tensor, tuple[Tensor, ...]]:
+        assert isinstance(self.spec, Mamba)
+        assert self.spec.rank is not None
+        u, gate = self.enter(x).chunk(2, -1)
+        u, recent = self.convolution(u, None if parts is None else parts[0], steps)
+        u = functional.silu(u)
+        low, write, read = self.select(u).split((self.spec.rank, self.spec.state_size, self.spec.state_size), -1)
+        wide = compute_dtype(u.dtype)  # of the recurrence, also where weights or autocast are narrower
+        dt = functional.softplus(self.step_size(low).to(wide))
+        transition = (dt.unsqueeze(-1) * -self.modes.log_decay.to(wide).exp()).exp()
+        offset = (dt * u).unsqueeze(-1) * write.unsqueeze(-2)
+        before = None if parts is None else parts[1].flatten(-2)
+        states = linear_scan(transition.flatten(-2), offset.flatten(-2), before, reset=steps.reset)
+        states = states.unflatten(-1, self.modes.log_decay.shape)
+        y = (states * read.unsqueeze(-2)).sum(-1) + self.modes.skip * u
+        outputs: Tensor = self.leave((y * functional.silu(gate)).to(x.dtype))
+        return outputs, (recent, steps.last(states).clone())
+
+
+class _Modes(NoDecay):
+    """The decay of every mode, 1 to n in each channel (S4D-Real), and the way past the state."""
+
+    def __init__(self, channels: int, state_size: int, device: Device, dtype: DType):
+        super().__init__()
+        decay = torch.arange(1, state_size + 1, device=device, dtype=dtype or torch.get_default_dtype())
+        self.log_decay = nn.Parameter(decay.log().repeat(channels, 1))
+        self.skip = nn.Parameter(torch.ones(channels, device=device, dtype=dtype))

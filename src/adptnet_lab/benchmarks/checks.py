@@ -1,0 +1,222 @@
+"""Whether an operation is right, here and now: each against its reference, values and gradients.
+
+A wrong answer is easily fast. These checks take a second, come with the package, and are run before anything is timed;
+the tests of the library are many times as many.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from adptnet import solvers
+from adptnet.errors import WrongResultError
+from adptnet.nn import ADPTNet
+from adptnet.ops import _build, plane_rotation
+from adptnet.ops._linalg import solve
+from adptnet.ops.adpt_scan import Constants, Form, Retracted, adpt_scan
+from adptnet.ops.adpt_scan.reference import adpt_scan as loop
+from adptnet.ops.adpt_step import Jacobians, newton_pass
+from adptnet.ops.adpt_step.reference import newton_pass as pass_in_torch
+from adptnet.ops.linear_scan import linear_scan
+from adptnet.ops.linear_scan.reference import linear_scan as linear_loop
+from adptnet.ops.matrix_chain import matrix_chain
+from adptnet.ops.matrix_chain.reference import matrix_chain as products_in_turn
+from adptnet.ops.tolerance import Tolerance
+
+from .timing import on_threads
+
+__all__ = ["CHECKS", "missing", "red"]
+
+EXACT = 1e-10  # of the largest number, in float64
+SHAPES = [(1, 9, 13), (5, 7, 50), (33, 8, 64)]  # batch, steps, state; the last is work for two threads
+
+
+def red(operation: str) -> str | None:
+    """How an operation is wrong; None if it is right."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.manual_seed(0)
+            CHECKS[operation]()
+    except WrongResultError as error:
+        return str(error)
+    return None
+
+
+def missing(operation: str) -> str | None:
+    """Why there is no kernel to time; None if there is one, or none is needed."""
+    what = _build.backends().get(operation, "cpu")
+    return None if what.startswith("cpu") else f"there is no compiled kernel here ({what})"
+
+
+def _adpt_scan() -> None:
+    for dtype, batch, steps, size in _shapes():
+        for retracted in (Retracted.EXPONENTIAL, Retracted.CAYLEY):
+            drive, state, constants = _recurrence(dtype, batch, steps, size)
+            form = Form(retracted=int(retracted))
+            leaves = [drive, state, constants.real, constants.weight, constants.beta]
+            names = ["states", *_gradients("drive", "state", "eigenvalues", "K and V", "beta")]
+            slow = _values_and_gradients(partial(loop, drive, state, constants, form), leaves)
+            for lean in (False, True):
+                fast = _values_and_gradients(partial(adpt_scan, drive, state, constants, form, lean=lean), leaves)
+                _agree(names[:3], fast[:3], slow[:3], _bound(dtype, steps))
+                _agree(names[3:], fast[3:], slow[3:], _bound(dtype, batch * steps))  # sums over all sequences
+
+
+def _linear_scan() -> None:
+    for dtype, batch, steps, size in _shapes():
+        for pairs in (False, True):
+            kind = {torch.float32: torch.complex64, torch.float64: torch.complex128}[dtype] if pairs else dtype
+            constant = _leaf(torch.rand(size, dtype=kind) * 0.9)
+            varying = _leaf(torch.rand(batch, steps, size, dtype=kind) * 0.9)
+            offset, initial = (_leaf(torch.randn(*s, size, dtype=kind)) for s in ((batch, steps), (batch,)))
+            names = ["states", *_gradients("transition", "offset", "initial")]
+            for transition in (constant, varying):
+                for reverse in (False, True):
+                    leaves = [transition, offset, initial]
+                    fast, slow = (
+                        _values_and_gradients(partial(run, *leaves, reverse=reverse), leaves)
+                        for run in (linear_scan, linear_loop)
+                    )
+                    _agree(names, fast, slow, _bound(dtype, batch * steps))
+
+
+def _adpt_step() -> None:
+    with torch.no_grad():
+        for dtype, batch, steps, size in _shapes():
+            drive, state, constants = _recurrence(dtype, batch, steps, size)
+            states = loop(drive, state, constants) + 0.1 * torch.randn(batch, steps, size, dtype=dtype)
+
+            real = constants.real.detach()
+            given, limits = (states, drive, state, torch.zeros_like(state), None), Tolerance(1.0, 1.0)
+            fast = newton_pass(*given, constants, Form(), diagonal=False, tolerance=limits)
+            slow = pass_in_torch(*given, partial(_step, constants), _constant(real), real, tolerance=limits)
+            _agree(fast._fields, fast, slow, _bound(dtype, steps))
+            found = Jacobians(states, constants, Form())(0, steps)
+            row, push = states[:, 0], drive[:, 0]
+            expected = torch.func.vmap(torch.func.jacrev(partial(_step, constants)))(row, push)
+            _agree(["Jacobian"], [found[:, 0]], [expected], _bound(dtype, size))
+
+
+def _step(constants: Constants, state: Tensor, drive: Tensor) -> Tensor:
+    """One step of the reference, of states and drives (..., n)."""
+    size = state.shape[-1]
+    return loop(drive.reshape(-1, 1, size), state.reshape(-1, size), constants).reshape(state.shape)
+
+
+def _constant(values: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda state, drive: values
+
+
+def _plane_rotation() -> None:
+    rows, names = plane_rotation.turn.LEAST // 61 + 1, ("x", "key", "offset", "turn", "shrink_key", "shrink_offset")
+    for threads, dtype in ((1, torch.float64), (2, torch.float64), (2, torch.float32)):
+        leaves = [_leaf(torch.randn(rows, 61 if k < 3 else 1, dtype=dtype)) for k in range(6)]
+        with on_threads(threads):
+            fast, slow = (
+                _values_and_gradients(partial(run, *leaves), leaves)
+                for run in (plane_rotation.turned, plane_rotation.reference.turned)
+            )
+        _agree(["what is turned", *_gradients(*names)], fast, slow, _bound(dtype, 61))
+    for size in (3, 50):
+        key, value, x = (_leaf(torch.randn(4, size, dtype=torch.float64)) for _ in range(3))
+        leaves = [key, value, x]
+        for coefficients in (plane_rotation.exponential, plane_rotation.cayley):
+            fast, slow = (
+                _values_and_gradients(partial(turned, coefficients, *leaves), leaves) for turned in (_turned, _densely)
+            )
+            _agree(["Q x", *_gradients("key", "value", "x")], fast, slow, EXACT)
+
+
+Coefficients = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def _turned(coefficients: Coefficients, key: Tensor, value: Tensor, x: Tensor) -> Tensor:
+    return plane_rotation.plane_rotation(key, value, 0.1, coefficients).apply(x)
+
+
+def _densely(coefficients: Coefficients, key: Tensor, value: Tensor, x: Tensor) -> Tensor:
+    skew, eye = 0.1 * plane_rotation.skew(key, value), torch.eye(x.shape[-1], dtype=x.dtype)
+    exact = coefficients is plane_rotation.exponential
+    dense = torch.matrix_exp(skew) if exact else solve(eye - skew / 2, eye + skew / 2)
+    return (dense @ x.unsqueeze(-1)).squeeze(-1)
+
+
+def _matrix_chain() -> None:
+    for dtype, batch, steps, size in _shapes():
+        matrices, frame = torch.randn(batch, steps, size, size, dtype=dtype) / size**0.5, torch.eye(size, dtype=dtype)
+        slow = products_in_turn(matrices, frame.expand(batch, -1, -1))
+        _agree(["frames"], [matrix_chain(matrices, frame.expand(batch, -1, -1))], [slow], _bound(dtype, steps))
+
+
+def _solvers() -> None:
+    layer = ADPTNet(12, beta=0.5, dtype=torch.float64)
+    x = torch.randn(3, 40, 12, dtype=torch.float64)
+    leaves = [p for p in layer.parameters() if p.requires_grad]
+    names = ["states", *_gradients(*(name for name, p in layer.named_parameters() if p.requires_grad))]
+
+    def outputs(solver: solvers.Solver) -> Tensor:
+        y: Tensor = layer(x, solver=solver)[0]
+        return y
+
+    exact = _values_and_gradients(partial(outputs, solvers.Sequential()), leaves)
+    for solver in (solvers.ConvDEER(), solvers.ForwardDEER(), solvers.QuasiDEER(), solvers.KoopmanDEER()):
+        found = _values_and_gradients(partial(outputs, solver), leaves)
+        _agree([f"{solver}: {name}" for name in names], found, exact, 1e-8)  # to its own tolerance, ε^⅚ a step
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    "adpt_scan": _adpt_scan,
+    "linear_scan": _linear_scan,
+    "adpt_step": _adpt_step,
+    "matrix_chain": _matrix_chain,
+    "plane_rotation": _plane_rotation,
+    "solvers": _solvers,
+}
+
+
+def _shapes() -> Iterator[tuple[torch.dtype, int, int, int]]:
+    """Both precisions; with one thread, and with two where there is work for them."""
+    for threads, shapes in ((1, SHAPES), (2, SHAPES[-1:])):
+        with on_threads(threads):
+            for dtype in (torch.float64, torch.float32):
+                for shape in shapes:
+                    yield dtype, *shape
+
+
+def _bound(dtype: torch.dtype, terms: int) -> float:
+    """Both sides round at every term, and neither is right: in float32 they differ by what that may add up to."""
+    return EXACT if dtype == torch.float64 else 8 * terms * torch.finfo(dtype).eps
+
+
+def _recurrence(dtype: torch.dtype, batch: int, steps: int, size: int) -> tuple[Tensor, Tensor, Constants]:
+    real = _leaf(torch.linspace(0.3, 0.99, size, dtype=dtype))
+    weight = _leaf((torch.rand(1, 2, size, size, dtype=dtype) * 2 - 1) / size**0.5)
+    drive, state = _leaf(torch.randn(batch, steps, size, dtype=dtype)), _leaf(torch.randn(batch, size, dtype=dtype))
+    return drive, state, Constants(real, weight=weight, beta=_leaf(torch.tensor([0.4], dtype=dtype)))
+
+
+def _leaf(values: Tensor) -> Tensor:
+    return values.clone().requires_grad_()
+
+
+def _gradients(*names: str) -> list[str]:
+    return [f"gradient of {name}" for name in names]
+
+
+def _values_and_gradients(run: Callable[[], Tensor], leaves: Sequence[Tensor | None]) -> list[Tensor]:
+    values = run()
+    upstream = torch.randn(values.shape, generator=torch.Generator().manual_seed(1)).to(values)
+    found = torch.autograd.grad(values, [leaf for leaf in leaves if leaf is not None], upstream)
+    return [values.detach(), *found]
+
+
+def _agree(names: Sequence[str], found: Sequence[Tensor], expected: Sequence[Tensor], bound: float) -> None:
+    for name, fast, slow in zip(names, found, expected, strict=True):
+        distance, scale = float((fast - slow).abs().max()), float(slow.abs().max())
+        if not distance <= bound * max(1.0, scale):
+            raise WrongResultError(
+                f"{name}, {tuple(slow.shape)} of {slow.dtype}, differs from the reference by "
+                f"{distance:.1e}; {bound * max(1.0, scale):.1e} is allowed."
+            )

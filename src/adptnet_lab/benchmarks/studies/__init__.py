@@ -1,0 +1,1 @@
+"""Longer studies, each a program: `python -m adptnet_lab.benchmarks.studies.learning`."""

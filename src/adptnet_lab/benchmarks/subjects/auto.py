@@ -1,0 +1,88 @@
+"""Steps one after another against Conv-DEER in blocks: what the rule of `solvers.Auto` rests on.
+
+Three settings: with the fused operation; without kernels; and of a cell that the fused operation does not cover, whose
+scans are compiled all the same.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+
+from adptnet import conjugates, solvers
+from adptnet.nn import ADPTNet
+from adptnet.solvers.auto import BLOCK
+
+from ..goals import Found, Goal
+from ..subject import Case, Size, Subject
+from ..timing import Side
+from .problem import as_reference
+
+__all__ = ["AUTO"]
+
+LOOP_STEPS = 128  # of a loop in torch that are timed; more are in proportion
+SETTINGS = ("fused", "no kernels", "cell without a kernel")
+CANDIDATES = ("one after another", "Conv-DEER in blocks")
+
+
+def _case(size: Size, fast: bool) -> Case:
+    sides: list[Side] = []
+    goals: list[Goal] = []
+    numbers: dict[str, float] = {}
+    few = min(size.steps, LOOP_STEPS)
+    for setting in SETTINGS:
+        torch.manual_seed(0)
+        conjugate = conjugates.Product(steps=2) if setting == "cell without a kernel" else conjugates.Exact()
+        layer, x = ADPTNet(size.state, conjugate=conjugate), torch.randn(size)
+        parameters = [p for p in layer.parameters() if p.requires_grad]
+
+        def training(
+            solver: solvers.Solver,
+            x: torch.Tensor,
+            setting: str = setting,
+            layer: ADPTNet = layer,
+            parameters: list[torch.nn.Parameter] = parameters,
+        ) -> Callable[[], None]:
+            def run() -> None:
+                with as_reference() if setting == "no kernels" else nullcontext():
+                    torch.autograd.grad(layer(x, solver=solver)[0].sum(), parameters)
+
+            return run
+
+        steps = size.steps if setting == "fused" else few
+        loop = training(solvers.Sequential(), x[:, :steps].contiguous())
+        together = training(solvers.BlockWise(solvers.ConvDEER(max_iterations=64), block_length=BLOCK), x)
+        sides.append(Side(f"{setting}: {CANDIDATES[0]}", loop, size.steps / steps))
+        sides.append(Side(f"{setting}: {CANDIDATES[1]}", together))
+        with as_reference() if setting == "no kernels" else nullcontext():
+            choice = solvers.Auto().choose(layer.cell, size.batch, size.steps, "cpu").solver
+        chosen = 0 if isinstance(choice, solvers.Sequential) else 1
+        numbers[f"{setting}: Auto solves together"] = float(chosen)
+
+        def over(found: Found, setting: str = setting, chosen: int = chosen) -> float:
+            times = [found.cpu(f"{setting}: {name}") for name in CANDIDATES]
+            return times[chosen] / min(times)
+
+        goals.append(Goal(f"{setting}: chosen by Auto / the faster", over, at_most=1.5))
+    return Case(sides, goals, numbers)
+
+
+AUTO = Subject(
+    "Training step by step and by Conv-DEER in blocks of 1024, and what solvers.Auto chooses.",
+    tuple(
+        Size(*s)
+        for s in [
+            (1, 2048, 16),
+            (1, 2048, 64),
+            (4, 2048, 64),
+            (16, 1024, 64),
+            (1, 2048, 256),
+            (8, 512, 256),
+            (64, 512, 64),
+        ]
+    ),
+    (Size(1, 256, 16),),
+    ("adpt_scan", "adpt_step", "linear_scan", "solvers"),
+    _case,
+    threads=(1,),
+)

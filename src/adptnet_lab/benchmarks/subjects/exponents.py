@@ -1,0 +1,95 @@
+"""Lyapunov exponents of one layer: `torch.func.jacrev` with QR at every step, against `analysis.lyapunov_exponents`."""
+
+import torch
+from torch import Tensor
+
+from adptnet import analysis
+from adptnet.analysis.lyapunov import random_frame
+from adptnet.nn import ADPTNet
+
+from ..goals import Goal
+from ..subject import Case, Size, Subject
+from ..timing import Side
+
+__all__ = ["EXPONENTS"]
+
+STEPS = 64  # of the slow side that are timed; more are in proportion
+COMPARED = 512  # steps over which the exponents of both are compared
+KINDS = {"float32": torch.float32, "float64": torch.float64}
+
+
+def _by_automatic_differentiation(layer: ADPTNet, x: Tensor, transient: int) -> Tensor:
+    steps, size = x.shape
+    step = layer.cell.stepper()
+    drive = layer.cell.prepare(x.unsqueeze(0), torch.arange(steps).unsqueeze(0))[0]
+    state, total = x.new_zeros(size), x.new_zeros(size)
+    frame = random_frame(size, size).to(state)  # the same for both: what they align to takes longer than this
+    for t in range(steps):
+        matrix = torch.func.jacrev(step)(state, drive[t])
+        state = step(state, drive[t])
+        frame, upper = torch.linalg.qr(matrix @ frame)
+        if t >= transient:
+            total += upper.diagonal().abs().log()
+    return (total / (steps - transient)).sort(descending=True).values
+
+
+@torch.no_grad()
+def _case(size: Size, fast: bool) -> Case:
+    torch.manual_seed(0)
+    n, few = size.state, min(STEPS, size.steps)
+    exact = ADPTNet(n, dtype=torch.float64)
+    signal = torch.randn(size.steps, n, dtype=torch.float64)
+    sides, goals, numbers = [], [], {}
+    compared = signal[: min(COMPARED, size.steps)]
+    found = analysis.lyapunov_exponents(exact, compared)
+    expected = _by_automatic_differentiation(exact, compared, found.window[0])
+    for name, dtype in KINDS.items():
+        layer = ADPTNet(n, dtype=dtype)
+        layer.load_state_dict(exact.state_dict())
+        x = signal.to(dtype)
+        here = analysis.lyapunov_exponents(layer, compared.to(dtype)).exponents.double()
+        numbers[f"largest difference, {name}"] = float((here - expected).abs().max())
+        sides += _sides(name, layer, x, few)
+        goals.append(
+            Goal(
+                f"jacrev and QR / ours, {name}",
+                lambda f, name=name: f.cpu(f"jacrev and QR, {name}") / f.cpu(f"ours, {name}"),  # type: ignore[misc]
+                at_least=60.0 if name == "float32" else 10.0,
+            )
+        )
+    goals.append(Goal("largest difference, float32", lambda f: f.number("largest difference, float32"), at_most=1e-6))
+    return Case(sides, goals, numbers)
+
+
+def _sides(name: str, layer: ADPTNet, x: Tensor, few: int) -> list[Side]:
+    matrix = torch.randn(1, x.shape[-1], x.shape[-1], dtype=x.dtype)
+    frame = matrix.clone()
+    scale = x.shape[0] / few
+
+    def slow() -> None:
+        with torch.no_grad():
+            _by_automatic_differentiation(layer, x[:few], few // 2)
+
+    def ours() -> None:
+        with torch.no_grad():
+            analysis.lyapunov_exponents(layer, x)
+
+    def products() -> None:
+        for _ in range(few):
+            torch.matmul(matrix, frame)
+
+    return [
+        Side(f"jacrev and QR, {name}", slow, scale),
+        Side(f"ours, {name}", ours),
+        Side(f"products of J with the frame alone, {name}", products, scale),
+    ]
+
+
+EXPONENTS = Subject(
+    "All Lyapunov exponents of a layer, over jacrev with a QR at every step.",
+    (Size(1, 4096, 128),),
+    (Size(1, 256, 16),),
+    ("adpt_step", "matrix_chain"),
+    _case,
+    threads=(1,),
+)

@@ -1,0 +1,99 @@
+"""The diagonal scan against `copy_` of the same bytes, which is what memory allows, and beside other programs."""
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adptnet.ops.linear_scan import chunked, linear_scan
+from adptnet.ops.lti_convolution import lti_convolution
+
+from ..goals import Goal
+from ..machine import last_cache
+from ..subject import Case, Size, Subject
+from ..timing import Side
+
+__all__ = ["SCANS"]
+
+
+@torch.no_grad()
+def _case(size: Size, fast: bool) -> Case:
+    torch.manual_seed(0)
+    offset, out = torch.randn(size), torch.empty(size)
+    constant = torch.rand(size.state) * 0.9
+    varying = constant.expand(size).contiguous()
+    expected = linear_scan(constant, offset)
+    skipped: dict[str, str] = {}
+    others = {
+        "torch program": lambda: chunked.linear_scan(constant, offset),
+        "convolution by FFT": lambda: lti_convolution(constant, offset),
+        "associative_scan of torch": _associative(varying, offset, skipped),
+        "accelerated_scan.ref": _accelerated(varying, offset, skipped),
+    }
+    sides = [
+        Side("copy_", lambda: out.copy_(offset)),
+        Side("scan, constant", lambda: linear_scan(constant, offset)),
+        Side("scan, constant, in place", lambda: linear_scan(constant, out, overwrite=True)),
+        Side("scan, varying", lambda: linear_scan(varying, offset)),
+    ]
+    numbers = {}
+    for name, run in others.items():
+        if run is None:
+            continue
+        numbers[f"{name}: distance from ours"] = float((run() - expected).abs().max())
+        sides.append(Side(name, _without_gradients(run), threads=1))
+    goals = []
+    cache = last_cache()
+    if cache is not None and 4 * size.numbers >= 4 * cache:
+        goals.append(Goal("constant scan / copy_", lambda f: f.cpu("scan, constant") / f.cpu("copy_"), at_most=1.5))
+    return Case(sides, goals, numbers, skipped)
+
+
+def _without_gradients(run: Any) -> Any:
+    def quietly() -> None:
+        with torch.no_grad():
+            run()
+
+    return quietly
+
+
+def _associative(transition: Tensor, offset: Tensor, skipped: dict[str, str]) -> Any:
+    try:
+        from torch._higher_order_ops import associative_scan
+    except ImportError as error:
+        skipped["associative_scan of torch"] = f"this torch has none ({error})"
+        return None
+
+    def combine(before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return before[0] * after[0], after[0] * before[1] + after[1]
+
+    def run() -> Tensor:
+        states: Tensor = associative_scan(combine, (transition, offset), dim=1, combine_mode="generic")[1]
+        return states
+
+    return run
+
+
+def _accelerated(transition: Tensor, offset: Tensor, skipped: dict[str, str]) -> Any:
+    if importlib.util.find_spec("accelerated_scan") is None:
+        skipped["accelerated_scan.ref"] = "accelerated-scan is not installed: pip install accelerated-scan"
+        return None
+    from accelerated_scan.ref import scan
+
+    gates, tokens = (t.mT.contiguous() for t in (transition, offset))  # it wants time last
+
+    def run() -> Tensor:
+        states: Tensor = scan(gates, tokens)
+        return states.mT
+
+    return run
+
+
+SCANS = Subject(
+    "The diagonal scan over copy_ of the same bytes, and beside other programs for the same recurrence.",
+    tuple(Size(*s) for s in [(64, 4096, 128), (512, 1024, 64), (1, 524288, 64), (1000, 335, 100), (8, 1024, 128)]),
+    (Size(8, 256, 64),),
+    ("linear_scan",),
+    _case,
+)

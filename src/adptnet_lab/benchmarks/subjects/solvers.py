@@ -1,0 +1,104 @@
+"""Solvers that are parallel in time against the steps one after another, states and training, on this machine."""
+
+from collections.abc import Callable
+
+import torch
+
+from adptnet import solvers
+from adptnet.nn import ADPTNet
+
+from ..goals import Goal
+from ..subject import Case, Size, Subject
+from ..timing import Side
+from .problem import as_reference
+
+__all__ = ["SOLVERS"]
+
+SOLVED: dict[str, Callable[[], solvers.Solver]] = {
+    "Sequential": solvers.Sequential,
+    "Conv": solvers.ConvDEER,
+    "Conv, tiles": lambda: solvers.ConvDEER(tiles=8),
+    "Forward": solvers.ForwardDEER,
+    "Quasi": solvers.QuasiDEER,
+    "Koopman": solvers.KoopmanDEER,
+    "Auto": solvers.Auto,
+}
+ITERATIONS = 3  # of each, where Conv- and Forward-DEER are compared
+LOOP_STEPS = 64
+
+
+def _case(size: Size, fast: bool) -> Case:
+    torch.manual_seed(0)
+    layer = ADPTNet(size.state)
+    x = torch.randn(size)
+    parameters = [p for p in layer.parameters() if p.requires_grad]
+    sides, numbers = [], {}
+
+    def forward(solver: solvers.Solver, x: torch.Tensor = x) -> Callable[[], solvers.Solution]:
+        def run() -> solvers.Solution:
+            with torch.no_grad():
+                return solver(layer.cell, x)
+
+        return run
+
+    def training(solver: solvers.Solver) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(layer(x, solver=solver)[0].sum(), parameters)
+
+    exact = forward(solvers.Sequential())().states
+    for name, make in SOLVED.items():
+        solver = make()
+        found = forward(solver)()
+        numbers[f"iterations of {name}"] = float(found.iterations.max())
+        numbers[f"distance of {name}"] = float((found.states - exact).abs().max() / exact.abs().max())
+        sides.append(Side(f"{name}, forward", forward(solver)))
+        if name in ("Sequential", "Conv", "Forward", "Auto"):
+            sides.append(Side(f"{name}, training", training(solver)))
+    few = min(size.steps, LOOP_STEPS)
+    some = forward(solvers.Sequential(), x[:, :few].contiguous())
+    sides.append(Side("loop in torch, forward", lambda: _slowly(some), size.steps / few, threads=1))
+    for name in ("Conv", "Forward"):
+        kind = {"Conv": solvers.ConvDEER, "Forward": solvers.ForwardDEER}[name]
+        fixed = forward(kind(fixed_iterations=ITERATIONS, on_failure=solvers.Return()))
+        sides.append(Side(f"{name}, {ITERATIONS} iterations", fixed, threads=1))
+        sides.append(
+            Side(f"{name}, {ITERATIONS} iterations in torch", lambda fixed=fixed: _slowly(fixed), threads=1)  # type: ignore[misc]
+        )
+    least = [f"{name}, forward" for name in SOLVED if name != "Auto"]
+    goals = [
+        Goal(
+            "Auto / the fastest, forward",
+            lambda f: f.cpu("Auto, forward") / min(f.cpu(name) for name in least),
+            at_most=1.25,
+        ),
+        Goal(
+            "Auto / the fastest on two threads, forward",
+            lambda f: f.wall("Auto, forward", 2) / min(f.wall(name, 2) for name in least),
+            at_most=1.25,
+            quiet=True,
+        ),
+    ]
+    for how in ("", " in torch"):
+        sides_of = [f"{name}, {ITERATIONS} iterations{how}" for name in ("Conv", "Forward")]
+        goals.append(
+            Goal(
+                f"Conv-DEER takes over 25 % less time than Forward-DEER{how}: an iteration over its",
+                lambda f, of=tuple(sides_of): f.cpu(of[0]) / f.cpu(of[1]),  # type: ignore[misc]
+                at_most=0.75,
+                claim="fig:pareto_blocks",
+            )
+        )
+    return Case(sides, goals, numbers)
+
+
+def _slowly(run: Callable[[], object]) -> None:
+    with as_reference():
+        run()
+
+
+SOLVERS = Subject(
+    "Parallel solvers against the fused steps one after another, at the default initialisation.",
+    tuple(Size(*s) for s in [(1, 1024, 64), (8, 1024, 64), (1, 1024, 256), (1, 512, 512)]),
+    (Size(1, 128, 32),),
+    ("adpt_scan", "adpt_step", "linear_scan", "solvers"),
+    _case,
+)

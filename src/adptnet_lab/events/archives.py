@@ -1,0 +1,118 @@
+"""Recordings in an npz: frames that are counted already, or the raw events of a camera."""
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Dataset
+
+from adptnet._io.untrusted import read_npz
+from adptnet.errors import InputError
+
+from .aer import PixelEvents
+from .dataset import Example
+from .stream import Events, whole_numbers
+
+__all__ = ["FrameFile", "PixelFile", "open_archive"]
+
+EVENTS = ("x", "y", "p", "t_us", "lengths")
+OPTIONAL = ("speaker", "is_test")
+
+
+class FrameFile(Dataset[Example]):
+    """Frames of an npz: `frames` (recordings, steps, features) uint8 and `label`, perhaps `speaker` and `is_test`."""
+
+    def __init__(self, path: Path, arrays: dict[str, npt.NDArray[Any]]):
+        self.path = path
+        self.frames = arrays["frames"]
+        if self.frames.dtype != np.uint8 or self.frames.ndim != 3 or not self.frames.size:
+            raise InputError(
+                f"{path}: frames are {self.frames.dtype} of shape {self.frames.shape}; they are counts, uint8 of shape "
+                "(recordings, steps, features). Save frames.astype(np.uint8)."
+            )
+        self.labels, self.speakers, self.is_test = _described(path, arrays, len(self.frames))
+        filled = np.asarray(self.frames.any(-1))
+        last = self.frames.shape[1] - filled[:, ::-1].argmax(-1)  # one after the last frame with a count
+        self.lengths = np.where(filled.any(-1), last, 1)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Example:
+        return Example(torch.from_numpy(self.frames[index]), int(self.labels[index]), int(self.lengths[index]))
+
+
+class PixelFile:
+    """Events of a camera in an npz: `x`, `y`, `p` and `t_us` of all recordings in a row, their `lengths`, `label`.
+
+    `len(file)`, `file[i]` as (events, label), of width · height · 2 units.
+    """
+
+    def __init__(self, path: Path, arrays: dict[str, npt.NDArray[Any]], width: int = 34, height: int = 34):
+        self.path = path
+        self.width, self.height = width, height
+        x, y, p, t, lengths = (arrays[name] for name in EVENTS)
+        lengths = whole_numbers(lengths, f"{path}: lengths")
+        total = sum(lengths.ravel().tolist())  # numbers of Python, which do not wrap
+        if not x.shape == y.shape == p.shape == t.shape == (total,) or lengths.ndim != 1:
+            raise InputError(
+                f"{path}: {x.shape} x, {y.shape} y, {p.shape} p and {t.shape} t_us, and {lengths.shape} lengths that "
+                f"sum to {total}; there must be as many of each."
+            )
+        self._events = (x, y, p, t)
+        self._ends = np.concatenate(([0], np.cumsum(lengths)))
+        self.labels, self.speakers, self.is_test = _described(path, arrays, len(lengths))
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Events, int]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"recording {index} of {len(self)}")
+        index %= len(self)
+        own = slice(self._ends[index], self._ends[index + 1])
+        pixels = PixelEvents(*(part[own] for part in self._events))
+        return pixels.events(self.width, self.height), int(self.labels[index])
+
+
+def open_archive(path: str | Path) -> FrameFile | PixelFile:
+    """Return the recordings of an npz, which says by its arrays what it holds. Nothing is unpickled.
+
+    Raises:
+        InputError: Not an npz, damaged, not in this layout, or too large when unpacked (`adptnet._io.untrusted`).
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"there is no file {path}.")
+    if not zipfile.is_zipfile(path):
+        raise InputError(
+            f"{path} is no npz file, or it is cut off. Save it with np.savez(path, frames=..., label=...)."
+        )
+    try:
+        arrays, there = read_npz(path, ("frames", *EVENTS, "label", *OPTIONAL))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}. It may be cut off; get it again.") from None
+    kind = next((names for names in (("frames",), EVENTS) if set(names) <= set(arrays)), None)
+    if kind is None or "label" not in arrays:
+        raise InputError(
+            f"{path} has the arrays {', '.join(there) or 'none'}; it must have label, and frames or "
+            f"{', '.join(EVENTS)}. Save it with np.savez(path, frames=..., label=...)."
+        )
+    return FrameFile(path, arrays) if kind == ("frames",) else PixelFile(path, arrays)
+
+
+def _described(path: Path, arrays: dict[str, npt.NDArray[Any]], count: int) -> tuple[npt.NDArray[np.int64], Any, Any]:
+    """Labels, and speakers and test marks where there are some, one for each recording."""
+    for name in ("label", *(name for name in OPTIONAL if name in arrays)):
+        if arrays[name].shape != (count,):
+            raise InputError(f"{path}: {name} has shape {arrays[name].shape}; there are {count} recordings.")
+        if arrays[name].dtype.kind not in "iub" and name != "label":
+            raise InputError(f"{path}: {name} is {arrays[name].dtype}; it holds whole numbers.")
+    labels = whole_numbers(arrays["label"], f"{path}: labels")
+    if not labels.size:
+        raise InputError(f"{path} holds no recordings.")
+    speakers, is_test = (arrays.get(name) for name in OPTIONAL)
+    return labels, speakers, None if is_test is None else is_test.astype(bool)

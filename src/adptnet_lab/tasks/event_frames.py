@@ -1,0 +1,277 @@
+"""Event data as a task: frames of recordings, one label each; spoken words, or digits before an event camera."""
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from adptnet.errors import DataError, IncompatibleError, InputError, SpecError
+from adptnet.ops._build import cache
+from adptnet.spec import check_fraction, check_kind, check_seed, check_size, spec
+
+from ..events import Augmentation, Bins, EventDataset, SpikeFile, collate, find, open_archive
+from ..events.archives import FrameFile
+from ..events.dataset import Example
+from .base import Batch, FiniteTask, Scores, Split
+from .download import folders
+
+__all__ = ["EventFrames"]
+
+PUBLISHED: dict[str, dict[Split, Any]] = {
+    "shd": {"train": "shd_train", "test": "shd_test"},
+    "ssc": {"train": "ssc_train", "validation": "ssc_valid", "test": "ssc_test"},
+}
+
+
+@spec
+class EventFrames(FiniteTask):
+    """Frames of events, counted, and one label for each recording.
+
+    Attributes:
+        path: "shd" or "ssc", whose files are looked for in the folder that ADPTNET_DATA names; or a file: one in their
+            layout (.h5), or an npz with `label` and either `frames` or the events of a camera.
+        validation_path: A file of its own for validation. Otherwise recordings of `path` are held out.
+        test_path: A file of its own for the test. Otherwise `test_speakers` of `path`, or what its `is_test` marks.
+        test_speakers: The speakers of `path` that only the test hears.
+        validation: The share of the other speakers that is held out for validation, rounded up; of the recordings where
+            no speakers are known.
+        split_seed: Which ones.
+        bins: How events become frames. Frames of an npz are taken as they are.
+        merge: How many frames, and how many features of a frame, are added together.
+        masked: Whether frames after the last event of a recording count for nothing. Networks for SHD and SSC usually
+            let them count.
+        augmentations: Random changes to the events of training recordings, in order.
+        cached: Keep the frames of a file of events in the cache folder (a byte for each number), instead of counting
+            them at every use. Not for training recordings that are augmented.
+    """
+
+    path: str = "ssc"
+    validation_path: str | None = None
+    test_path: str | None = None
+    test_speakers: tuple[int, ...] = ()
+    validation: float = 0.1
+    split_seed: int = 42
+    bins: Bins = Bins()
+    merge: tuple[int, int] = (1, 1)
+    masked: bool = True
+    augmentations: tuple[Augmentation, ...] = ()
+    cached: bool = True
+
+    head: ClassVar[Literal["token", "last", "mean"]] = "mean"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.augmentations, Augmentation):
+            object.__setattr__(self, "augmentations", (self.augmentations,))
+        for name in ("path", "validation_path", "test_path"):
+            value = getattr(self, name)
+            if not (value is None and name != "path") and (not isinstance(value, str) or not value):
+                raise SpecError(f"EventFrames({name}={value!r}): pass 'shd', 'ssc' or the path of a file, as text.")
+        if self.path in PUBLISHED and (self.test_path or self.validation_path or self.test_speakers):
+            raise IncompatibleError(f"EventFrames(path={self.path!r}) has its own splits. Drop test_path and the like.")
+        if self.path in (self.test_path, self.validation_path):
+            raise IncompatibleError(f"EventFrames(path={self.path!r}): the same file is to be learnt and tested on.")
+        if self.test_path is not None and self.test_speakers:
+            raise IncompatibleError("EventFrames: test_path and test_speakers are two test sets. Pass one of them.")
+        check_fraction(self, below="at 1 nothing would be left to train on", validation=self.validation)
+        check_seed(self, split_seed=self.split_seed)
+        check_kind(self, Bins, "events.Bins()", bins=self.bins)
+        if len(self.merge) != 2:
+            raise SpecError(f"EventFrames(merge={self.merge}): two numbers, of frames and of features: merge=(2, 1).")
+        for number in self.merge:
+            check_size(self, merge=number)
+        for change in self.augmentations:
+            check_kind(self, Augmentation, "(events.Drop(0.1),)", augmentations=change)
+
+    @property
+    def length(self) -> int:
+        """Steps."""
+        return self._shape[0]
+
+    @property
+    def input_size(self) -> int:
+        return self._shape[1]
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a frame after merging, as `bins` has them."""
+        return round(self.merge[0] * self.bins.duration / self.bins.steps, 12)
+
+    @property
+    def output_size(self) -> int:
+        """Classes."""
+        sources = [_source(self, split) for split in ("train", "test")]
+        return max(max(len(source.words), int(source.labels.max()) + 1) for source in sources)
+
+    @property
+    def chance(self) -> float:
+        return 1 / self.output_size
+
+    def size(self, split: Split) -> int:
+        return len(_indices(self, split))
+
+    def examples(self, split: Split, indices: Tensor, *, length: int | None = None) -> Batch:
+        if length is not None and length != self.length:
+            raise InputError(f"length={length}: these recordings have {self.length} frames. Choose bins= or merge=.")
+        return self._batch(_source(self, split).dataset, _indices(self, split)[indices])
+
+    def training_batch(self, step: int, size: int, seed: int) -> Batch:
+        if not self.augmentations:
+            return super().training_batch(step, size, seed)
+        changing = _source(self, "train", augmented=True).dataset
+        assert isinstance(changing, EventDataset)
+        changing.seed, changing.epoch = seed, step  # what is drawn is a function of seed, step and recording
+        return self._batch(changing, _indices(self, "train")[self.training_indices(step, size, seed)])
+
+    def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
+        return {"accuracy": float((outputs.argmax(-1) == targets).double().mean())}
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        frames = _source(self, "train").dataset[0].frames
+        for name, size, merged in zip(("frames", "features"), frames.shape, self.merge, strict=True):
+            if size % merged:
+                most = next(n for n in range(merged, 0, -1) if size % n == 0)
+                raise InputError(f"merge={self.merge}: {merged} does not divide {size} {name}. Pass {most} instead.")
+        return frames.shape[0] // self.merge[0], frames.shape[1] // self.merge[1]
+
+    def _batch(self, dataset: Dataset[Example], indices: Tensor) -> Batch:
+        batch = collate([dataset[i] for i in indices.tolist()])
+        (steps, features), (together, pooled) = self._shape, self.merge
+        if batch.frames.shape[1:] != (steps * together, features * pooled):
+            raise DataError(
+                f"a recording has {tuple(batch.frames.shape[1:])} frames and features, those of {self.path} "
+                f"{(steps * together, features * pooled)}. Make the files with the same bins."
+            )
+        frames = batch.frames.reshape(len(indices), steps, together, features, pooled).sum((2, 4))
+        lengths = -(-batch.lengths // together)
+        return Batch(frames.to(torch.get_default_dtype()), batch.labels, lengths if self.masked else None)
+
+
+class _Source(NamedTuple):
+    """The recordings of one file."""
+
+    dataset: Dataset[Example]
+    labels: np.ndarray
+    speakers: np.ndarray | None
+    is_test: np.ndarray | None
+    words: Sequence[str]
+
+
+def _source(task: EventFrames, split: Split, *, augmented: bool = False) -> _Source:
+    """Where the recordings of a split are, among others perhaps."""
+    path = _path(task, split)
+    kept = task.cached and not augmented
+    return _opened(path, task.bins, task.augmentations if augmented else (), kept)
+
+
+def _path(task: EventFrames, split: Split) -> Path:
+    if task.path in PUBLISHED:
+        files = PUBLISHED[task.path]
+        return _published(files.get(split, files["train"]))
+    own = {"train": None, "validation": task.validation_path, "test": task.test_path}[split]
+    return Path(own or task.path)
+
+
+def _published(name: Any) -> Path:
+    places = folders()
+    for folder in places:
+        if any((folder / f"{name}.h5{suffix}").exists() for suffix in ("", ".zip", ".gz")):
+            try:
+                return find(folder, name)
+            except InputError as error:
+                raise DataError(f"{error} A file that is meant to differ is named itself: --task.path FILE.") from None
+    raise DataError(
+        f"{name}.h5 is not in {' or '.join(map(str, places))}. Download https://zenkelab.org/datasets/{name}.h5.zip "
+        "(CC BY 4.0) into a folder and set ADPTNET_DATA to that folder, or pass the path of a file: --task.path FILE."
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _opened(path: Path, bins: Bins, augmentations: tuple[Augmentation, ...], kept: bool) -> _Source:
+    if not path.is_file():
+        raise DataError(f"there is no file {path}. Pass 'shd', 'ssc', an .h5 file in their layout, or an npz.")
+    if path.suffix == ".npz":
+        file: Any = open_archive(path)
+    elif path.suffix in (".h5", ".hdf5"):
+        file = SpikeFile(path, channels=bins.channels)
+    else:
+        raise DataError(f"{path}: recordings are in .h5 files in the layout of SHD and SSC, or in an npz.")
+    speakers = file.speakers if file.speakers is not None and len(file.speakers) else None
+    described = file.labels, speakers, getattr(file, "is_test", None), getattr(file, "words", ())
+    if not len(file):
+        raise DataError(f"{path} holds no recordings.")
+    if isinstance(file, FrameFile):
+        if augmentations:
+            raise IncompatibleError(f"{path} holds frames; augmentations change events. Drop augmentations.")
+        return _Source(file, *described)
+    place = _place(path, bins) if kept else None
+    return _Source(EventDataset(file, bins, augmentations=augmentations, cache=place), *described)
+
+
+def _place(path: Path, bins: Bins) -> Path:
+    """Where the frames of a file are kept; another name for another file or other bins."""
+    status = path.stat()
+    described = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {bins.to_json()}"
+    folder = cache() / "frames"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{path.stem}-{hashlib.sha256(described.encode()).hexdigest()[:12]}.npy"
+
+
+@functools.lru_cache(maxsize=16)
+def _indices(task: EventFrames, split: Split) -> Tensor:
+    """Which recordings of its file belong to a split."""
+    source, everything = _source(task, split), np.arange(len(_source(task, split).labels))
+    if _path(task, split) != _path(task, "train"):
+        return torch.from_numpy(everything)
+    tested = _tested(task, source)
+    if not tested.any() and _path(task, "test") == _path(task, "train"):  # said before anything is learnt
+        raise DataError(
+            f"EventFrames(path={task.path!r}): which recordings are the test? Pass test_path='FILE', or "
+            f"test_speakers=(…){_heard(source)}."
+        )
+    if split == "test":
+        return torch.from_numpy(everything[tested])
+    held_out = (
+        np.zeros_like(tested) if _path(task, "validation") != _path(task, "train") else _held(task, source, tested)
+    )
+    chosen = everything[held_out if split == "validation" else ~tested & ~held_out]
+    if not chosen.size:
+        raise DataError(
+            f"EventFrames(path={task.path!r}, validation={task.validation}): no recording is left for {split}."
+        )
+    return torch.from_numpy(chosen)
+
+
+def _tested(task: EventFrames, source: _Source) -> np.ndarray:
+    """Which recordings of the training file are the test's."""
+    if task.test_speakers:
+        speakers = np.zeros(0) if source.speakers is None else source.speakers
+        unknown = sorted(set(task.test_speakers) - set(speakers.tolist()))
+        if unknown:
+            raise DataError(f"EventFrames(test_speakers=…): {task.path} has no speaker {unknown[0]}{_heard(source)}.")
+        return np.isin(speakers, task.test_speakers)
+    marked = source.is_test if task.test_path is None else None
+    return np.zeros(len(source.labels), bool) if marked is None else marked
+
+
+def _heard(source: _Source) -> str:
+    if source.speakers is None:
+        return "; it names no speakers"
+    known = np.unique(source.speakers)
+    return f"; its speakers are {known.min()} to {known.max()}"
+
+
+def _held(task: EventFrames, source: _Source, tested: np.ndarray) -> np.ndarray:
+    """Which recordings are held out for validation: all of some speakers, if speakers are known."""
+    groups = np.arange(len(tested)) if source.speakers is None else source.speakers
+    known = np.unique(groups[~tested])
+    count = int(np.ceil(task.validation * len(known)))
+    held = np.random.default_rng(task.split_seed).permutation(known)[:count]
+    chosen: np.ndarray = np.isin(groups, held) & ~tested
+    return chosen

@@ -1,0 +1,240 @@
+"""The kernels for GPUs: run by Triton's interpreter on tiny sizes, and compiled ahead of time. No GPU is needed."""
+
+import importlib.util
+
+import pytest
+from test_gpu import CARDS
+from test_native import python
+
+from adptnet.ops import _gpu
+
+installed = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install 'adptnet[triton]'"
+)
+QUIET = {"TRITON_DEFAULT_FP_FUSION": "1"}  # what it is anyway, but unset it warns
+
+LINEAR = """
+import torch
+from adptnet.ops.linear_scan import reference, triton
+torch.manual_seed(0)
+for dtype, shape, reverse, resets, starts in (
+    (torch.float32, (5,), False, True, True),
+    (torch.float32, (2, 3, 5), True, False, False),
+    (torch.complex64, (5,), True, True, True),
+    (torch.complex64, (2, 3, 5), False, False, False),
+):
+    transition, offset, initial = (torch.randn(s, dtype=dtype) / 2 for s in (shape, (2, 3, 5), (2, 5)))
+    reset = torch.tensor([[False, True, False], [False, False, True]]) if resets else None
+    leaves = [t.requires_grad_() for t in (transition, offset, initial)[: 3 if starts else 2]]
+    expected = reference.linear_scan(*leaves, reset=reset, reverse=reverse)
+    upstream = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, leaves, upstream)
+    start = initial if starts else None
+    with torch.no_grad():
+        found = triton.forward(transition, offset, start, reset, reverse)
+        back = triton.backward(upstream, found, transition, start, reset, reverse, to_transition=True)
+        over = offset.clone()
+        triton.forward(transition, over, start, reset, reverse, over=True)
+    torch.testing.assert_close(over, found)
+    for a, b in zip((found, *back), (expected.detach(), *gradients), strict=False):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+print("right")
+"""
+
+RESETS = """
+import torch
+from adptnet.ops.linear_scan import triton
+reset = torch.tensor([[False, False, True, False, True, False]])
+for dtype in (torch.float32, torch.complex64):
+    for reverse in (False, True):
+        marks = reset.flip(1) if reverse else reset
+        transition, offset, upstream = (torch.randn(1, 6, 3, dtype=dtype) for _ in range(3))
+        for bad in (torch.nan, torch.inf):
+            for broken in range(4):  # none, the transition at the reset, an offset, the gradient that comes back
+                given = [values.clone() for values in (transition, offset, upstream)]
+                if broken:
+                    at = (2, 3, 2)[broken - 1]
+                    given[broken - 1][0, 5 - at if reverse else at] = bad
+                a, b, g = given
+                states = triton.forward(a, b, None, marks, reverse)
+                back = triton.backward(g, states, a, None, marks, reverse, to_transition=True)
+                found = [t.flip(1) if reverse else t for t in (states, *back[:2])]
+                expected = expected if broken else found
+                whole = range(6) if broken < 2 else [0, 1, 4, 5]
+                for here, there in zip(found, expected, strict=True):
+                    here, there = here[:, whole], there[:, whole]
+                    assert here.isfinite().all(), (dtype, reverse, bad, broken)
+                    torch.testing.assert_close(here, there)
+print("right")
+"""
+
+ADPT = """
+import math, torch
+from adptnet.ops import gpu
+from adptnet.ops.adpt_scan import Constants, Form, Retracted, launch, reference, triton
+torch.manual_seed(0)
+torch.utils.deterministic.fill_uninitialized_memory = True  # what is not written is NaN
+torch.use_deterministic_algorithms(True)
+batch, steps = 2, 3
+def randn(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+for size, shared, retracted, plain, beta in (
+    (5, 65536, 0, True, 0.7), (5, 65536, 1, False, 3.0), (5, 65536, 0, False, 3.0),
+    (65, 101376, 0, False, 0.7), (128, 232448, 0, True, 0.7),
+):
+    gpu.shared_memory = lambda device: shared
+    held = launch.launch_of(size, "cuda:0").held
+    assert held == (size != 65)
+    bias = None if plain else randn(1, 2, size)
+    constants = Constants(0.9 * randn(size).tanh(), weight=randn(1, 2, size, size) / math.sqrt(size), bias=bias)
+    constants = constants._replace(beta=torch.tensor([beta], dtype=torch.float64))
+    drive, state, form = randn(batch, steps, size), randn(batch, size), Form(retracted=retracted)
+    if plain:
+        drive[1, :2], state[1] = 0, 0  # where there is no state there is no turn
+    reset = None if plain else torch.tensor([[False, True, False], [False, False, False]])
+    lengths = None if plain else torch.tensor([3, 2])
+    leaves = [t.requires_grad_() for t in (drive, state, *constants) if t is not None]
+    expected = reference.adpt_scan(drive, state, constants, form, reset=reset, lengths=lengths)
+    upstream = randn(batch, steps, size)
+    gradients = torch.autograd.grad(expected, leaves, upstream)
+    narrow = [None if t is None else t.detach().float() for t in (drive, state, *constants)]
+    given = Constants(*narrow[2:])
+    states = triton.forward(narrow[0], narrow[1], given, form, reset, lengths)
+    found = triton.backward(upstream.float(), states, narrow[1], given, form, reset, lengths)
+    found = [states, *found[:2], *(t for t in found[2] if t is not None)]
+    for a, b in zip(found, (expected.detach(), *gradients), strict=True):
+        bound = 16 * steps * torch.finfo(torch.float32).eps * max(1.0, float(b.abs().max()))
+        torch.testing.assert_close(a.double(), b, atol=bound, rtol=0)
+print("right")
+"""
+
+
+@installed
+@pytest.mark.parametrize("code", [LINEAR, RESETS, ADPT], ids=["linear_scan", "resets", "adpt_scan"])
+def test_in_the_interpreter_values_and_gradients_are_those_of_the_reference(code):
+    assert python(code, TRITON_INTERPRET="1", **QUIET)[0] == "right"
+
+
+GUARDED = """
+import torch
+from adptnet.ops.adpt_scan import Constants, Form, triton as adpt
+from adptnet.ops.linear_scan import triton as linear
+
+events = []
+class Guard:
+    def __init__(self, tensor):
+        self.tensor = tensor
+    def __enter__(self):
+        events.append(("enter", self.tensor.device.type))
+    def __exit__(self, *_):
+        events.append("leave")
+class Kernel:
+    def __getitem__(self, grid):
+        return lambda *given, **how: events.append("launch")
+torch.cuda.device_of = Guard
+for module in (adpt, linear):
+    module.forward_kernel = module.backward_kernel = Kernel()
+drive, state = torch.randn(2, 3, 4), torch.randn(2, 4)
+constants = Constants(torch.rand(4), weight=torch.randn(1, 2, 4, 4), beta=torch.ones(1))
+adpt.forward(drive, state, constants, Form(), None, None)
+adpt.backward(drive, drive, state, constants, Form(), None, None)
+linear.forward(constants.real, drive, None, None, False)
+linear.backward(drive, drive, constants.real, None, None, False, to_transition=True)
+assert events == [("enter", "cpu"), "launch", "leave"] * 4, events
+print("guarded")
+"""
+
+
+@installed
+def test_every_launch_is_on_the_device_of_its_tensors():
+    assert python(GUARDED, **QUIET)[0] == "guarded"
+
+
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from adptnet.ops import gpu
+from adptnet.ops.adpt_scan import launch
+from adptnet.ops.adpt_scan import triton as adpt
+from adptnet.ops.linear_scan import triton as linear
+
+target, there = GPUTarget({target}), {shared}
+gpu.shared_memory = lambda device: there
+others = dict.fromkeys(("batch", "steps", "size", "transition_batch", "transition_time"), "i32")
+others |= dict(reset="*u8", lengths="*i64")
+same = triton.__version__ == "3.9.0" and target.backend == "cuda"  # what the table was measured with
+
+def shared(kernel, constants, **how):
+    signature = {{n: "constexpr" if n in constants else others.get(n, "*fp32") for n in kernel.arg_names}}
+    made = triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=constants), target=target, options=how)
+    assert {binary!r} in made.asm
+    return made.metadata.shared
+
+scan = dict(STARTS=True, RESETS=True, REVERSE=True, PAIRS=True, COLUMNS=64)
+assert shared(linear.forward_kernel, scan) == 0
+assert shared(linear.backward_kernel, scan | dict(VARIES=True)) == 0
+for size in {sizes}:
+    found = launch.launch_of(size, "cuda:0")
+    assert (found is None) == (size > 128 or (size > 64 and there < 82944))
+    if found is None:
+        continue
+    needed = launch.SHARED[found.pad]
+    how = dict(num_warps=found.warps, num_stages=launch.STAGES)
+    for chosen in {options}:
+        every = dict(zip(("BIASED", "RESETS", "RAGGED", "CAYLEY"), chosen), ROWS=adpt.ROWS, PAD=found.pad)
+        forward = shared(adpt.forward_kernel, every | dict(HELD=found.held), **how)
+        backward = shared(adpt.backward_kernel, every, **how)
+        table = (needed.held if found.held else needed.streamed, needed.backward)
+        assert max(forward, backward) <= there
+        assert (forward, backward) == table if same else max(forward, backward) <= max(table) * 9 // 8, (size, chosen)
+print("compiled")
+"""
+
+TARGETS = {
+    "cuda 80": ("'cuda', 80, 32", "cubin", CARDS["A100"]),
+    "cuda 86": ("'cuda', 86, 32", "cubin", CARDS["RTX 3090"]),
+    "cuda 89": ("'cuda', 89, 32", "cubin", CARDS["L4"]),
+    "cuda 90": ("'cuda', 90, 32", "cubin", CARDS["H100"]),
+    "cuda 100": ("'cuda', 100, 32", "cubin", CARDS["B200"]),
+    "cuda 120": ("'cuda', 120, 32", "cubin", CARDS["RTX 3090"]),
+    "hip gfx942": ("'hip', 'gfx942', 64", "hsaco", CARDS["MI300X"]),
+}
+
+
+def compile_for(name, folder, sizes, options):
+    target, binary, shared = TARGETS[name]
+    code = COMPILED.format(target=target, binary=binary, shared=shared, sizes=sizes, options=options)
+    assert python(code, TRITON_CACHE_DIR=str(folder), **QUIET)[0] == "compiled"
+
+
+@installed
+@pytest.mark.parametrize("name", ["cuda 80", "cuda 86", "cuda 90", "hip gfx942"])
+def test_kernels_compile_ahead_of_time_and_fit(name, tmp_path):
+    compile_for(name, tmp_path, [32, 65, 129], [(True, True, True, False)])
+
+
+@installed
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [[16, 32], [64], [128, 256]], ids=["up to 32", "64", "from 128"])
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_table_of_shared_memory_is_what_the_compiler_reports(name, biased, sizes, tmp_path):
+    compile_for(name, tmp_path, sizes, [(biased, False, False, False), (biased, True, True, True)])
+
+
+def test_a_device_without_a_kernel_is_named(monkeypatch):
+    monkeypatch.setenv("ADPTNET_BACKEND", "auto")
+    assert _gpu.why_not("mps") == "there is no kernel for mps."
+    monkeypatch.setattr(_gpu, "_installed", lambda: False)
+    assert "pip install 'adptnet[triton]'" in _gpu.why_not("cuda")
+    monkeypatch.setattr(_gpu, "_installed", lambda: True)
+    assert _gpu.ready("cuda")
+    monkeypatch.setenv("ADPTNET_BACKEND", "reference")
+    assert not _gpu.ready("cuda")
+
+
+def test_an_import_does_not_touch_the_kernels_for_gpus():
+    code = "import sys, adptnet, torch; adptnet.ADPTNet(3)(torch.randn(1, 2, 3)); "
+    shown, _ = python(code + "print([name for name in sys.modules if name.startswith('adptnet') and 'triton' in name])")
+    assert shown == "[]"

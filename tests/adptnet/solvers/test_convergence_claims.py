@@ -1,0 +1,239 @@
+"""What CONVERGED promises: loud steps, quiet channels, resets, long memories, and steps that no solver can take."""
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from adptnet import ADPTNet, cells, solvers, spectra
+from adptnet.errors import InputError, NotConverged
+from adptnet.ops._linalg import solve
+from adptnet.ops.tolerance import Tolerance, recent_scale, remembered_scale
+
+every_solver = pytest.mark.parametrize(
+    "solver",
+    [
+        solvers.DEER,
+        solvers.QuasiDEER,
+        solvers.ConvDEER,
+        solvers.ForwardDEER,
+        solvers.KoopmanDEER,
+        solvers.Jacobi,
+        lambda **options: solvers.BlockWise(solvers.ConvDEER(**options), num_blocks=3),
+    ],
+    ids=["deer", "quasi", "conv", "forward", "koopman", "jacobi", "blocks"],
+)
+any_cell = pytest.mark.parametrize(
+    "solver", [solvers.DEER, solvers.QuasiDEER, solvers.Jacobi], ids=lambda s: s.__name__
+)
+
+
+@every_solver
+def test_a_loud_step_before_a_reset_does_not_loosen_the_steps_after_it(solver):
+    torch.manual_seed(1)
+    layer = ADPTNet(16, beta=4.0).float()
+    x = torch.randn(1, 60, 16, dtype=torch.float32)
+    x[:, 0] *= 1e6
+    reset = torch.zeros(1, 60, dtype=torch.bool)
+    reset[:, 1] = True
+    exact = layer.double().solve(x.double(), reset=reset, solver=solvers.Sequential()).states[:, 1:]
+    expected = torch.autograd.grad(exact.square().sum(), list(layer.parameters()), allow_unused=True)
+    exact, layer = exact.detach(), layer.float()
+    found = layer.solve(x, reset=reset, solver=solver(on_failure=solvers.Finish())).states[:, 1:]
+    assert_close(found.detach().double(), exact, atol=2e-5 * float(exact.abs().max()), rtol=0)
+    gradients = torch.autograd.grad(found.square().sum(), list(layer.parameters()), allow_unused=True)
+    for gradient, truth in zip(gradients, expected, strict=True):
+        if truth is not None:
+            assert_close(gradient.double(), truth, atol=2e-4 * float(truth.abs().max()), rtol=0)
+
+
+@any_cell
+def test_a_large_state_at_entry_does_not_loosen_small_ones_after_it(solver):
+    weight = torch.randn(6, 6) / 6**0.5
+    cell = cells.from_function(lambda s, u: 1e-8 * torch.tanh(1e8 * s.clamp(-1e-8, 1e-8) @ weight.to(s) + u), 6, 6)
+    x, state = torch.randn(1, 40, 6, dtype=torch.float32), torch.ones(1, 6, dtype=torch.float32)
+    found, exact = solver()(cell, x, state).states, solvers.Sequential()(cell, x, state).states
+    assert_close(found, exact, atol=1e-12, rtol=0)
+
+
+@any_cell
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_small_channel_beside_a_large_one_is_right(solver, dtype):
+    def step(s, u):
+        return torch.cat((0.5 * s[:, :1] + 1e8 * u[:, :1], torch.tanh(2 * s[:, 1:] + u[:, 1:])), -1)
+
+    cell, x = cells.from_function(step, 3, 3), torch.randn(2, 60, 3, dtype=dtype)
+    found, exact = solver()(cell, x).states, solvers.Sequential()(cell, x).states
+    tolerance = 100 * torch.finfo(dtype).eps ** (5 / 6)
+    assert_close(found[..., 1:], exact[..., 1:], atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("solver", [solvers.Jacobi(), solvers.QuasiDEER(solvers.Adaptive())])
+def test_residuals_that_add_up_along_a_long_memory_are_no_convergence(solver):
+    """The diagonal of a quarter turn is zero, so the transition knows nothing of the memory."""
+    keep, quarter = 0.96, torch.tensor([[0.0, 1.0], [-1.0, 0.0]])
+    cell = cells.from_function(lambda s, u: keep * s @ quarter.to(s) + (1 - keep) * u, 2, 2)
+    turning = torch.stack([torch.linalg.matrix_power(quarter, t % 4)[0] for t in range(600)]).float()
+    x = turning + 0.1 * torch.randn(1, 600, 2, dtype=torch.float32)
+    exact = solvers.Sequential()(cell, x.double()).states
+    found = solver(cell, x).states
+    assert_close(found.double(), exact, atol=2e-5 * float(exact.abs().max()), rtol=0)
+
+
+def test_a_sequence_that_cannot_be_right_in_every_channel_is_not_called_converged():
+    """In float32 a mean of M over states of 1e8 and 1 cannot find the small channel."""
+    cell = ADPTNet(4, beta=2.0).float().cell
+    x = torch.randn(1, 60, 4, dtype=torch.float32) * torch.tensor([1e8, 1.0, 1.0, 1.0], dtype=torch.float32)
+    try:
+        solution = solvers.KoopmanDEER(on_failure=solvers.Raise())(cell, x)
+    except NotConverged:
+        return
+    exact = solvers.Sequential()(cell.double(), x.double()).states
+    assert ((solution.states.double() - exact).abs() <= 2e-4 * exact.abs().amax(1, keepdim=True)).all()
+
+
+def test_gradients_of_blocks_of_one_sequence_with_complex_eigenvalues():
+    layer, x = ADPTNet(8, beta=1.0, spectrum=spectra.S4DInv()), torch.randn(1, 50, 8, requires_grad=True)
+    reset = torch.rand(1, 50) < 0.1
+    solver = solvers.BlockWise(solvers.ConvDEER(), num_blocks=2)
+    found, expected = (
+        torch.autograd.grad(layer.solve(x, reset=reset, solver=each).states.square().sum(), x)[0]
+        for each in (solver, solvers.Sequential())
+    )
+    assert_close(found, expected, atol=1e-9, rtol=0)
+
+
+def test_singular_equations_of_a_trust_region_are_a_failed_solve_and_no_crash():
+    matrices = torch.eye(3).repeat(2, 1, 1)
+    matrices[1] = 0
+    solved = solve(matrices, torch.ones(2, 3, 1))
+    assert torch.equal(solved[0], torch.ones(3, 1))
+    assert solved[1].isnan().all()
+
+
+def running_scale(values, reset, half_life, recent):
+    scale, found = recent.clone(), []
+    for t in range(values.shape[1]):
+        scale = torch.where(reset[:, t, None], 0.0, scale * 0.5 ** (1 / half_life))
+        scale = torch.maximum(scale, values[:, t].abs())
+        found.append(scale)
+    return torch.stack(found, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("steps", [1, 2, 300, 3000])
+def test_the_recent_scale_is_that_of_a_loop(dtype, steps):
+    values = torch.randn(2, steps, 3, dtype=dtype) * 10.0 ** torch.randint(-30, 30, (2, steps, 3))
+    values[:, ::7] = 0
+    reset, recent = torch.rand(2, steps) < 0.2, torch.rand(2, 3, dtype=dtype) * 1e20
+    expected = running_scale(values.double(), reset, 8, recent.double())
+    for resets in (reset, torch.zeros_like(reset)):
+        expected = running_scale(values.double(), resets, 8, recent.double())
+        assert_close(recent_scale(values, resets, recent).double(), expected, atol=0, rtol=1e-2)
+        assert_close(remembered_scale(values, resets, recent).double(), expected[:, -1], atol=0, rtol=1e-2)
+    assert_close(recent_scale(values, None, recent).double(), expected, atol=0, rtol=1e-2)
+
+
+def test_a_tolerance_never_measures_a_step_by_another_channel_or_a_later_step():
+    values = torch.tensor([[[1e6, 1.0], [1.0, 1.0], [1.0, 1e-3], [1e9, 1.0]]])
+    allowed = Tolerance(0.0, 1e-6).allowed(values)
+    assert allowed[0, 0, 1] < 1.1e-6  # not by the channel beside it
+    assert allowed[0, 1, 0] < 1.1e-6  # not by the step before it, which was larger than all of this one
+    assert allowed[0, 2, 1] > 0.8e-6  # a channel that crosses zero keeps its scale
+    assert allowed[0, 2, 0] < 1.1e-6  # not by the step after it
+
+
+def coupled(s, u):
+    return torch.tanh(s - s.mean(0, keepdim=True) + u)
+
+
+def shifted(s, u):
+    return torch.tanh(torch.cat((torch.zeros_like(s[:1]), s[:-1])) + u)
+
+
+class Counting:
+    calls = 0
+
+    def __call__(self, s, u):
+        self.calls += 1
+        return torch.tanh(0.5 * s + u + self.calls)
+
+
+@any_cell
+@pytest.mark.parametrize("step", [coupled, shifted], ids=lambda step: step.__name__)
+def test_a_step_that_couples_rows_is_rejected(solver, step):
+    cell, x = cells.from_function(step, 6, 6), torch.randn(3, 20, 6)
+    with pytest.raises(InputError, match="treats each row by itself"):
+        solver()(cell, x)
+    assert solvers.Sequential()(cell, x).states.isfinite().all()
+
+
+@any_cell
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_step_that_is_random_or_counts_is_rejected(solver, batch):
+    dropout = nn.Dropout()
+    for step in (lambda s, u: torch.tanh(dropout(s) + u), Counting()):
+        with pytest.raises(InputError, match="two results for the same state and input"):
+            solver()(cells.from_function(step, 6, 6), torch.randn(batch, 20, 6))
+    dropout.eval()
+    assert solver()(cells.from_function(lambda s, u: torch.tanh(dropout(s) / 2 + u), 6, 6), torch.randn(batch, 20, 6))
+
+
+def test_the_check_can_be_skipped_and_is_not_made_of_our_own_cells(monkeypatch):
+    cell = cells.from_function(coupled, 6, 6)
+    assert solvers.Jacobi(check=False)(cell, torch.randn(3, 20, 6)).states.isfinite().all()
+    assert "check=False" in repr(solvers.Jacobi(check=False))
+    monkeypatch.setattr("adptnet.solvers.rowwise._call", None)
+    layer = ADPTNet(4)
+    assert layer.solve(torch.randn(2, 9, 4), solver=solvers.ConvDEER()).result == solvers.Result.CONVERGED
+
+
+@pytest.mark.parametrize("solver", [solvers.DEER, solvers.QuasiDEER], ids=lambda s: s.__name__)
+def test_a_step_that_branches_on_its_values_is_explained(solver):
+    def step(s, u):
+        return torch.tanh(0.5 * s + u) if bool((s > -100).all()) else s
+
+    with pytest.raises(InputError, match=r"torch\.where"):
+        solver()(cells.from_function(step, 4, 4), torch.randn(2, 9, 4))
+
+
+def test_a_dead_channel_does_not_hide_a_slow_one():
+    """Where a channel is exactly zero any guess of it is infinitely far off, which says nothing of the others."""
+    keep = 0.99
+    cell = cells.from_function(lambda s, u: torch.cat((0 * s[:, :1], keep * s[:, 1:] + (1 - keep) * u), -1), 2, 1)
+    x = 1 + 0.1 * torch.randn(1, 1500, 1, dtype=torch.float32)
+    exact = solvers.Sequential()(cell, x.double()).states
+    for guess in (None, torch.full((1, 1500, 2), 10.0, dtype=torch.float32)):
+        found = solvers.Jacobi()(cell, x, guess=guess).states
+        assert_close(found.double(), exact, atol=3e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["mean", "dropout", "hook"])
+def test_user_code_inside_our_own_cells_is_checked_too(kind):
+    class Centred(nn.Linear):
+        def forward(self, x):
+            return super().forward(x - x.mean(0, keepdim=True))
+
+    cell = ADPTNet(6, beta=1.0).cell
+    if kind == "mean":
+        cell.directions[0].key_projection = Centred(6, 6, bias=False)
+    elif kind == "dropout":
+        cell.directions[0].key_projection = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Dropout())
+    else:
+        cell.directions[0].key_projection.register_forward_hook(lambda module, given, found: found - found.mean(0))
+    with pytest.raises(InputError, match=r"for a row among other rows|two results"):
+        solvers.DEER()(cell, torch.randn(3, 20, 6))
+
+
+def test_tolerances_that_are_no_numbers_are_rejected_and_zero_is_shown():
+    with pytest.raises(InputError, match="atol=None"):
+        solvers.DEER(atol=None)
+    assert repr(solvers.DEER(rtol=0.0)) == "DEER(rtol=0.0)"
+    assert repr(solvers.DEER()) == "DEER()"
+
+
+def test_an_ill_conditioned_step_is_not_taken_for_one_that_couples_rows():
+    weight = torch.randn(6, 6, dtype=torch.float32)
+    cell = cells.from_function(lambda s, u: torch.tanh(30 * s @ weight + u), 6, 6)
+    x = torch.randn(2, 12, 6, dtype=torch.float32)
+    assert_close(solvers.DEER()(cell, x).states, solvers.Sequential()(cell, x).states, atol=1e-2, rtol=0)

@@ -1,0 +1,137 @@
+"""What the package shows, and how light it is."""
+
+import importlib
+import importlib.util
+import operator
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import adptnet
+import adptnet_lab
+
+PROJECT = Path(__file__).parents[2]
+
+PUBLIC = [
+    *("ADPTNet", "ADPTState", "Bidirectional", "CoupledADPTNet", "LinearADPTNet", "Recurrent", "SequenceModel"),
+    *("Spec", "SpikingADPTNet", "Stack", "TaylorADPTNet", "TrainableBeta"),
+    *("__version__", "adjoints", "analysis", "backends", "cells", "conjugates", "directions", "drive", "errors"),
+    *("load", "nn", "optim"),
+    *("projections", "retractions", "save", "solvers", "spectra", "verify"),
+]
+
+
+def modules():
+    packages = [(package.__path__, f"{package.__name__}.") for package in (adptnet, adptnet_lab)]
+    names = [name for path, prefix in packages for _, name, _ in pkgutil.walk_packages(path, prefix)]
+    return [name for name in names if name != "adptnet.__main__" and ".peers." not in name]
+
+
+def test_the_public_names_are_these():
+    assert sorted(adptnet.__all__) == sorted(PUBLIC)
+    assert all(hasattr(adptnet, name) for name in PUBLIC)
+
+
+@pytest.mark.parametrize("name", modules())
+def test_every_module_says_what_it_is_and_names_what_it_shows(name):
+    if name.endswith(".triton"):
+        pytest.importorskip("triton", reason="triton is not installed: pip install 'adptnet[triton]'")
+    module = importlib.import_module(name)
+    assert module.__doc__
+    if hasattr(module, "__all__"):
+        assert sorted(module.__all__) == sorted(set(module.__all__))
+        assert all(hasattr(module, shown) for shown in module.__all__)
+
+
+def test_importing_adptnet_imports_nothing_heavy():
+    heavy = [
+        "matplotlib",
+        "triton",
+        "jaxtyping",
+        "beartype",
+        "tyro",
+        "rich",
+        "safetensors",
+        "scipy",
+        "transformers",
+        "pooch",
+        "torch._dynamo",
+    ]
+    code = f"import sys, adptnet; print([m for m in {heavy!r} if m in sys.modules])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
+def test_the_version_is_said_once_everywhere():
+    project = (PROJECT / "pyproject.toml").read_text()
+    assert re.search(r'^version = "(.+)"', project, re.MULTILINE)[1] == adptnet.__version__
+    assert f"## {adptnet.__version__}" in (PROJECT / "CHANGELOG.md").read_text()
+    assert f"version: {adptnet.__version__}" in (PROJECT / "CITATION.cff").read_text()
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (PROJECT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+CODE_IN = [
+    *("how-to/choose", "how-to/pytorch", "how-to/analyze", "how-to/solve", "how-to/train"),
+    *("reference/baselines", "reference/tasks", "explanation/recurrence"),
+]
+PAGES = ["README.md", *(f"docs/{name}.md" for name in CODE_IN)]
+if importlib.util.find_spec("scipy"):
+    PAGES.append("docs/how-to/spiking.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path):
+    code = "\n".join(blocks(page))
+    assert code
+    torchs_own = "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+    command = [sys.executable, "-W", "error", "-W", torchs_own, "-c", code]
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads that wait for each other on a busy machine take minutes
+    subprocess.run(command, cwd=tmp_path, env=alone, check=True, timeout=100, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", *sorted(str(p.relative_to(PROJECT)) for p in (PROJECT / "docs").rglob("*.md"))]
+)
+def test_links_between_pages_lead_somewhere(page):
+    source = PROJECT / page
+    prose = re.sub(r"^```.*?^```", "", source.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", prose):
+        if "://" not in target:
+            assert (source.parent / target).exists(), target
+
+
+def test_the_paper_map_names_things_that_exist():
+    text = (PROJECT / "docs" / "reference" / "paper-map.md").read_text()
+    for name in set(re.findall(r"`(test_\w+)`", text)):
+        assert list((PROJECT / "tests").rglob(f"{name}.py")), name
+    rows = re.findall(r"^\| ([^|]+) \|[^|]*\| ([^|]+) \|[^|]*\| ([^|]+) \|$", text, re.MULTILINE)
+    labels = {label for label, _, _ in rows} - {"label", "---"}
+    assert len(labels) >= 239  # the labels of the paper
+    for _, code, _ in rows:
+        for path in re.findall(r"`([\w.]+)`", code):
+            found = operator.attrgetter(path)(adptnet) if hasattr(adptnet, path.split(".")[0]) else imported(path)
+            assert found is not None, path
+
+
+def test_the_paper_map_counts_its_own_lines():
+    text = (PROJECT / "docs" / "reference" / "paper-map.md").read_text()
+    columns = [re.split(r"(?<!\\)\|", line) for line in text.splitlines() if line.startswith("| ")]
+    found = Counter(row[5].split()[0] for row in columns if len(row) == 7)
+    told = {row[1].strip(): int(row[2]) for row in columns if len(row) == 4 and row[2].strip().isdecimal()}
+    assert told == {name: found[name] for name in ("done", "partly", "background", "literature")}
+    assert "planned" not in text
+
+
+def imported(path: str):
+    """Something inside a module that `import adptnet` does not bring along, such as `tasks.WordProblem`."""
+    module, *names = path.split(".")
+    return operator.attrgetter(".".join(names))(importlib.import_module(f"adptnet_lab.{module}"))

@@ -1,0 +1,230 @@
+"""The examples, at a size of seconds: they run, write what they say, and what they say holds."""
+
+import importlib.util
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.io import wavfile
+from torch.testing import assert_close
+
+from adptnet import cells
+from adptnet.errors import InputError
+from adptnet.nn import SpikingModel, SpikingModelSpec
+from adptnet.solvers import Result
+from adptnet_lab import tasks, training
+from adptnet_lab.events import Bins, Cochlea, EventDataset, Events, SpikeFile, write_spikes
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def example(name):
+    description = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(description)
+    description.loader.exec_module(module)
+    return module
+
+
+def is_png(path):
+    return path.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_every_example_says_first_what_it_shows_and_how_to_run_it():
+    paths = sorted(EXAMPLES.glob("*.py"))
+    names = ["gradient_flossing", "layer", "live_words", "own_cell", "parallel", "state_tracking"]
+    assert [path.stem for path in paths] == names
+    for path in paths:
+        assert f"\n    python examples/{path.name}" in example(path.stem).__doc__
+
+
+def test_every_change_of_the_state_tracking_table_trains(capsys):
+    tracking = example("state_tracking")
+    found = tracking.main(list(tracking.CHANGES), steps=1, size=16)
+    assert list(found) == list(tracking.CHANGES)
+    page = (EXAMPLES.parent / "docs" / "how-to" / "choose.md").read_text()
+    assert all(f"| {name} | " in page for name in found)
+    assert len(capsys.readouterr().out.splitlines()) == len(found)
+
+
+def test_the_layer_gives_the_same_numbers_every_way_and_its_loss_falls(tmp_path, capsys):
+    losses = example("layer").main(tmp_path / "new", width=16, steps=30)
+    assert len(losses) == 30
+    assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
+    assert (tmp_path / "new" / "layer.safetensors").is_file()
+    printed = capsys.readouterr().out
+    differences = [float(line.split(", to ")[1][:5]) for line in printed.splitlines() if ", to " in line]
+    assert len(differences) == 2
+    assert max(differences) < 1e-14
+    assert "outputs are identical" in printed
+
+
+def test_flossing_brings_an_rnn_near_the_targets_that_the_layer_is_given(tmp_path, capsys):
+    flossing = example("gradient_flossing")
+    flossed, given = flossing.main(tmp_path / "new", size=6, updates=20)
+    targets = torch.tensor(flossing.TARGETS)
+    assert is_png(tmp_path / "new" / "gradient_flossing.png")
+    assert (given - targets).abs().max() < 0.01
+    assert flossed[0] > -0.6  # it starts at -0.92
+    assert "certified" in capsys.readouterr().out
+
+
+def test_every_solver_agrees_with_sequential_or_says_that_it_does_not(capsys):
+    parallel = example("parallel")
+    tables = parallel.main(length=24, hard_length=300, rounds=1)
+    assert list(tables["ADPTNet"]) == list(parallel.SOLVERS)
+    assert set(parallel.SOLVERS) - set(tables["GRU"]) == {"ForwardDEER", "ConvDEER", "ConvDEER by FFT"}
+    for row in (*tables["ADPTNet"].values(), *tables["GRU"].values()):
+        assert row.result in (Result.CONVERGED, Result.FINISHED)
+        assert row.error < 1e-9
+        assert row.gradient_error < 1e-8
+    for row in tables["hard"].values():
+        assert row.error < 1e-8 or row.result > Result.FINISHED
+    assert tables["hard"]["  Finish(), the default"].error < 1e-9
+    assert tables["hard"]["  blocks of 256 steps"].result == Result.CONVERGED
+    printed = capsys.readouterr().out
+    assert all(f"\n{name} " in printed for name in (*parallel.SOLVERS, *parallel.HARD))
+    assert "refused: ConvDEER needs a cell with constant eigenvalues" in printed
+
+
+def test_a_network_of_ones_own_has_the_gradients_of_back_propagation_and_learns(capsys):
+    worst, losses = example("own_cell").main(length=60, steps=25)
+    assert worst < 1e-8
+    assert len(losses) == 25
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+    printed = capsys.readouterr().out
+    assert all(f"  {name}(): CONVERGED after" in printed for name in ("QuasiDEER", "KoopmanDEER", "ConvDEER"))
+
+
+def test_live_words_come_to_the_same_however_the_sound_is_cut(tmp_path, capsys):
+    live = example("live_words")
+    small = {"channels": 12, "sounds": 8, "steps": 1, "said": ["rise"]}
+    heard, probabilities = live.main(chunk=0.03, **small)
+    assert set(heard) <= set(live.TONES)
+    assert_close(probabilities.sum(-1), torch.ones(len(probabilities)))
+    _, in_one = live.main(chunk=10.0, **small)
+    assert torch.equal(in_one, probabilities)
+    printed = capsys.readouterr().out
+    differences = [float(line.split(", to ")[1][:5]) for line in printed.splitlines() if "their sum is" in line]
+    assert len(differences) == 2
+    assert max(differences) < 1e-10
+
+
+def test_live_words_of_a_sound_file(tmp_path, capsys):
+    live = example("live_words")
+    sound = np.sin(2 * np.pi * 440 * np.arange(22_050) / 44_100)
+    wavfile.write(tmp_path / "a.wav", 44_100, np.stack((sound, sound), -1).astype(np.float32))
+    _, probabilities = live.main(tmp_path / "a.wav", channels=12, sounds=8, steps=1)
+    assert len(probabilities) == 125
+    assert "to " in capsys.readouterr().out
+    wavfile.write(tmp_path / "long.wav", 1000, np.zeros(60_000, np.float32))
+    with pytest.raises(InputError, match="hears 59 s at most"):
+        live.loaded(tmp_path / "long.wav")
+    wavfile.write(tmp_path / "silent.wav", 16_000, np.zeros(8000, np.int16))
+    with pytest.raises(InputError, match="is silent"):
+        live.loaded(tmp_path / "silent.wav")
+    for chunk in (0.0, float("nan")):
+        with pytest.raises(InputError, match=r"--chunk .*at least one sample"):
+            live.main(tmp_path / "a.wav", chunk=chunk)
+
+
+def test_live_words_end_as_the_command_line_does(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["live_words.py", "--run", str(tmp_path / "none")])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(EXAMPLES / "live_words.py"), run_name="__main__")
+    assert end.value.code == 1
+    assert capsys.readouterr().err.startswith(f"InputError: {tmp_path / 'none'} cannot be read")
+
+
+def trained_on(tmp_path, task, neurons=None):
+    """The folder of a run of one step."""
+    model = task.spiking_model(SpikingModelSpec(neurons or cells.SiLIF(6), input_size=1, output_size=1))
+    settings = training.TrainConfig(steps=1, batch_size=2, evaluation_size=2)
+    training.run(training.Experiment(task, model, settings), tmp_path / "run")
+    return tmp_path / "run"
+
+
+def spike_file(path, channels=12):
+    """Eight recordings of two words by four speakers."""
+    generator = np.random.default_rng(0)
+    made = [
+        (Events.of(generator.uniform(0, 0.4, 90), generator.integers(0, channels, 90)), number % 2)
+        for number in range(8)
+    ]
+    write_spikes(path, made, words=("high", "low"), speakers=np.arange(8) // 2)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("bins", "merge"),
+    [
+        (Bins(100, 0.6, 12, pool=2), (1, 1)),
+        (Bins(100, 0.6, 12, pool=2), (5, 1)),
+        (Bins(60, 0.6, 12, pool=2), (4, 3)),
+        (Bins(60, 0.3, 12, pool=1, rule="silif"), (3, 2)),  # frames go on after its 0.3 s
+    ],
+    ids=str,
+)
+def test_live_words_of_a_run_hear_the_frames_that_its_task_makes_of_the_same_spikes(
+    bins, merge, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("ADPTNET_CACHE", str(tmp_path / "cache"))
+    task = tasks.EventFrames(spike_file(tmp_path / "a.h5"), test_speakers=(3,), bins=bins, merge=merge, masked=False)
+    run = trained_on(tmp_path, task)
+    live, heard, step = example("live_words"), [], SpikingModel.step
+    sound = np.random.default_rng(1).standard_normal(8000)
+    wavfile.write(tmp_path / "a.wav", 16_000, sound.astype(np.float32))
+
+    def recorded(model, frame, state):
+        heard.append(frame)
+        return step(model, frame, state)
+
+    monkeypatch.setattr(SpikingModel, "step", recorded)
+    live.main(tmp_path / "a.wav", run=run)
+    ear = Cochlea(channels=12).listen(level=np.sqrt((sound.astype(np.float32).astype(float) ** 2).mean()), piece=0.1)
+    spikes = live.join_events(ear(live.loaded(tmp_path / "a.wav")), ear.end())
+    expected = task._batch(EventDataset([(spikes, 0)], bins), torch.zeros(1, dtype=torch.int64)).inputs[0]
+    frames = torch.cat(heard)
+    common = min(len(frames), len(expected))
+    assert_close(frames[:common], expected[:common], rtol=0, atol=0)
+    assert frames.sum() == len(spikes.times)  # nothing is heard twice, or not at all
+    assert not expected[common:].any()
+    printed = capsys.readouterr().out
+    assert f"frames of {1000 * live.Frames(bins, merge).seconds:.3g} ms, {task.input_size} features" in printed
+    assert "high" in printed
+
+
+def test_live_words_count_the_frames_of_a_file_as_its_task_does(tmp_path, monkeypatch):
+    monkeypatch.setenv("ADPTNET_CACHE", str(tmp_path / "cache"))
+    live, path = example("live_words"), spike_file(tmp_path / "a.h5")
+    for bins, merge in ((Bins(40, 0.41, 12, pool=1), (5, 2)), (Bins(31, 0.41, 12, pool=3, rule="silif"), (1, 2))):
+        task = tasks.EventFrames(path, test_speakers=(3,), bins=bins, merge=merge, masked=False)
+        batch = next(task.evaluation("test", 2, 2))
+        for frames, number in zip(batch.inputs, (6, 7), strict=True):
+            events, _ = SpikeFile(path, channels=12)[number]
+            assert torch.equal(live.Frames(bins, merge).counts(events, 0, task.length), frames)
+
+
+def test_live_words_reject_a_run_whose_frames_they_cannot_make(tmp_path, monkeypatch):
+    monkeypatch.setenv("ADPTNET_CACHE", str(tmp_path / "cache"))
+    live, path = example("live_words"), tmp_path / "frames.npz"
+    counts = np.random.default_rng(0).poisson(1.0, (8, 20, 6)).astype(np.uint8)
+    np.savez(path, frames=counts, label=np.arange(8) % 2, is_test=np.arange(8) > 5)
+    run = trained_on(tmp_path, tasks.EventFrames(str(path)))  # the default bins make 250 frames of 140 features
+    with pytest.raises(InputError, match=r"frames of shape \(20, 6\).*how long they are is unknown.*--task\.bins"):
+        live.of_run(run)
+    path.rename(tmp_path / "elsewhere.npz")
+    with pytest.raises(InputError, match="is not there, so their width is unknown"):
+        live.of_run(run)
+
+
+def test_live_words_accept_frames_of_a_file_whose_bins_were_given(tmp_path):
+    live, path, bins = example("live_words"), tmp_path / "frames.npz", Bins(20, 0.5, 12, pool=2)
+    counts = np.random.default_rng(0).poisson(1.0, (8, 20, 6)).astype(np.uint8)
+    np.savez(path, frames=counts, label=np.arange(8) % 2, is_test=np.arange(8) > 5)
+    run = trained_on(tmp_path, tasks.EventFrames(str(path), bins=bins, merge=(2, 3)))
+    _, words, frames = live.of_run(run)
+    assert words == ()
+    assert (frames.bins, frames.merge, frames.features, frames.seconds) == (bins, (2, 3), 2, 0.05)

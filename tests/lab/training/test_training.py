@@ -1,0 +1,118 @@
+"""The small trainer: seeded, honest about failure, and able to learn."""
+
+import json
+
+import pytest
+import torch
+
+from adptnet import ADPTNet, SequenceModel, Spec, cells, nn
+from adptnet.errors import SpecError
+from adptnet_lab.tasks import WordProblem
+from adptnet_lab.training import AdamW, Linear, TrainConfig, TrainingDiverged, environment, evaluate, train, write_json
+
+
+def small(seed=0, beta=4.0):
+    torch.manual_seed(seed)
+    return SequenceModel(ADPTNet(16, beta=beta).spec, vocabulary=2, norm="batch", dropout=0.1)
+
+
+PARITY = WordProblem("Z2", length=6)
+
+
+def test_the_same_seed_gives_the_same_numbers_whatever_ran_before():
+    config = TrainConfig(steps=5, batch_size=8, seed=3)
+    first = small()
+    one = train(first, PARITY, config)
+    torch.rand(100)
+    second = small()
+    two = train(second, PARITY, config)
+    assert one.losses == two.losses
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+    other = train(small(), PARITY, TrainConfig(steps=5, batch_size=8, seed=4))
+    assert other.losses != one.losses
+
+
+def test_training_leaves_the_callers_random_numbers_alone():
+    torch.manual_seed(9)
+    expected = torch.rand(2)
+    model = SequenceModel(ADPTNet(4).spec, vocabulary=2)
+    torch.manual_seed(9)
+    train(model, PARITY, TrainConfig(steps=2, batch_size=4))
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_parity_is_learnt_and_extends_beyond_the_trained_length():
+    model = SequenceModel(nn.LayerSpec(cells.ReLURNN(16)), vocabulary=2, norm="batch")
+    before = evaluate(model, PARITY, [6], size=256)[6]["accuracy"]
+    record = train(model, PARITY, TrainConfig(steps=250, batch_size=64, learning_rate=5e-3))
+    scores = evaluate(model, PARITY, [6, 12], size=256)
+    assert before < 0.8
+    assert record.losses[-1] < 0.1 * record.losses[0]
+    assert scores[6]["accuracy"] > 0.99
+    assert len(scores[12]["per_position"]) == 12
+
+
+def test_evaluation_repeats_and_restores_the_mode():
+    model = small().train()
+    assert evaluate(model, PARITY, [6], size=100, batch_size=7) == evaluate(model, PARITY, [6], size=100, batch_size=7)
+    assert model.training
+
+
+def test_on_step_sees_every_step():
+    seen = []
+    record = train(small(), PARITY, TrainConfig(steps=4, batch_size=4), on_step=lambda n, loss: seen.append((n, loss)))
+    assert seen == list(enumerate(record.losses, 1))
+
+
+def test_the_schedule_rises_and_falls_along_lines():
+    rates = [Linear(warmup=0.1).rate(step, 100) for step in range(101)]
+    assert rates[0] == 0
+    assert rates[5] == 0.5
+    assert rates[10] == 1
+    assert rates[55] == 0.5
+    assert rates[100] == 0
+    assert Linear(warmup=0.0).rate(0, 10) == 1
+
+
+def test_a_loss_that_is_not_finite_stops_the_run():
+    model = small()
+    with torch.no_grad():
+        model.decoder.weight.fill_(torch.nan)
+    with pytest.raises(TrainingDiverged, match="the loss was nan at step 1 of 3"):
+        train(model, PARITY, TrainConfig(steps=3, batch_size=4))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"steps": 0}, "steps must be a whole number from 1"),
+        ({"batch_size": -1}, "batch_size must be"),
+        ({"learning_rate": 0.0}, "learning_rate must be a positive number"),
+        ({"clip": 0.0}, "clip must be a positive number"),
+        ({"schedule": "cosine"}, "schedule must be a Schedule"),
+        ({"optimiser": AdamW}, r"Pass optimiser=AdamW\(\)"),
+        ({"precision": "bf17"}, "Perhaps you meant 'bf16'"),
+        ({"lengths": (8, 0)}, "lengths must be a whole number from 1"),
+        ({"patience": 3}, "waits for evaluations"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(fields, message):
+    with pytest.raises(SpecError, match=message):
+        TrainConfig(**fields)
+
+
+def test_settings_survive_json():
+    config = TrainConfig(steps=7, clip=None)
+    assert Spec.from_json(config.to_json()) == config
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "deep" / "numbers.json"
+    write_json(path, {"a": [1.5]})
+    assert json.loads(path.read_text()) == {"a": [1.5]}
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(path, {"a": float("nan")})
+    assert json.loads(path.read_text()) == {"a": [1.5]}
+    assert len(list(path.parent.iterdir())) == 1
+    assert environment()["torch"] == torch.__version__
