@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Set up .venv once, then run a job in it. Needs Python 3.11 or newer and nothing else.
+"""Set up .venv once, then run a job in it. Needs only Python 3.11 or newer.
 
   python3 run.py quickstart             the first run
   python3 run.py test [pytest args]     the tests
@@ -35,21 +35,22 @@ from urllib.request import url2pathname
 
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
-BASE_PYTHON = getattr(sys, "_base_executable", None) or sys.executable  # never the one in .venv
-STAMP = VENV / "adptnet-setup.json"  # what .venv holds; {} while an install is under way
+BASE_PYTHON = getattr(sys, "_base_executable", None) or sys.executable  # not the one in .venv
+STAMP = VENV / "adptnet-setup.json"  # describes .venv; {} while an installation is under way
 CONSTRAINTS = ROOT / "constraints.txt"
 UV = "uv>=0.9,<1"
-PATIENCE = 8  # seconds for PyTorch's index to answer when nobody asked for it by name; it needs about one
+PATIENCE = 8  # seconds for PyTorch's index to answer if it was not requested by name; it needs about one
 
-EXTRA_OF_JOB = {"test": "dev", "lint": "dev", "docs": "docs"}  # every other job makes do with "lab"
-INCLUDED_EXTRAS = {  # as pyproject.toml nests them
+EXTRA_OF_JOB = {"test": "dev", "lint": "dev", "docs": "docs"}  # every other job needs "lab"
+INCLUDED_EXTRAS = {  # as nested in pyproject.toml
     "dev": {"dev", "test", "lab", "plots", "train", "cluster"},
     "lab": {"lab", "plots"},
+    "docs": {"docs", "lab", "plots"},
 }
 
 
 class SetupError(Exception):
-    """Set-up cannot go on; the message says what is wrong and what to type."""
+    """The set-up failed; the message has the reason and what to type."""
 
 
 def main(argv: list[str]) -> int:
@@ -58,7 +59,7 @@ def main(argv: list[str]) -> int:
         return 0
     job, args = argv[0], argv[1:]
     try:
-        refuse_old_python(sys.version_info[:2])
+        check_python(sys.version_info[:2])
         set_up(EXTRA_OF_JOB.get(job, "lab"))
         if job == "lint":
             return lint()
@@ -76,13 +77,14 @@ def main(argv: list[str]) -> int:
 
 
 def lint() -> int:
-    """Run every tool, whatever the one before it found."""
+    """Run every tool, even if one before it failed, and return the exit code."""
     python = str(program(VENV, "python"))
     tools = {
         "ruff check": [python, "-m", "ruff", "check"],
         "ruff format": [python, "-m", "ruff", "format", "--check"],
         "mypy": [python, "-m", "mypy"],
         "import-linter": [str(program(VENV, "lint-imports")), "--no-logo"],
+        "wording": [python, ".ci/wording.py"],
     }
     verdicts = []
     for name, command in tools.items():
@@ -95,7 +97,7 @@ def lint() -> int:
 
 
 def hand_over(module_and_args: list[str], folder: Path) -> int:
-    """Become the job, so that signals and the exit code are its own."""
+    """Replace this process by the job, so that signals reach it and its exit code is returned."""
     command = [str(program(VENV, "python")), "-m", *module_and_args]
     if os.name == "posix":
         os.chdir(str(folder))
@@ -104,6 +106,7 @@ def hand_over(module_and_args: list[str], folder: Path) -> int:
 
 
 def set_up(extra: str) -> None:
+    """Install what is missing in .venv for a job that needs `extra`."""
     stamp = read_stamp()
     if is_ready(stamp, facts(stamp), extra):
         return
@@ -129,7 +132,7 @@ def make_venv() -> None:
     if VENV.exists():
         shutil.rmtree(str(VENV))
     VENV.mkdir()
-    write_stamp({})  # before the rest, so that a cut is noticed
+    write_stamp({})  # first, so that an interruption is noticed
     if subprocess.run([BASE_PYTHON, "-m", "venv", "--without-pip", str(VENV)]).returncode != 0:
         raise SetupError(
             f"{BASE_PYTHON} cannot make a virtual environment, see above. On Debian: apt install python3-venv"
@@ -137,7 +140,7 @@ def make_venv() -> None:
 
 
 def read_stamp() -> dict | None:
-    """None: a .venv of somebody's own making, or none. {}: half made."""
+    """Return the description of .venv: None if it was made by hand or does not exist, {} if it is incomplete."""
     try:
         return json.loads(STAMP.read_text())
     except FileNotFoundError:
@@ -153,7 +156,7 @@ def write_stamp(stamp: dict) -> None:
 
 
 def facts(stamp: dict | None) -> dict:
-    """What a finished set-up must agree with. Unless another torch is asked for, the one in .venv stays."""
+    """Return what a finished set-up must agree with. The torch in .venv stays unless another one is requested."""
     inputs = (ROOT / "pyproject.toml").read_bytes() + CONSTRAINTS.read_bytes()
     return {
         "inputs": hashlib.sha256(inputs).hexdigest(),
@@ -170,12 +173,12 @@ def is_ready(stamp: dict | None, now: dict, extra: str) -> bool:
 
 
 def extras_to_install(stamp: dict | None, extra: str) -> list[str]:
-    """What the job needs and what was there before: .venv grows, it never shrinks."""
+    """Return the extras that the job needs and those that are installed: nothing is ever removed from .venv."""
     return sorted(INCLUDED_EXTRAS.get(extra, {extra}).union((stamp or {}).get("extras", [])))
 
 
 def must_remake(stamp: dict | None) -> bool:
-    """Whether .venv is half made, moved, broken or of another Python."""
+    """Return whether .venv is incomplete, moved, broken or of another Python."""
     if stamp is not None and stamp.get("folder") != str(ROOT):
         return True
     probe = [str(program(VENV, "python")), "-c", "import sys; print(sys.version_info[:2])"]
@@ -185,14 +188,14 @@ def must_remake(stamp: dict | None) -> bool:
 
 
 def installer(venv: Path, choice: str, replace_torch: bool = False) -> tuple[list[str], dict[str, str]]:
-    """The uv command, and its environment, that installs into `venv` with the torch of `choice`; known to find it."""
+    """Return the uv command that installs into `venv` with the torch of `choice`, and its environment."""
     uv = find_uv()
     env = uv_environment(pip_settings(), choice)
     wheel = find_torch_wheel(env.get("UV_FIND_LINKS", ""))
     flags = torch_flags(choice, wheel)
     say(f"torch {torch_pin()} from " + (f"PyTorch's {flags[1]} wheels" if flags else wheel or "the package registry"))
     if replace_torch:
-        flags = [*flags, "--reinstall-package", "torch"]  # to uv, 2.13.0+cpu in place satisfies 2.13.0 of any kind
+        flags = [*flags, "--reinstall-package", "torch"]  # for uv an installed 2.13.0+cpu satisfies 2.13.0 of any kind
     command = [uv, "pip", "install", "--python", str(program(venv, "python")), "-c", str(CONSTRAINTS), *flags]
     check_torch([*command, "--dry-run", "torch"], env, choice)
     return command, env
@@ -204,14 +207,14 @@ def run_installer(command: list[str], env: dict[str, str]) -> None:
 
 
 def find_uv() -> str:
-    """The machine's uv, or the one in .venv, if it runs and is new enough; otherwise fetch it into .venv."""
+    """Return the uv of the machine or of .venv if it runs and is new enough; otherwise install it into .venv."""
     for candidate in (shutil.which("uv"), str(program(VENV, "uv"))):
         with contextlib.suppress(OSError):
             if candidate and "--torch-backend" in output([candidate, "pip", "install", "--help"]):
                 return candidate
     say("fetching uv")
     python = str(program(VENV, "python"))
-    pip = [BASE_PYTHON, "-m", "pip", "--python", python]  # five seconds sooner than giving .venv a pip of its own
+    pip = [BASE_PYTHON, "-m", "pip", "--python", python]  # five seconds faster than a pip in .venv
     if not output([*pip, "--version"]):
         output([python, "-m", "ensurepip"])
         pip = [python, "-m", "pip"]
@@ -225,16 +228,16 @@ def find_uv() -> str:
 
 
 def torch_flags(choice: str, wheel: str | None) -> list[str]:
-    """How uv is told which torch to take. A local wheel needs no flag: 2.13.0+cpu sorts above 2.13.0."""
+    """Return the flags that select the torch. A local wheel needs none, because 2.13.0+cpu sorts above 2.13.0."""
     if choice == "local" and wheel is None:
-        raise SetupError(f"no wheel folder that pip is configured with holds {wanted_wheel()}.\n{ways_out()}")
+        raise SetupError(f"no wheel folder that pip is configured with holds {describe_wheel()}.\n{list_remedies()}")
     if choice in ("local", "registry") or (choice == "auto" and wheel is not None):
         return []
     return ["--torch-backend", "cpu" if choice == "auto" else choice]
 
 
 def check_torch(dry_run: list[str], env: dict[str, str], choice: str) -> None:
-    """Ask uv for its plan, so that failure is quick, leaves .venv alone, and CUDA never comes unasked."""
+    """Check the plan of uv: a failure is then quick, leaves .venv unchanged, and CUDA needs an explicit request."""
     limit = PATIENCE if choice == "auto" else None
     try:
         plan = subprocess.run(
@@ -246,16 +249,18 @@ def check_torch(dry_run: list[str], env: dict[str, str], choice: str) -> None:
             text=True,
         )
     except subprocess.TimeoutExpired:
-        raise SetupError(f"torch and what it needs were not found: no answer within {limit} s.\n{ways_out()}") from None
+        raise SetupError(
+            f"torch and its dependencies were not found: no answer within {limit} s.\n{list_remedies()}"
+        ) from None
     if plan.returncode != 0:
-        raise SetupError(f"torch and what it needs were not found.\n{plan.stdout.rstrip()}\n{ways_out()}")
+        raise SetupError(f"torch and its dependencies were not found.\n{plan.stdout.rstrip()}\n{list_remedies()}")
     cuda = re.findall(r"^ \+ (?:nvidia|cuda|triton)", plan.stdout, re.MULTILINE)
     if cuda and choice in ("auto", "cpu"):
-        raise SetupError(f"this torch needs {len(cuda)} CUDA packages, which nobody asked for.\n{ways_out()}")
+        raise SetupError(f"this torch needs {len(cuda)} CUDA packages, which were not requested.\n{list_remedies()}")
 
 
 def find_torch_wheel(find_links: str) -> str | None:
-    """A wheel of the pinned torch for this Python and machine, in one of the folders."""
+    """Return a wheel of the pinned torch for this Python and machine in one of the folders; None if there is none."""
     system = {"linux": "linux", "darwin": "macosx", "win32": "win"}.get(sys.platform, sys.platform)
     python = "cp{}{}".format(*sys.version_info)
     build = rf"torch-{re.escape(torch_pin())}(\+[\w.]+)?-{python}-{python}-\S*{system}\S*{platform.machine().lower()}"
@@ -268,14 +273,14 @@ def torch_pin() -> str:
     return re.findall(r"^torch==(\S+)", CONSTRAINTS.read_text(), re.MULTILINE)[0]
 
 
-def wanted_wheel() -> str:
+def describe_wheel() -> str:
     return "a wheel of torch {} for CPython {}.{}".format(torch_pin(), *sys.version_info)
 
 
-def ways_out() -> str:
+def list_remedies() -> str:
     return f"""Type one of:
   PIP_FIND_LINKS=FOLDER {command_line()}
-      with a folder that holds {wanted_wheel()}
+      with a folder that holds {describe_wheel()}
   ADPTNET_TORCH=cpu {command_line()}
       to wait for PyTorch's CPU wheels without a time limit
   ADPTNET_TORCH=registry {command_line()}
@@ -283,7 +288,7 @@ def ways_out() -> str:
 
 
 def pip_settings() -> dict[str, str]:
-    """Every option pip is configured with on this machine, by name."""
+    """Return the options that pip is configured with on this machine, by name."""
     settings = {}
     listing = output([BASE_PYTHON, "-m", "pip", "config", "list"])
     for scope in ("global", "install"):
@@ -296,16 +301,16 @@ def pip_settings() -> dict[str, str]:
 
 
 def uv_environment(pip: Mapping[str, str], choice: str) -> dict[str, str]:
-    """Pip's settings in uv's words, where uv has no setting of its own: uv reads none of pip's."""
+    """Return an environment with pip's settings for uv, which does not read them. Settings of uv itself are kept."""
     env = child_environment()
-    links, indexes = usable(pip.get("find-links", "")), usable(pip.get("extra-index-url", ""))
+    links, indexes = drop_missing(pip.get("find-links", "")), drop_missing(pip.get("extra-index-url", ""))
     if choice == "registry":
         links = []
     if choice in ("auto", "local", "registry"):
         env.pop("UV_TORCH_BACKEND", None)
     if links:
         env.setdefault("UV_FIND_LINKS", ",".join(links))
-    if "UV_INDEX_URL" not in env and usable(pip.get("index-url", "")):
+    if "UV_INDEX_URL" not in env and drop_missing(pip.get("index-url", "")):
         env.setdefault("UV_DEFAULT_INDEX", pip["index-url"])
     if "UV_EXTRA_INDEX_URL" not in env and "UV_INDEX" not in env and indexes:
         env["UV_INDEX"] = " ".join(indexes)
@@ -315,14 +320,14 @@ def uv_environment(pip: Mapping[str, str], choice: str) -> dict[str, str]:
     return env
 
 
-def usable(links: str) -> list[str]:
-    """Pip skips folders that are not there; uv stops at them."""
+def drop_missing(links: str) -> list[str]:
+    """Return the links without folders that do not exist: pip skips those, and uv fails."""
     places = [(link, local_path(link)) for link in links.split()]
     return [str(path) if "://" not in link else link for link, path in places if path is None or path.exists()]
 
 
 def local_path(link: str) -> Path | None:
-    """The folder a link means; None for an address on the network."""
+    """Return the folder that a link means; None for an address on the network."""
     if link.startswith("file:"):
         return Path(url2pathname(urlparse(link).path))
     return None if "://" in link else Path(link).expanduser().absolute()
@@ -330,10 +335,10 @@ def local_path(link: str) -> Path | None:
 
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Hold a lock on this very file, which is there before .venv and is never replaced by set-up."""
+    """Lock this file, which exists before .venv and is never replaced by the set-up."""
     try:
         import fcntl
-    except ImportError:  # Windows: two set-ups at once are left to their user
+    except ImportError:  # Windows, where simultaneous set-ups are not prevented
         yield
         return
     with open(__file__, "rb+") as lock:
@@ -350,12 +355,12 @@ def program(venv: Path, name: str) -> Path:
 
 
 def child_environment() -> dict[str, str]:
-    """Children may cache bytecode: importing torch then takes a third of the time."""
+    """Return an environment in which children cache bytecode: importing torch then takes a third of the time."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def output(command: list[str]) -> str:
-    """What a quiet helper prints; empty where it fails to."""
+    """Return the standard output of a command, without its errors."""
     return subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=child_environment()
     ).stdout
@@ -365,7 +370,7 @@ def command_line() -> str:
     return " ".join(["python3", "run.py", *map(shlex.quote, sys.argv[1:])])
 
 
-def refuse_old_python(version: tuple[int, int]) -> None:
+def check_python(version: tuple[int, int]) -> None:
     if version < (3, 11):
         raise SetupError(
             "adptnet needs Python 3.11 or newer, and this is {}.{}. With a newer one installed, type: {}".format(

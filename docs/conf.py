@@ -1,20 +1,21 @@
 """The documentation site: sphinx-build -W docs runs/site"""
 
+import importlib.util
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import adptnet
 
 HERE = Path(__file__).parent
-REPORT = HERE / "report"  # of `adptnet report`, a page of its own
+ROWS = HERE.parent / "results"  # of the reproduction; not part of a source distribution
+HAS_REPORT = ROWS.is_dir() and all(importlib.util.find_spec(package) for package in ("tyro", "matplotlib"))
 
 project = "adptnet"
 author = "The adptnet developers"
 version = release = adptnet.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
-exclude_patterns = ["report/*", *([] if REPORT.is_dir() else ["report.md"])]
+exclude_patterns = ["report/*", *([] if HAS_REPORT else ["report.md"])]
 templates_path = ["_templates"]
 html_theme = "furo"
 html_title = "adptnet"
@@ -39,7 +40,7 @@ def contents() -> str:
     """The table of contents: the pages of each kind, then those at the top."""
     trees = {kind: sorted(HERE.glob(f"{folder}/*.md")) for kind, folder in KINDS.items()}
     trees["Project"] = [
-        p for p in sorted(HERE.glob("*.md")) if p.stem not in ("index", *([] if REPORT.is_dir() else ["report"]))
+        p for p in sorted(HERE.glob("*.md")) if p.stem not in ("index", *([] if HAS_REPORT else ["report"]))
     ]
     lines = [""]
     for caption, pages in trees.items():
@@ -65,12 +66,15 @@ def as_text(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[
         lines[number] = "".join(parts)
 
 
-def with_report(app: Any, exception: Exception | None) -> None:
-    if exception is None and REPORT.is_dir():
-        shutil.copytree(REPORT, Path(app.outdir, "report"), dirs_exist_ok=True)
+def build_report(app: Any, exception: Exception | None) -> None:
+    """Build the HTML report, a page of its own that report.md links to."""
+    if exception is None and HAS_REPORT:
+        from adptnet_lab.paper import report
+
+        report.run(report.Report(rows=ROWS, output=Path(app.outdir, "report")))
 
 
 def setup(app: Any) -> None:
     app.connect("source-read", as_site)
     app.connect("autodoc-process-docstring", as_text, priority=100)  # before the sections of a docstring are made
-    app.connect("build-finished", with_report)
+    app.connect("build-finished", build_report)

@@ -1,7 +1,6 @@
-"""The layer in use: whole sequences, single steps, ragged batches, a short training run, saving and loading.
+"""Use one layer: run, stream and pad sequences, train a model of it, save and load that model.
 
-The toy task is to say the sine of the sum of all inputs so far, from the inputs one at a time. Prints what it does;
-a few seconds on one core:
+The toy task is to predict the sine of the running sum of the inputs. It takes a few seconds on one core:
 
     python examples/layer.py
 """
@@ -17,73 +16,59 @@ from adptnet.optim import param_groups
 
 
 def main(output: Path, width: int = 32, steps: int = 100) -> list[float]:
-    """Runs all of it, writes the trained model into `output` and returns the loss at every training step."""
+    """Run all parts, save the trained model in `output`, and return the training losses."""
     torch.manual_seed(0)
     layer = adpt.ADPTNet(width, beta=1.0, spectrum=spectra.Linspace(dt_min=1e-3, dt_max=1.0), gain=drive.LRU())
-    eigenvalues = layer.cell.eigenvalues().real
-    print(f"A layer of width {width}, β = 1, eigenvalues from {eigenvalues.min():.3f} to {eigenvalues.max():.3f}.")
-    use(layer)
-    model, losses = train(layer, steps)
-    round_trip(model, output / "layer.safetensors")
+    run(layer)
+    model = adpt.SequenceModel(layer.spec, input_size=1, output_size=1)  # new weights, the same configuration
+    losses = train(model, steps)
+    save_and_load(model, output / "layer.safetensors")
     return losses
 
 
-def use(layer: adpt.ADPTNet) -> None:
-    """Three ways to run it. They give the same numbers."""
+def run(layer: adpt.ADPTNet) -> None:
+    """Run the layer on whole sequences, step by step, and on padded sequences of different lengths."""
     x = torch.randn(3, 20, layer.width)  # (batch, time, width)
-    y, state = layer(x)  # outputs, and the state after the last step
-    print(f"forward: {tuple(x.shape)} in, {tuple(y.shape)} out, state {tuple(state.state.shape)}.")
-
-    streamed, memory = [], None  # no state yet: the sequence begins
+    y, state = layer(x)  # outputs, and the hidden state after the last step
+    print(f"forward: inputs {tuple(x.shape)}, outputs {tuple(y.shape)}, hidden state {tuple(state.state.shape)}")
+    streamed, state = [], None  # no state: the sequence begins
     for x_t in x.unbind(1):
-        y_t, memory = layer.step(x_t, memory)
+        y_t, state = layer.step(x_t, state)
         streamed.append(y_t)
-    print(f"step: the same outputs one at a time, to {largest_difference(torch.stack(streamed, 1), y):.0e}.")
-
-    lengths = torch.tensor([20, 7, 1])
-    ragged, ends = layer(x, lengths=lengths)  # right-padded; what is in the padding does not matter
-    alone, end = layer(x[1, :7])  # the second sequence without its padding or its neighbours
-    apart = max(largest_difference(ragged[1, :7], alone), largest_difference(ends.state[1], end.state))
-    print(f"lengths={lengths.tolist()}: as each sequence by itself, to {apart:.0e}; zeros past the end.")
+    print(f"step: agrees with forward, to {(torch.stack(streamed, 1) - y).abs().max():.0e}")
+    padded, _ = layer(x, lengths=torch.tensor([20, 7, 1]))  # right-padded; the padding is ignored
+    alone, _ = layer(x[1, :7])  # the second sequence by itself
+    print(f"lengths: agrees with each sequence alone, to {(padded[1, :7] - alone).abs().max():.0e}")
 
 
-def train(layer: adpt.ADPTNet, steps: int) -> tuple[adpt.SequenceModel, list[float]]:
-    """Fits a model of one such layer to the toy task with plain torch."""
-    model = adpt.SequenceModel(layer.spec, input_size=1, output_size=1)  # fresh weights, the same description
-    optimiser = torch.optim.Adam(param_groups(model, lr=1e-2))
-    data = torch.Generator().manual_seed(1)
-    losses = []
+def train(model: adpt.SequenceModel, steps: int) -> list[float]:
+    """Fit the toy task with a plain PyTorch loop and return the losses."""
+    optimizer, generator, losses = torch.optim.Adam(param_groups(model, lr=1e-2)), torch.Generator().manual_seed(1), []
     for step in range(1, steps + 1):
-        inputs, targets = running_sine(data)
-        predictions, _ = model(inputs)
-        loss = (predictions - targets).square().mean()
-        optimiser.zero_grad()
+        inputs, targets = draw_batch(generator)
+        loss = (model(inputs)[0] - targets).square().mean()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         losses.append(loss.item())
         if step == 1 or step % max(1, steps // 4) == 0:
             print(f"training step {step:3d}: mean squared error {losses[-1]:.3f}")
-    return model, losses
+    return losses
 
 
-def running_sine(data: torch.Generator, batch: int = 64, length: int = 12) -> tuple[Tensor, Tensor]:
-    inputs = torch.randn(batch, length, 1, generator=data) / 2
+def draw_batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    inputs = torch.randn(64, 12, 1, generator=generator) / 2
     return inputs, inputs.cumsum(1).sin()
 
 
-def round_trip(model: adpt.SequenceModel, path: Path) -> None:
-    """One file holds the weights and the description; loading needs nothing else."""
+@torch.no_grad()
+def save_and_load(model: adpt.SequenceModel, path: Path) -> None:
+    """Write weights and configuration to one file, and build an equal model from it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     adpt.save(model, path)
-    loaded = adpt.load(path)
-    inputs, _ = running_sine(torch.Generator().manual_seed(2))
-    with torch.no_grad():
-        same = torch.equal(model(inputs)[0], loaded(inputs)[0])
-    print(f"save and load: outputs {'are identical' if same else 'DIFFER'}, {path} has {path.stat().st_size:,} bytes.")
-
-
-def largest_difference(a: Tensor, b: Tensor) -> float:
-    return (a - b).abs().max().item()
+    inputs, _ = draw_batch(torch.Generator().manual_seed(2))
+    equal = torch.equal(model(inputs)[0], adpt.load(path)(inputs)[0])
+    print(f"{path}: outputs {'are identical' if equal else 'DIFFER'} after loading")
 
 
 if __name__ == "__main__":

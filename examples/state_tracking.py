@@ -1,11 +1,11 @@
-"""What one change of the layer does to state tracking: the table at the end of docs/how-to/choose.md.
+"""Measure the effect of one change of the layer on state tracking: the table at the end of docs/how-to/choose.md.
 
-Trains the quickstart's model on the S3 word problem at length 8 with β = 1, a spectrum of S4D-Real half of it negative,
-the LRU gain and a gate, and with one choice changed. Prints accuracy in % at 1, 2 and 4 times the length. Half a minute
-to a minute a variant on one core:
+Trains the quickstart's model on the S3 word problem at length 8, with β = 1, an S4D-Real spectrum with half of the
+eigenvalues negated, the LRU gain and a gate, and each variant with one choice changed. Prints the accuracy in % at 1, 2
+and 4 times that length. Half a minute to a minute per variant on one core:
 
-    python examples/state_tracking.py                          # all of them, one after the other
-    python examples/state_tracking.py --only product relu      # some
+    python examples/state_tracking.py                          # all variants
+    python examples/state_tracking.py --only product relu      # some of them
 """
 
 import argparse
@@ -49,24 +49,24 @@ CHANGES = {
 }
 
 
-def main(only: list[str], seed: int = 0, steps: int = 1500, size: int = 2048) -> dict[str, list[float]]:
-    """Trains the named variants and returns their accuracies in %, on `size` fresh sequences of each length."""
+def main(names: list[str], seed: int = 0, steps: int = 1500, size: int = 2048) -> dict[str, list[float]]:
+    """Train the named variants and return their accuracies in %, on `size` new sequences of each length."""
     task = WordProblem("S3", length=8)
-    found = {}
-    for name in only:
+    accuracies = {}
+    for name in names:
         layer = nn.LayerSpec(cells.ADPTSpec(64, **{**BASE, **CHANGES[name]}))
         torch.manual_seed(seed)
         model = nn.ModelSpec(nn.BlockSpec(layer, norm="batch", dropout=0.05), vocabulary=task.vocabulary).build()
         train(model, task, TrainConfig(seed=seed, steps=steps))
         scores = evaluate(model, task, [8, 16, 32], size=size)
-        found[name] = [100 * float(score["accuracy"]) for score in scores.values()]
-        print(f"{name:<15}" + "".join(f"{accuracy:7.1f}" for accuracy in found[name]), flush=True)
-    return found
+        accuracies[name] = [100 * float(score["accuracy"]) for score in scores.values()]
+        print(f"{name:<15}" + "".join(f"{accuracy:7.1f}" for accuracy in accuracies[name]), flush=True)
+    return accuracies
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    parser = argparse.ArgumentParser(description="What one change of the layer does to state tracking.")
+    parser = argparse.ArgumentParser(description="Measure the effect of one change of the layer on state tracking.")
     parser.add_argument("--only", nargs="+", choices=list(CHANGES), default=list(CHANGES), metavar="NAME")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

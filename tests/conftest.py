@@ -1,4 +1,4 @@
-"""What every test runs under: float64, one thread, NaN-filled new memory, shapes checked at each call."""
+"""Settings of every test: float64, one thread, NaN-filled new memory, shapes checked at each call."""
 
 import jaxtyping
 

@@ -22,13 +22,13 @@ from .nn import (
     Stack,
     TaylorADPTNet,
 )
-from .ops._build import backends
+from .ops._backends import backends
 from .recurrence import conjugates, directions, drive, projections, retractions, spectra
 from .recurrence.beta import TrainableBeta
 from .solvers import adjoints
 from .spec import Spec
 
-# The axes are typed often, so `from adptnet.spectra import Linspace` works as `from adptnet import spectra` does.
+# Short import paths for the axes: `from adptnet.spectra import Linspace` as well as `from adptnet import spectra`.
 for _axis in (adjoints, conjugates, directions, drive, projections, retractions, spectra):
     sys.modules[f"{__name__}.{_axis.__name__.rpartition('.')[2]}"] = _axis
 

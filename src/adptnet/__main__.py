@@ -1,4 +1,4 @@
-"""`python -m adptnet`: run the installed command `adptnet`, for launchers such as torchrun that need a module."""
+"""Run the installed command `adptnet` as `python -m adptnet`, for launchers such as torchrun that need a module."""
 
 import importlib.metadata
 import sys

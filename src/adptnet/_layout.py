@@ -1,7 +1,7 @@
-"""The names, shapes and dtypes of a module's tensors, found without memory for them.
+"""Names, shapes and dtypes of a module's tensors, without allocating memory for them.
 
-The module is built on the meta device. torch's own kernels there are Python and import a computer algebra system at
-their first call, 80 MB and seconds; the few functions that initialise weights are therefore answered here, by shape.
+The module is built on the meta device. torch's own meta kernels are Python and import sympy at their first call, which
+takes 80 MB and seconds. The few functions that initialize weights are therefore replaced here by their result shapes.
 Any other function runs as usual.
 """
 
@@ -32,18 +32,18 @@ def lay_out(build: Callable[[], nn.Module], most_calls: float = math.inf) -> dic
     """Return the state dict, on the meta device, of the module that `build` makes. No random numbers are drawn.
 
     Args:
-        build: Makes the module with `device="meta"`.
-        most_calls: Calls of torch functions that may be needed.
+        build: Builds the module with `device="meta"`.
+        most_calls: Largest allowed number of calls of torch functions.
 
     Raises:
-        RuntimeError: More calls than that, or sizes beyond what torch can count.
+        RuntimeError: More calls than `most_calls`, or sizes beyond the range of torch.
     """
     with torch.device("meta"), _ByShape(most_calls):
         return build().state_dict()
 
 
 class _ByShape(TorchFunctionMode):
-    """Answers functions on the meta device by the shape of their result."""
+    """Replaces functions on the meta device by an empty tensor of the result's shape."""
 
     def __init__(self, most_calls: float):
         super().__init__()

@@ -1,8 +1,7 @@
-"""Names for the shapes that appear in signatures.
+"""Type aliases for the tensor shapes in signatures.
 
-Time is dimension -2 and state is dimension -1, everywhere; `*b` is any number of leading dimensions.
-At run time the names are plain tensors. The test suite loads jaxtyping before this module, and then they are
-checked at every call.
+Time is dimension -2 and state is dimension -1 everywhere; `*b` is any number of leading dimensions. At run time the
+aliases are plain tensors. The test suite imports jaxtyping before this module, which makes them checked at every call.
 """
 
 import sys
@@ -13,16 +12,16 @@ from torch import Tensor
 
 __all__ = ["Column", "DType", "Device", "Matrix", "Position", "Positions", "Vector"]
 
-Device = torch.device | str | None  # as factory arguments take them; None is the default of torch
+Device = torch.device | str | None  # type of factory arguments; None is the default of torch
 DType = torch.dtype | None
 
 if TYPE_CHECKING or "jaxtyping" in sys.modules:
     from jaxtyping import Float, Int
 
-    Column = Float[Tensor, "*b 1"]  # one number for each vector
+    Column = Float[Tensor, "*b 1"]  # one value per vector
     Vector = Float[Tensor, "*b n"]  # a state, a key, a drive at one step
     Matrix = Float[Tensor, "*b n n"]
-    Positions = Int[Tensor, "*b t"]  # how many steps since the sequence began, at every step
+    Positions = Int[Tensor, "*b t"]  # steps since the sequence began, at every step
     Position = Int[Tensor, "*b"]
 else:
     Column = Vector = Matrix = Positions = Position = Tensor

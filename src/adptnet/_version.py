@@ -1,4 +1,4 @@
-"""The version, where everything may read it."""
+"""Version of the package."""
 
 __all__ = ["__version__"]
 

@@ -1,7 +1,7 @@
-"""Saving and loading: weights as safetensors, with the spec in the same file. Nothing is ever unpickled.
+"""Saving and loading of models: weights as safetensors, with the spec in the same file. Nothing is ever unpickled.
 
-A file comes from outside: `load` reads it into memory of its own, checks the SHA-256 of that memory, and compares the
-tensors with those of the spec on the meta device before it builds anything.
+Files are untrusted: `load` copies a file into memory, checks the SHA-256 of the copy, and compares the tensors with
+those of the spec on the meta device before it builds anything.
 """
 
 import hashlib
@@ -16,40 +16,42 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ._io.files import write_whole
+from ._io.files import write_atomic
 from ._io.untrusted import parse_json
 from ._layout import lay_out
 from ._typing import Device
 from .errors import AdptnetError, CheckpointError
 from .spec import ModuleSpec, Spec
 
-__all__ = ["find_tied", "load", "save", "serialised"]
+__all__ = ["find_tied", "load", "save", "serialize"]
 
 _KEY = "adptnet"
-_CALLS_PER_TENSOR = 500  # torch functions that building a module may take for each tensor it has
+_CALLS_PER_TENSOR = 500  # allowed calls of torch functions to build a module, for each of its tensors
 
-Tied = Sequence[Sequence[str]]  # groups of names of one tensor
+Tied = Sequence[Sequence[str]]  # groups of names that share one tensor
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write the weights of `model` and its spec to one file, all of it or nothing.
+    """Write the weights and the spec of `model` to one file, atomically.
 
     Parameters that are tied (`model.decoder.weight = model.encoder.weight`) are tied again by `load`.
 
     Args:
         model: A module with a spec: `ADPTNet`, `Recurrent`, `Bidirectional`, `Stack`, `ResidualBlock`, `SequenceModel`.
-        path: The file, by custom `something.safetensors`.
+        path: The file, by convention `something.safetensors`.
 
     Raises:
-        CheckpointError: `load` could not make this model again, e.g. since it is pruned or parametrised, or the file
-            cannot be there.
+        CheckpointError: `load` could not rebuild this model, e.g. because it is pruned or parametrized, or the path
+            is not a file in an existing folder.
     """
     spec = getattr(model, "spec", None)
     packages = {type(part).__module__.partition(".")[0] for part in (model, spec)}
-    if not isinstance(spec, ModuleSpec) or len(packages) > 1:  # no subclass from elsewhere: its spec builds the base
+    if (
+        not isinstance(spec, ModuleSpec) or len(packages) > 1
+    ):  # a subclass of another package: its spec builds the base class
         raise CheckpointError(
             f"load could not build a {type(model).__name__} again. Save one of adptnet's own modules that has a spec; "
-            "of a compiled model, save model._orig_mod."
+            "for a compiled model, save model._orig_mod."
         )
     _check_unchanged(model, spec)
     target = Path(path)
@@ -57,28 +59,28 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         raise CheckpointError(f"The folder {target.parent} does not exist. Make it first: mkdir -p {target.parent}")
     if target.is_dir():
         raise CheckpointError(f"{target} is a folder. Pass a file in it, e.g. {target / 'model.safetensors'}")
-    write_whole(target, serialised(spec, model.state_dict(), find_tied(model)))
+    write_atomic(target, serialize(spec, model.state_dict(), find_tied(model)))
 
 
-def serialised(spec: ModuleSpec | None, weights: dict[str, Tensor], tied: Tied = ()) -> bytes:
-    """Return the content of a file of `weights`; with the spec, one that `load` reads and whose every byte it checks.
+def serialize(spec: ModuleSpec | None, weights: dict[str, Tensor], tied: Tied = ()) -> bytes:
+    """Return the content of a safetensors file with these weights.
 
     Args:
-        spec: What the weights belong to.
-        weights: A state dict, complete: tied tensors are there under each of their names.
-        tied: See `find_tied`.
+        spec: The spec of the model; with it, `load` can read the file and checks every byte of it.
+        weights: A complete state dict: tied tensors are listed under each of their names.
+        tied: Groups of tied names, from `find_tied`.
     """
-    from safetensors.torch import save as serialise
+    from safetensors.torch import save as to_bytes
 
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
     if spec is None:
-        return bytes(serialise(tensors))
+        return bytes(to_bytes(tensors))
     document = json.loads(spec.to_json())
     if tied:
         document["tied"] = [list(names) for names in tied]
-    # Beside the spec in one entry: safetensors writes several in any order, and files would differ from run to run.
+    # In one metadata entry with the spec: safetensors writes several in random order, so files would differ.
     document["sha256"] = _sha256(document, tensors)
-    return bytes(serialise(tensors, metadata={_KEY: json.dumps(document)}))
+    return bytes(to_bytes(tensors, metadata={_KEY: json.dumps(document)}))
 
 
 def load(path: str | os.PathLike[str], *, device: Device = None) -> nn.Module:
@@ -88,24 +90,24 @@ def load(path: str | os.PathLike[str], *, device: Device = None) -> nn.Module:
 
     Args:
         path: A file written by `save`.
-        device: Where to put it; the CPU if not given.
+        device: Device of the model; the CPU by default.
 
     Raises:
-        CheckpointError: The file is not there, not a checkpoint, damaged, or its weights and spec do not belong
-            together. This is found before more memory is used than the file has bytes.
-        SpecError: Its spec cannot be read; the message names the file.
+        CheckpointError: The file does not exist, is not a checkpoint, is damaged, or its weights do not match its spec.
+            It is raised before more memory is used than the size of the file.
+        SpecError: The spec cannot be read; the message names the file.
     """
     spec, tensors, tied = _read(path)
     with _naming(path):
         _compare(_lay_out(spec, tensors), tensors)
         try:
-            with torch.random.fork_rng(devices=[]):  # the weights are replaced: leave the caller's random numbers alone
+            with torch.random.fork_rng(devices=[]):  # the weights are replaced: keep the random state
                 model: nn.Module = spec.build()
             model.load_state_dict(tensors, assign=True)  # keeps the dtypes of the file
         except (RuntimeError, TypeError, ArithmeticError) as error:
             raise CheckpointError(f"weights and spec do not belong together. {error}") from None
         for module in model.modules():
-            check: Any = getattr(module, "check_buffers", None)  # of values that index other tensors
+            check: Any = getattr(module, "check_buffers", None)  # for buffers that hold indices into other tensors
             if check is not None:
                 check()
         _tie(model, tied)
@@ -114,7 +116,7 @@ def load(path: str | os.PathLike[str], *, device: Device = None) -> nn.Module:
 
 @contextmanager
 def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Put the name of the file in front of errors that do not have it."""
+    """Prefix errors with the name of the file."""
     try:
         yield
     except AdptnetError as error:
@@ -122,7 +124,7 @@ def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _read(path: str | os.PathLike[str]) -> tuple[ModuleSpec, dict[str, Tensor], Tied]:
-    """Return spec, tensors and ties of a file, in memory of their own and as they were written."""
+    """Return spec, tensors and tied names of a file, after checking its SHA-256."""
     metadata, tensors = _parse(path)
     if _KEY not in metadata:
         raise CheckpointError(
@@ -130,11 +132,11 @@ def _read(path: str | os.PathLike[str]) -> tuple[ModuleSpec, dict[str, Tensor], 
             "or write the file with adptnet.save(model, path)."
         )
     text = metadata[_KEY]
-    document = _document(text)
-    # Files from before it was written have none.
+    document = _parse_document(text)
+    # Early files have no SHA-256.
     if "sha256" in document and document.pop("sha256") != _sha256(document, tensors):
         raise CheckpointError(
-            f"{os.fspath(path)} is not as it was written: weights and spec have another SHA-256 than it says. "
+            f"{os.fspath(path)} is not as it was written: weights and spec have another SHA-256 than it records. "
             "Copy it again, or write it again with adptnet.save(model, path)."
         )
     with _naming(path):
@@ -146,7 +148,7 @@ def _read(path: str | os.PathLike[str]) -> tuple[ModuleSpec, dict[str, Tensor], 
 
 
 def _parse(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the metadata and the tensors of a safetensors file, copied from its bytes: it is never mapped."""
+    """Return the metadata and the tensors of a safetensors file, which is copied, never memory-mapped."""
     from safetensors.torch import load as deserialise
 
     try:
@@ -167,8 +169,8 @@ def _parse(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tens
         ) from None
 
 
-def _document(text: str) -> dict[str, Any]:
-    """Return the document, or nothing if there is none; `Spec.from_json` then says why."""
+def _parse_document(text: str) -> dict[str, Any]:
+    """Return the document, or an empty one if the text is not one; `Spec.from_json` then raises the error."""
     try:
         document = parse_json(text)
     except (ValueError, TypeError):
@@ -177,7 +179,7 @@ def _document(text: str) -> dict[str, Any]:
 
 
 def _sha256(document: dict[str, Any], tensors: dict[str, Tensor]) -> str:
-    """Return the SHA-256 of a spec and the weights that go with it, whatever order they are in."""
+    """Return the SHA-256 of a spec and its weights, independent of their order."""
     digest = hashlib.sha256(json.dumps(document, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
@@ -190,10 +192,10 @@ def _bytes(tensor: Tensor) -> Any:
 
 
 def _lay_out(spec: ModuleSpec, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of the module without memory for them.
+    """Return the tensors of the module on the meta device.
 
     Raises:
-        CheckpointError: The module has far more parts than there are `tensors`.
+        CheckpointError: The module has far more tensors than the file.
     """
     if _repetitions(json.loads(spec.to_json())) > max(1, sum(t.numel() > 0 for t in tensors.values())):
         raise _too_large(tensors)  # each repetition has a tensor of its own
@@ -201,7 +203,7 @@ def _lay_out(spec: ModuleSpec, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return lay_out(lambda: spec.build(device="meta"), 1000 + _CALLS_PER_TENSOR * len(tensors))
     except AdptnetError:
         raise
-    except Exception:  # too many calls, or sizes beyond what torch can count
+    except Exception:  # too many calls, or sizes beyond the range of torch
         raise _too_large(tensors) from None
 
 
@@ -214,18 +216,18 @@ def _too_large(tensors: dict[str, Tensor]) -> CheckpointError:
 
 
 def _repetitions(node: Any) -> int:
-    """Return how often the innermost part of a spec is repeated."""
+    """Return how many times the innermost part of a spec is repeated."""
     if not isinstance(node, dict):
         return 1
     own = 1
     for name, without_tensors in (("depth", 1), ("num_layers", 1), ("heads", 64), ("steps", 64)):
-        value = node.get(name)  # planes and heads of the identity have no tensor of their own
+        value = node.get(name)  # planes and heads of an identity map have no tensors
         own *= value if isinstance(value, int) and value > without_tensors else 1
     return own * max((_repetitions(value) for value in node.values()), default=1)
 
 
 def _compare(layout: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
-    """Raise `CheckpointError` unless `tensors` have the names, shapes and kinds of numbers of `layout`."""
+    """Raise `CheckpointError` unless `tensors` have the names, shapes and kinds of dtype of `layout`."""
     if sum(t.numel() for t in layout.values()) > sum(t.numel() for t in tensors.values()):
         raise _too_large(tensors)
     faults = []
@@ -243,33 +245,33 @@ def _compare(layout: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
 
 
 def _check_unchanged(model: nn.Module, spec: ModuleSpec) -> None:
-    """Raise `CheckpointError` if the model has other tensors than its spec, so that `load` would reject the file."""
+    """Raise `CheckpointError` if the model does not have the tensors of its spec: `load` would reject its file."""
     weights: dict[str, Any] = model.state_dict()
     if any(isinstance(value, Tensor) and value.is_meta for value in weights.values()):
         raise CheckpointError("the model is on the meta device and has no weights. Build it with device='cpu'.")
     try:
         layout = lay_out(lambda: spec.build(device="meta"))
-    except Exception as error:  # of a part that is not the package's own
+    except Exception as error:  # from a component of another package
         raise CheckpointError(
             f"{type(model).__name__} cannot be built on the meta device ({_shorten(error)}), where load compares it "
-            "with its file. Build its parts without looking at the values of tensors."
+            "with its file. Build its parts without reading the values of tensors."
         ) from None
-    plain = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+    tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     try:
-        _compare(layout, plain)
-        if len(plain) == len(weights):
+        _compare(layout, tensors)
+        if len(tensors) == len(weights):
             return
         fault = "it holds values that are not tensors"
     except CheckpointError as error:
         fault = str(error).rstrip(".")
     raise CheckpointError(
-        f"{type(model).__name__} was changed after it was built, and load could not make it again: {fault}. "
+        f"{type(model).__name__} was changed after it was built, and load could not rebuild it: {fault}. "
         + _how_to_undo(model, layout)
     )
 
 
 def _how_to_undo(model: nn.Module, layout: Iterable[str]) -> str:
-    """Return what to type so that the model has the tensors of its spec again."""
+    """Return the advice that restores the tensors of the spec."""
     known = set(layout)
     for where, module in model.named_modules():
         place = f"model.get_submodule({where!r})" if where else "model"
@@ -283,17 +285,20 @@ def _how_to_undo(model: nn.Module, layout: Iterable[str]) -> str:
             for name in module.parametrizations:
                 if f"{prefix}parametrizations.{name}.original" not in known or len(module.parametrizations[name]) > 1:
                     return (
-                        "Remove the parametrisation first: "
+                        "Remove the parametrization first: "
                         f"torch.nn.utils.parametrize.remove_parametrizations({place}, {name!r})."
                     )
-    return "Save its weights with safetensors.torch.save_model, or give it back the parts that its spec describes."
+    return "Save its weights with safetensors.torch.save_model, or restore the parts that its spec describes."
 
 
 def find_tied(model: nn.Module) -> list[list[str]]:
-    """Return the names of parameters and buffers that are one tensor in memory, in groups.
+    """Return groups of names of parameters and buffers that share one tensor in memory.
+
+    Args:
+        model: Any module.
 
     Raises:
-        CheckpointError: Two of them overlap without being equal, which a file cannot say.
+        CheckpointError: Two tensors overlap without being the same, which a file cannot express.
     """
     groups: dict[Any, list[str]] = {}
     storages: dict[int, list[tuple[str, Tensor]]] = {}
@@ -313,10 +318,12 @@ def find_tied(model: nn.Module) -> list[list[str]]:
 
 
 def _check_disjoint(sharing: list[tuple[str, Tensor]]) -> None:
-    """Raise if two views of one storage have bytes in common."""
+    """Raise `CheckpointError` if two views of one storage overlap."""
     if len(sharing) < 2:
         return
-    owners = torch.full((sharing[0][1].untyped_storage().nbytes(),), -1, dtype=torch.int32)  # of every byte
+    owners = torch.full(
+        (sharing[0][1].untyped_storage().nbytes(),), -1, dtype=torch.int32
+    )  # index of the view that owns each byte
     for number, (name, tensor) in enumerate(sharing):
         width = tensor.element_size()
         shape = [size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
@@ -331,33 +338,33 @@ def _check_disjoint(sharing: list[tuple[str, Tensor]]) -> None:
 
 
 def _check_tied(tied: Any, tensors: dict[str, Tensor]) -> Tied:
-    """Return the groups of a file; raise `CheckpointError` where their tensors are not there or not equal."""
+    """Return the groups of tied names; raise `CheckpointError` if their tensors are missing or not equal."""
     groups: list[list[str]] = []
     for names in tied if isinstance(tied, list) else [None]:
         known = [name for group in groups for name in group]
         if not isinstance(names, list) or len(names) < 2 or not all(isinstance(name, str) for name in names):
             raise CheckpointError('its "tied" is not a list of groups of names.')
         if not tensors.keys() >= set(names) or len({*known, *names}) < len(known) + len(names):
-            raise CheckpointError('its "tied" names tensors that are not there, or one of them twice.')
+            raise CheckpointError('its "tied" names tensors that are missing, or one of them twice.')
         groups.append(names)
     for first, *others in groups:
         for other in others:
             one, two = tensors[first], tensors[other]
             same = one.dtype == two.dtype and one.shape == two.shape
             if not same or not torch.equal(torch.from_numpy(_bytes(one)), torch.from_numpy(_bytes(two))):
-                raise CheckpointError(f"{first} and {other} are tied and yet differ.")
+                raise CheckpointError(f"{first} and {other} are tied but differ.")
     return groups
 
 
 def _tie(model: nn.Module, tied: Tied) -> None:
-    """Make each group of names one tensor again."""
+    """Make each group of names share one tensor again."""
     for names in tied:
         owners = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
         shared = getattr(*owners[0])
         for module, name in owners[1:]:
             if isinstance(getattr(module, name), nn.Parameter) == isinstance(shared, nn.Parameter):
                 setattr(module, name, shared)
-            else:  # a buffer that shows a parameter
+            else:  # a buffer that shares memory with a parameter
                 getattr(module, name).data = shared.data
 
 

@@ -1,7 +1,7 @@
-"""The errors this library raises on purpose.
+"""Errors and warnings of adptnet.
 
-Each message says what was given, what was needed and what to type. Every class is also the built-in that fits,
-so `except ValueError` keeps working.
+Each message says what was given, what is needed and what to type. Every error class also derives from the built-in
+exception that fits, so that `except ValueError` works.
 """
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class AdptnetError(Exception):
-    """Base of every error raised on purpose by adptnet."""
+    """Base class of all errors that adptnet raises."""
 
 
 class InputError(AdptnetError, ValueError):
@@ -31,7 +31,7 @@ class InputError(AdptnetError, ValueError):
 
 
 class NonFiniteError(InputError):
-    """NaN or infinity where a number was needed."""
+    """NaN or infinity where a finite value is needed."""
 
 
 class NotConverged(AdptnetError, ArithmeticError):
@@ -39,11 +39,11 @@ class NotConverged(AdptnetError, ArithmeticError):
 
 
 class NotConvergedWarning(UserWarning):
-    """A layer went on with states that its solver, with the policy `Return`, did not find to its tolerance."""
+    """A layer uses states of a solver with the policy `Return` that did not converge to its tolerance."""
 
 
 class IncompatibleError(AdptnetError, ValueError):
-    """Parts that are each fine but do not fit together."""
+    """Components that are valid on their own but do not fit together."""
 
 
 class SpecError(AdptnetError, ValueError):
@@ -63,7 +63,7 @@ class BuildError(AdptnetError, RuntimeError):
 
 
 class BackendWarning(UserWarning):
-    """Something runs, but not as fast as it could on this machine."""
+    """A slower implementation is used than this machine supports."""
 
 
 class WeightDecayWarning(UserWarning):
@@ -71,8 +71,8 @@ class WeightDecayWarning(UserWarning):
 
 
 class DistributedError(AdptnetError, RuntimeError):
-    """The ranks of a process group do not work together: one is gone, has failed, or was given something else."""
+    """The ranks of a process group disagree: one is missing, has failed, or got different arguments."""
 
 
 class WrongResultError(AdptnetError, ArithmeticError):
-    """A fast program gave another answer than its reference."""
+    """A fast implementation disagrees with its reference."""

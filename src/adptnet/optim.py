@@ -1,4 +1,4 @@
-"""Parameters that an optimizer should treat differently: their marks, and parameter groups that honour them."""
+"""Parameters without weight decay: how they are marked, and parameter groups that respect the marks."""
 
 import functools
 import warnings
@@ -15,11 +15,11 @@ __all__ = ["NoDecay", "param_groups"]
 
 
 class NoDecay(nn.Module):
-    """A module whose own parameters ask for no weight decay, under the two names in use among state-space models.
+    """A module whose own parameters are marked as exempt from weight decay.
 
-    `param_groups` honours the marks; an optimizer that decays such parameters all the same warns at its first
-    step. The marks are set again wherever torch makes new parameters: when a module is copied, and when weights are
-    assigned from a file.
+    The marks are the two attributes in use among state-space models, `_no_weight_decay` and `_optim`. `param_groups`
+    respects them; an optimizer that decays marked parameters warns at its first step. The marks are set again wherever
+    torch makes new parameters: when a module is copied, and when weights are assigned from a file.
     """
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -35,13 +35,13 @@ class NoDecay(nn.Module):
 def param_groups(model: nn.Module, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
     """Return parameter groups for any torch optimizer, with weight decay for matrices only.
 
-    Spectra, free gains and a trainable β get none, because it would pull timescales towards one step; nor do vectors
-    and single numbers: biases, and the weights of norms. A parameter's `_optim` dictionary overrides all of this.
+    Spectra, free gains and a trainable β are exempt, because decay would pull timescales towards one step. So are
+    vectors and scalars, such as biases and the weights of norms. A parameter's `_optim` dictionary takes precedence.
 
     Args:
-        model: Any module; parameters that do not learn are left out.
+        model: Any module; parameters with `requires_grad=False` are left out.
         lr: Learning rate of every group.
-        weight_decay: Of the matrices.
+        weight_decay: Weight decay of the matrices.
     """
     groups: dict[tuple[tuple[str, Any], ...], dict[str, Any]] = {}
     seen: set[int] = set()
@@ -50,7 +50,7 @@ def param_groups(model: nn.Module, lr: float, weight_decay: float = 0.0) -> list
             if id(parameter) in seen or not parameter.requires_grad:
                 continue
             seen.add(id(parameter))
-            # By their module as well: where torch replaces parameters, as in sharding, marks on them are lost.
+            # Check the module too: where torch replaces parameters, as in sharding, their marks are lost.
             decay = 0.0 if parameter.dim() < 2 or isinstance(module, NoDecay) else weight_decay
             settings = {"lr": lr, "weight_decay": decay, **getattr(parameter, "_optim", {})}
             group = groups.setdefault(tuple(sorted(settings.items())), {"params": [], **settings})

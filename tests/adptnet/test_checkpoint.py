@@ -1,4 +1,4 @@
-"""Saving and loading: all of it or nothing, and never code."""
+"""Saving and loading: atomic, complete, and without pickle."""
 
 import json
 import os
@@ -31,14 +31,14 @@ from support.members import build, legal, name_of
 
 
 @pytest.mark.parametrize("axes", legal, ids=name_of)
-def test_a_layer_comes_back_with_its_numbers(axes, tmp_path):
+def test_a_layer_loads_with_its_values(axes, tmp_path):
     layer = build(axes)
     adptnet.save(layer, tmp_path / "layer.safetensors")
     twin = adptnet.load(tmp_path / "layer.safetensors")
     assert type(twin) is ADPTNet
     assert twin.spec == layer.spec
     x = torch.randn(2, 7, layer.width)
-    assert_close(twin(x)[0], layer(x)[0], rtol=1e-12, atol=1e-12)  # loaded weights may lie otherwise in memory
+    assert_close(twin(x)[0], layer(x)[0], rtol=1e-12, atol=1e-12)  # loaded weights may have other strides
     assert [n for n, p in twin.named_parameters() if p.requires_grad] == [
         n for n, p in layer.named_parameters() if p.requires_grad
     ]
@@ -54,7 +54,7 @@ def test_a_layer_comes_back_with_its_numbers(axes, tmp_path):
     ],
     ids=lambda m: type(m).__name__,
 )
-def test_every_module_with_a_spec_comes_back(model, tmp_path):
+def test_every_module_with_a_spec_loads(model, tmp_path):
     adptnet.save(model, tmp_path / "model")
     twin = adptnet.load(tmp_path / "model")
     x = torch.randn(2, 7, 4)
@@ -62,7 +62,7 @@ def test_every_module_with_a_spec_comes_back(model, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dtypes_and_optimiser_marks_come_back(dtype, tmp_path):
+def test_dtypes_and_optimizer_marks_are_restored(dtype, tmp_path):
     layer = ADPTNet(4, dtype=dtype)
     adptnet.save(layer, tmp_path / "model")
     twin = adptnet.load(tmp_path / "model")
@@ -97,7 +97,7 @@ def test_a_failed_save_keeps_the_old_file_and_leaves_no_other(tmp_path, monkeypa
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
-def test_what_is_not_a_checkpoint_is_refused_by_name(tmp_path):
+def test_what_is_not_a_checkpoint_is_rejected_by_name(tmp_path):
     path = tmp_path / "model"
     with pytest.raises(CheckpointError, match="There is no file"):
         adptnet.load(path)
@@ -127,7 +127,7 @@ def test_a_changed_byte_is_noticed_wherever_it_is(tmp_path):
     adptnet.save(ADPTNet(2, spectrum=spectra.Negative()), path)
     whole = path.read_bytes()
     adptnet.save(adptnet.load(path), path)
-    assert path.read_bytes() == whole  # the same model is the same file
+    assert path.read_bytes() == whole  # equal models give equal files
     for position in range(0, len(whole), 5):
         changed = bytearray(whole)
         changed[position] ^= 1 << position % 8
@@ -146,7 +146,7 @@ def test_a_file_from_before_sums_were_written_still_loads(tmp_path):
     assert_close(adptnet.load(path).state_dict(), layer.state_dict(), rtol=0, atol=0)
 
 
-def test_a_layers_layout_comes_back(tmp_path):
+def test_batch_first_is_restored(tmp_path):
     adptnet.save(ADPTNet(4, batch_first=False), tmp_path / "model")
     assert not adptnet.load(tmp_path / "model").batch_first
 
@@ -160,14 +160,14 @@ def test_a_link_is_followed_and_permissions_are_the_users(tmp_path):
 
 
 def tampered(path, change, **tensors):
-    """A checkpoint of ADPTNet(4) with half its spectrum negative, its spec or its tensors changed."""
+    """Write a checkpoint of ADPTNet(4), half of its spectrum negative, with a changed spec or changed tensors."""
     layer = ADPTNet(4, spectrum=spectra.Negative())
     text = change(layer.spec.to_json())
     path.write_bytes(safetensors.torch.save({**layer.state_dict(), **tensors}, {"adptnet": text}))
     return path
 
 
-def test_a_tampered_checkpoint_is_refused_before_it_costs_anything(tmp_path):
+def test_a_tampered_checkpoint_is_rejected_before_it_costs_memory(tmp_path):
     huge = tampered(tmp_path / "huge", lambda text: text.replace('"width": 4', '"width": 30000'))
     with pytest.raises(CheckpointError, match="a larger model than the"):
         adptnet.load(huge)
@@ -183,7 +183,7 @@ def test_a_tampered_checkpoint_is_refused_before_it_costs_anything(tmp_path):
         adptnet.load(tampered(tmp_path / "part", lambda _: spectra.Linspace().to_json()))
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # torch.compile's own
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # from torch.compile
 def test_what_has_no_spec_is_not_saved(tmp_path):
     layer = ADPTNet(4)
 
@@ -212,12 +212,12 @@ def test_a_loaded_model_does_not_depend_on_its_file(tmp_path):
     model = adptnet.load(path)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     size = path.stat().st_size
-    with open(path, "rb+") as file:  # in place, as cp and rsync --inplace write
+    with open(path, "rb+") as file:  # overwritten in place, as by cp or rsync --inplace
         file.write(b"\xff" * size)
         file.flush()
     assert_close(model.state_dict(), before, rtol=0, atol=0)
     with open(path, "rb+") as file:
-        file.truncate(0)  # reading a mapping of it would end the process
+        file.truncate(0)  # reading a memory map of it would kill the process
     assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert len({p.untyped_storage().data_ptr() for p in model.parameters()}) == len(list(model.parameters()))
 
@@ -297,11 +297,11 @@ assert "sympy" not in sys.modules
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"adptnet_spec": 1, "spec": ' + nested("Negative", 240) + "}", "more than 32 specs inside one another"),
+        ('{"adptnet_spec": 1, "spec": ' + nested("Negative", 240) + "}", "nested more than 32 deep"),
         ('{"adptnet_spec": 1, "spec": ' + '{"type": "Negative", "spectrum": ' * 90_000, "nested too deeply"),
         ('{"adptnet_spec": ' + "9" * 5000 + ', "spec": {}}', "not JSON"),
         ('{"adptnet_spec": ' + "9" * 4000 + ', "spec": {}}', "newer adptnet"),
-        (written(cell_spec(beta=float("nan"))), "NaN is not a number"),
+        (written(cell_spec(beta=float("nan"))), "NaN is not a JSON number"),
         (written(cell_spec(beta=10**400)), "beta"),
         (written(cell_spec(memory={"type": "SlowMemory", "feedback": 10**400})), "feedback"),
         (written(cell_spec(spectrum={"type": "FromExponents", "exponents": [10**400]})), "needs finite numbers"),
@@ -311,7 +311,7 @@ assert "sympy" not in sys.modules
         ('{"adptnet_spec": 1, "spec": 3, "tied": {"a": 1}}', "tied"),
         ('{"adptnet_spec": 1, "spec": 3, "tied": [["a", "a"]]}', "tied"),
         ('{"adptnet_spec": 1, "spec": 3, "tied": [["a", "b"]]}', "tied"),
-        ('{"adptnet_spec": 1, "spec": 3, "tied": [["a", "c"]]}', "a and c are tied and yet differ"),
+        ('{"adptnet_spec": 1, "spec": 3, "tied": [["a", "c"]]}', "a and c are tied but differ"),
         ("\x00", "not JSON"),
     ],
 )
@@ -331,7 +331,7 @@ def test_a_device_or_an_unreadable_file_is_rejected(tmp_path):
             adptnet.load(path)
 
 
-def test_tied_weights_come_back_tied(tmp_path):
+def test_tied_weights_load_tied(tmp_path):
     model = SequenceModel(ADPTNet(4).spec, vocabulary=20)
     model.decoder.weight = model.encoder.weight
     adptnet.save(model, tmp_path / "model")
@@ -348,7 +348,7 @@ def test_tied_weights_come_back_tied(tmp_path):
     assert adptnet.load(tmp_path / "twin").decoder.weight is not None
 
 
-def test_shared_parts_come_back_shared(tmp_path):
+def test_shared_modules_load_shared(tmp_path):
     model = Stack(ADPTNet(4, projection=projections.Orthogonal()).spec, 3)
     model.layers[2] = model.layers[0]
     adptnet.save(model, tmp_path / "model")
@@ -378,7 +378,7 @@ def prune_decoder(model):
     prune.random_unstructured(model.decoder, "weight", amount=0.5)
 
 
-def normalise_decoder(model):
+def normalize_decoder(model):
     torch.nn.utils.parametrizations.weight_norm(model.decoder)
 
 
@@ -398,7 +398,7 @@ def add_adapter(model):
     ("change", "remedy"),
     [
         (prune_decoder, r"torch\.nn\.utils\.prune\.remove\(model\.get_submodule\('decoder'\), 'weight'\)"),
-        (normalise_decoder, r"remove_parametrizations\(model\.get_submodule\('decoder'\), 'weight'\)"),
+        (normalize_decoder, r"remove_parametrizations\(model\.get_submodule\('decoder'\), 'weight'\)"),
         (
             constrain_input,
             r"get_submodule\('blocks\.0\.layer\.cell\.drive\.input_projection'\), 'weight'\)",
@@ -407,7 +407,7 @@ def add_adapter(model):
         (add_adapter, r"adapter\.bias is not part of the model"),
     ],
 )
-def test_a_model_that_load_could_not_make_again_is_not_saved(change, remedy, tmp_path):
+def test_a_model_that_load_could_not_rebuild_is_not_saved(change, remedy, tmp_path):
     model = SequenceModel(ADPTNet(4).spec, vocabulary=20)
     change(model)
     with pytest.raises(CheckpointError, match=remedy) as error:
@@ -416,7 +416,7 @@ def test_a_model_that_load_could_not_make_again_is_not_saved(change, remedy, tmp
     assert not list(tmp_path.iterdir())
 
 
-def test_what_the_error_says_makes_a_pruned_model_savable(tmp_path):
+def test_the_advice_of_the_error_makes_a_pruned_model_savable(tmp_path):
     model = SequenceModel(ADPTNet(4).spec, vocabulary=20)
     prune_decoder(model)
     prune.remove(model.decoder, "weight")
@@ -435,13 +435,13 @@ def test_the_layout_of_a_layer_is_that_of_the_layer(axes):
     assert described == {name: (tensor.shape, tensor.dtype) for name, tensor in layer.state_dict().items()}
 
 
-def test_a_part_that_load_could_not_lay_out_is_named_when_saving(tmp_path, monkeypatch):
+def test_a_module_that_cannot_be_built_on_meta_is_reported_when_saving(tmp_path, monkeypatch):
     layer = ADPTNet(4)
 
-    def look_at_values(self, state_size, **options):
+    def read_values(self, state_size, **options):
         raise RuntimeError("Tensor.item() cannot be called on meta tensors")
 
-    monkeypatch.setattr(spectra.Linspace, "build", look_at_values)
+    monkeypatch.setattr(spectra.Linspace, "build", read_values)
     with pytest.raises(CheckpointError, match=r"ADPTNet cannot be built on the meta device \(Tensor\.item\(\)"):
         adptnet.save(layer, tmp_path / "model")
 
@@ -466,7 +466,7 @@ def test_changes_of_shape_in_place_are_laid_out():
     ids=["planes", "heads", "both"],
 )
 @pytest.mark.parametrize("projection", [projections.Identity(), projections.Dense()], ids=repr)
-def test_planes_and_heads_without_tensors_of_their_own_are_read_back(tmp_path, axes, projection):
+def test_planes_and_heads_without_tensors_load(tmp_path, axes, projection):
     layer = adptnet.ADPTNet(16, projection=projection, **axes)
     adptnet.save(layer, tmp_path / "layer.safetensors")
     assert adptnet.load(tmp_path / "layer.safetensors").spec == layer.spec

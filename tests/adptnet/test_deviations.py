@@ -1,6 +1,7 @@
-"""Where the paper is wrong or silent: one claim each, numbered as in docs/explanation/deviations.md, in float64.
+"""Points where the paper is wrong or silent: one claim per test, numbered as in docs/explanation/deviations.md.
 
-Parts that the library does not have yet are written here by their definitions, in a few lines of dense matrices.
+All tests run in float64. Many parts are written here from their definitions with dense matrices, independently of the
+library.
 """
 
 import math
@@ -18,7 +19,7 @@ from adptnet import ADPTNet, cells, directions, drive, projections, retractions,
 from adptnet.recurrence.conjugates import RotatedConjugate
 from adptnet.recurrence.directions import unit
 from adptnet.recurrence.spectra import BlockDiagonal
-from adptnet_lab.paper.registry import results
+from adptnet_lab.paper.registry import load_results
 from adptnet_lab.tasks import WordProblem
 
 SIZE = 6
@@ -43,14 +44,14 @@ def skew(key: Tensor, value: Tensor) -> Tensor:
     return torch.outer(key, value) - torch.outer(value, key)
 
 
-def rotated(key: Tensor, value: Tensor, beta: float, lambda_bar: Tensor) -> Tensor:
-    """Q Λ̄ Q' with dense matrices."""
+def rotate_diagonal(key: Tensor, value: Tensor, beta: float, lambda_bar: Tensor) -> Tensor:
+    """Return Q Λ̄ Q' computed with dense matrices."""
     rotation = torch.linalg.matrix_exp(beta * skew(key, value))
     return rotation @ torch.diag(lambda_bar) @ rotation.mT
 
 
 def norm(matrix: Tensor) -> Tensor:
-    """The largest singular value."""
+    """Return the largest singular value."""
     return torch.linalg.matrix_norm(matrix, 2)
 
 
@@ -60,22 +61,23 @@ def make_cell(beta: float, spectrum=WIDE, projection=ORTHOGONAL, size=SIZE, seed
     return spec.build().requires_grad_(False)
 
 
-def with_weights(cell, key_weight: Tensor, value_weight: Tensor):
+def set_weights(cell, key_weight: Tensor, value_weight: Tensor):
+    """Set K and V, and return the cell."""
     cell.directions[0].key_projection.weight.copy_(key_weight)
     cell.directions[0].value_projection.weight.copy_(value_weight)
     return cell
 
 
-def attaining_cell(beta: float, retraction=all_retractions[0]):
-    """K = diag(-1, 1, …), V = I: at the state e_n, J is diagonal and as far from M as it can be."""
+def make_extremal_cell(beta: float, retraction=all_retractions[0]):
+    """Return a cell with K = diag(-1, 1, …), V = I: at the state e_n, J is diagonal and ‖J - M‖ attains the bound."""
     cell = make_cell(beta, projection=DENSE, retraction=retraction)
     key_weight = eye(SIZE)
     key_weight[0, 0] = -1
-    return with_weights(cell, key_weight, eye(SIZE))  # Linspace sorts λ̄ from the largest to the smallest
+    return set_weights(cell, key_weight, eye(SIZE))  # Linspace sorts λ̄ from the largest to the smallest
 
 
 def run(cell, steps: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """The state entering each step of a randomly driven run, and the drive, both (steps, n)."""
+    """Run a cell on random inputs; return the state before each step, and the drive, both (steps, n)."""
     inputs = randn(1, steps, cell.input_size, seed=seed)
     driven = cell.prepare(inputs, torch.arange(steps).unsqueeze(0))[0]
     state, entering = torch.zeros(cell.state_size), []
@@ -95,12 +97,15 @@ def conjugates(cell, states: Tensor) -> Tensor:
 
 
 def deviation(function: Callable[[Tensor], Tensor], matrix: Tensor, state: Tensor) -> Tensor:
-    """‖J - M‖ at `state`, J the derivative of `function`."""
+    """Return ‖J - M‖ at `state`, where J is the derivative of `function` and M is `matrix`."""
     return norm(torch.func.jacfwd(function)(state) - matrix)
 
 
 def exponents(matrices: Tensor, frame: Tensor, transient: int = 0) -> Tensor:
-    """Benettin: Lyapunov exponents of the product of `matrices`, (time, ..., n, n), from an orthonormal `frame`."""
+    """Return the Lyapunov exponents of the product of `matrices`, (time, ..., n, n), by Benettin's method.
+
+    `frame` is the initial orthonormal basis.
+    """
     total = torch.zeros(frame.shape[:-1])
     for t, matrix in enumerate(matrices):
         frame, triangle = torch.linalg.qr(matrix @ frame)
@@ -110,7 +115,7 @@ def exponents(matrices: Tensor, frame: Tensor, transient: int = 0) -> Tensor:
 
 
 def newton(step, driven: Tensor, transition, tolerance: float = 1e-10) -> list[Tensor]:
-    """The guesses of a DEER solve from zero, (time, n) each, until the residual of the newest is within `tolerance`."""
+    """Return the iterates of a DEER solve from zero, (time, n) each, until the last residual is within `tolerance`."""
     guesses = [torch.zeros_like(driven)]
     while True:
         entering = torch.cat((torch.zeros_like(driven[:1]), guesses[-1][:-1]))
@@ -163,15 +168,15 @@ def test_01_the_two_by_two_core_of_the_paper_loses_every_digit_near_parallel_key
     for key, other in unit_vectors(40, 2, SIZE):
         key, value = key.float(), unit(key + 1e-4 * other).float()
         exact = torch.linalg.matrix_exp(skew(key.double(), value.double()))
-        turned = norm(exact - eye(SIZE))
-        assert norm(retractions.Exponential()(key, value, 1.0).dense() - exact) < 1e-2 * turned
+        change = norm(exact - eye(SIZE))
+        assert norm(retractions.Exponential()(key, value, 1.0).dense() - exact) < 1e-2 * change
         error = (printed(key, value) - exact).abs().max()
-        lost += not error < 0.1 * turned  # NaN counts as lost
+        lost += not error < 0.1 * change  # NaN counts as lost
     assert lost > 20
 
 
 def slope(error: Callable[[float], Tensor]) -> float:
-    """The power of β with which `error` vanishes."""
+    """Return the power of β with which `error` vanishes."""
     return math.log10(error(1e-2) / error(1e-3))
 
 
@@ -186,9 +191,15 @@ def test_02_the_printed_taylor_form_belongs_to_the_transposed_rotation():
     def printed(beta):  # eq:taylor_ADPTNet
         return diagonal + beta * (diagonal @ s - s @ diagonal)
 
-    assert slope(lambda beta: norm(ours(beta) - rotated(key, value, beta, lambda_bar))) == pytest.approx(2, abs=0.02)
-    assert slope(lambda beta: norm(printed(beta) - rotated(key, value, beta, lambda_bar))) == pytest.approx(1, abs=0.02)
-    assert slope(lambda beta: norm(printed(beta) - rotated(value, key, beta, lambda_bar))) == pytest.approx(2, abs=0.02)
+    def exact(beta):
+        return rotate_diagonal(key, value, beta, lambda_bar)
+
+    def transposed(beta):
+        return rotate_diagonal(value, key, beta, lambda_bar)
+
+    assert slope(lambda beta: norm(ours(beta) - exact(beta))) == pytest.approx(2, abs=0.02)
+    assert slope(lambda beta: norm(printed(beta) - exact(beta))) == pytest.approx(1, abs=0.02)
+    assert slope(lambda beta: norm(printed(beta) - transposed(beta))) == pytest.approx(2, abs=0.02)
 
 
 def test_02_the_listed_forward_deer_code_gives_the_diagonal_of_the_transposed_rotation():
@@ -199,9 +210,9 @@ def test_02_the_listed_forward_deer_code_gives_the_diagonal_of_the_transposed_ro
     right = torch.stack((value, key), 1)
     quadratic = right @ ((left.mT * lambda_bar) @ left)  # appendix:code_fwd_macs
     listed = lambda_bar + 2 * lambda_bar * (left * right).sum(-1) + (quadratic * right).sum(-1)
-    assert_close(listed, rotated(value, key, 1.0, lambda_bar).diagonal())
+    assert_close(listed, rotate_diagonal(value, key, 1.0, lambda_bar).diagonal())
     ours = RotatedConjugate([rotation], BlockDiagonal(lambda_bar)).diagonal()
-    assert_close(ours, rotated(key, value, 1.0, lambda_bar).diagonal())
+    assert_close(ours, rotate_diagonal(key, value, 1.0, lambda_bar).diagonal())
     assert (ours - listed).abs().max() > 0.01
 
 
@@ -212,9 +223,9 @@ def test_03_at_the_zero_state_the_step_is_continuous_and_every_gradient_finite()
     assert_close(cell.step(state + 1e-12 * randn(SIZE, seed=1), driven), driven, atol=1e-11, rtol=0)
     assert_close(jacobians(cell, state.detach()), cell.eigenvalues().dense())
     cell.step(state, driven).sum().backward()
-    wanted = [state, *(p for p in cell.parameters() if p.grad is not None)]
-    assert len(wanted) > 2
-    assert all(p.grad.isfinite().all() for p in wanted)
+    leaves = [state, *(p for p in cell.parameters() if p.grad is not None)]
+    assert len(leaves) > 2
+    assert all(p.grad.isfinite().all() for p in leaves)
 
 
 def test_03_a_silent_relu_makes_the_step_discontinuous():
@@ -232,7 +243,7 @@ def test_03_a_state_in_the_null_space_of_k_makes_the_step_discontinuous():
     cell = make_cell(4.0, projection=DENSE)
     key_weight = eye(SIZE)
     key_weight[0, 0] = 0
-    with_weights(cell, key_weight, orthogonal(SIZE))
+    set_weights(cell, key_weight, orthogonal(SIZE))
     zero = torch.zeros(SIZE)
     inside, change = eye(SIZE)[0], 1e-12 * eye(SIZE)[1]
     assert_close(cell.step(inside, zero), cell.eigenvalues().mv(inside))
@@ -279,9 +290,9 @@ def test_05_the_exponential_wraps_and_cayley_stops_at_a_half_turn():
     half, whole = float(math.pi / sine), float(2 * math.pi / sine)
     assert_close(retractions.Exponential()(key, value, whole).dense(), eye(SIZE))
     assert angle(retractions.Exponential(), 1.5 * half) < angle(retractions.Exponential(), half)
-    turned = [float(angle(retractions.Cayley(), beta)) for beta in (1.0, 10.0, 100.0, 1e4)]
-    assert turned == sorted(turned)
-    assert math.pi - 1e-3 < turned[-1] < math.pi
+    angles = [float(angle(retractions.Cayley(), beta)) for beta in (1.0, 10.0, 100.0, 1e4)]
+    assert angles == sorted(angles)
+    assert math.pi - 1e-3 < angles[-1] < math.pi
 
 
 @pytest.mark.parametrize("dot", [-0.9, 0.0, 0.5])
@@ -317,11 +328,12 @@ def test_07_linspace_is_one_decay_rate_with_step_sizes_even_in_the_logarithm():
 @pytest.mark.parametrize("spectrum", [spectra.Linspace(), spectra.S4DInv()], ids=repr)
 def test_07_the_zoh_gain_is_what_a_held_input_adds_in_one_step_and_is_printed_with_the_wrong_sign(spectrum):
     built = spectrum.build(SIZE)
-    decay, frequency, step_size = built._rates(None)
-    rate = torch.complex(decay, torch.zeros_like(decay) if frequency is None else -frequency)
+    decay, step_size = built.log_decay.exp(), built.log_dt.exp()
+    frequency = torch.zeros_like(decay) if built.log_frequency is None else built.log_frequency.exp()
+    rate = torch.complex(decay, -frequency)
     moments = step_size * torch.linspace(0, 1, 4001).unsqueeze(-1)
     integral = torch.trapezoid((-rate * moments).exp(), moments, dim=0)
-    ours = built.hold().eigenvalues().to(torch.complex128)
+    ours = built.zero_order_hold().eigenvalues().to(torch.complex128)
     assert_close(ours, integral, rtol=1e-6, atol=0)
     printed = ((-rate * step_size).exp() - 1) / rate  # eq:zoh_normalisation
     assert_close(printed, -ours)
@@ -333,11 +345,11 @@ def test_07_gains_of_negative_and_zero_eigenvalues_use_the_modulus():
     assert (eigenvalues < 0).any()
     assert (eigenvalues == 0).any()
     for spec in (drive.EMA(), drive.LRU(), drive.ZOH()):
-        gain = spec.of(mixed).real
+        gain = spec.evaluate(mixed).real
         assert (gain[eigenvalues == 0] == 1).all()
         assert ((gain > 0) & (gain <= 1)).all()
-    assert_close(drive.EMA().of(mixed).real, 1 - eigenvalues.abs())
-    assert_close(drive.LRU().of(mixed).real, (1 - eigenvalues.square()).sqrt())
+    assert_close(drive.EMA().evaluate(mixed).real, 1 - eigenvalues.abs())
+    assert_close(drive.LRU().evaluate(mixed).real, (1 - eigenvalues.square()).sqrt())
 
 
 def test_08_a_complex_model_is_rotary_positions_with_a_minus_sign():
@@ -352,15 +364,15 @@ def test_08_a_complex_model_is_rotary_positions_with_a_minus_sign():
         plus = decay * plus + u * turn  # eq:recurrence_fn_redo
         assert_close(turn * minus, state)
     assert (turn * plus - state).abs() > 0.1
-    assert abs(plus.abs() - state.abs()) > 0.1  # no rotation of the read-out mends it
+    assert abs(plus.abs() - state.abs()) > 0.1  # no rotation of the read-out makes them equal
 
 
 def test_08_the_printed_rotary_matrix_turns_the_other_way():
     cosine, sine = math.cos(0.3), math.sin(0.3)
     printed = torch.tensor([[cosine, sine], [-sine, cosine]])  # eq:rotary_embedding
     pair = randn(2)
-    turned = torch.view_as_complex(printed @ pair)
-    assert_close(turned, torch.view_as_complex(pair) * torch.exp(torch.tensor(-0.3j)))
+    rotated = torch.view_as_complex(printed @ pair)
+    assert_close(rotated, torch.view_as_complex(pair) * torch.exp(torch.tensor(-0.3j)))
 
 
 def test_08_the_position_is_part_of_the_state():
@@ -421,13 +433,13 @@ def test_09_the_kronecker_vec_trick_is_a_x_b_transposed_row_major():
 
 
 def radius(lambda_bar: BlockDiagonal) -> Tensor:
-    """Of the smallest disc, centred on the real axis, that holds the spectrum (its centre from a grid)."""
+    """Return the radius of the smallest disc centred on the real axis that holds the spectrum (centres from a grid)."""
     centres = torch.linspace(-1, 1, 2001).unsqueeze(-1)
     return (lambda_bar.eigenvalues() - centres).abs().amax(-1).min()
 
 
 def condition(cell) -> float:
-    """κ(K) + κ(V)."""
+    """Return κ(K) + κ(V)."""
     parts = (cell.directions[0].key_projection, cell.directions[0].value_projection)
     return sum(float(torch.linalg.cond(part.dense(), 2)) for part in parts)
 
@@ -451,7 +463,7 @@ def test_10_the_jacobian_stays_within_the_exact_bound_of_the_conjugate(spectrum,
 @pytest.mark.parametrize("retraction", all_retractions, ids=repr)
 @pytest.mark.parametrize("beta", [0.125, 1.0])
 def test_10_the_exact_bound_is_attained_also_by_the_largest_exponent(beta, retraction):
-    cell = attaining_cell(beta, retraction)
+    cell = make_extremal_cell(beta, retraction)
     lambda_bar = cell.eigenvalues().real
     bound = 2 * beta * (lambda_bar.max() - lambda_bar.min())
     state = eye(SIZE)[-1]
@@ -472,7 +484,7 @@ def test_11_partial_sums_of_the_exponents_are_bounded_by_partial_sums_of_the_spe
     states = states[1:]  # the first is zero
     found = exponents(jacobians(cell, states), orthogonal(SIZE)).sort(descending=True).values
     moduli = cell.eigenvalues().modulus().sort(descending=True).values
-    bound = norm(jacobians(cell, states) - conjugates(cell, states)).max()  # along this trajectory: tighter than any
+    bound = norm(jacobians(cell, states) - conjugates(cell, states)).max()  # along this trajectory, the tightest
     upper = (moduli + bound).log()
     assert (found.cumsum(0) <= upper.cumsum(0) + 1e-12).all()
     lower = (moduli - bound).clamp(min=0).log().flip(0)  # minus infinity where |λ̄| is below the bound
@@ -490,7 +502,7 @@ def test_11_one_by_one_the_mean_log_singular_values_keep_to_the_bound():
 
 
 def ball(cell, driven: Tensor) -> Tensor:
-    """The bound on the norm of the state entering each step."""
+    """Return the bound on the norm of the state before each step."""
     largest = cell.eigenvalues().modulus().max()
     radii = [torch.zeros(())]
     for shift in driven[:-1]:
@@ -518,7 +530,7 @@ def test_12_the_taylor_form_has_no_such_ball():
 
 
 def orthogonal_certificate(beta: float, lambda_bar: Tensor) -> float:
-    """What ‖J - M‖ cannot exceed for plain directions with orthogonal K and V."""
+    """Return the bound on ‖J - M‖ for directions from the state with orthogonal K and V."""
     return float(2 * beta * (lambda_bar.max() - lambda_bar.min()))
 
 
@@ -528,16 +540,16 @@ def test_13_a_relu_before_orthogonal_k_and_v_breaks_the_bound():
     state[:2] = 0.001 * unit_vectors(2).abs()
     lambda_bar = cell.eigenvalues().real
     gap = norm(jacobians(cell, state) - conjugates(cell, state))
-    assert gap > 8 * 0.125 * lambda_bar.max()  # lemma:J_singular_vals, said to hold with ReLU
+    assert gap > 8 * 0.125 * lambda_bar.max()  # lemma:J_singular_vals, claimed to hold with ReLU
     assert gap > 10 * orthogonal_certificate(0.125, lambda_bar)
 
 
 def breaking_directions() -> dict[str, tuple[Callable[[Tensor], tuple[Tensor, Tensor]], Tensor]]:
-    """Directions with orthogonal K and V, each with a state of unit scale where they turn arbitrarily fast."""
+    """Return directions with orthogonal K and V, each with a unit-scale state near which their derivative blows up."""
     key_weight, value_weight = orthogonal(SIZE, 1), orthogonal(SIZE, 2)
     ones, bias, small = torch.ones(SIZE), randn(SIZE, seed=3), 1e-3 * randn(SIZE, seed=4)
     turn = eye(SIZE)
-    turn[:2, :2] = torch.tensor([[0.0, -1.0], [1.0, 0.0]])  # K; with V = I they agree outside the first two numbers
+    turn[:2, :2] = torch.tensor([[0.0, -1.0], [1.0, 0.0]])  # K; it differs from V = I in the first two dimensions only
 
     def controlled(x):
         key, value = unit(turn @ x), unit(x)
@@ -707,7 +719,7 @@ def test_16_a_linear_cell_takes_one_iteration_when_the_residual_of_the_new_guess
     guesses = newton(cell.step, driven, transitions[method])
     assert len(guesses) - 1 == 1
     change = (guesses[1] - guesses[0]).abs().max()
-    assert change > 0.1  # a test of the change would ask for a second iteration
+    assert change > 0.1  # a stopping rule on the change would need a second iteration
 
 
 def test_16_each_iteration_makes_at_least_one_more_step_exact_so_the_length_bounds_the_count():
@@ -778,7 +790,7 @@ def test_19_word_problem_accuracy_is_over_the_last_ten_positions_so_two_free_one
     for length, expected in ((8, 0.25), (16, 0.0)):
         targets = task.batch(64, torch.Generator().manual_seed(0), length=length).targets
         predictions = (targets + 1) % task.vocabulary
-        predictions[:, :2] = targets[:, :2]  # all that a linear model can know
+        predictions[:, :2] = targets[:, :2]  # all that a diagonal linear model can solve
         scores = task.scores(one_hot(predictions, task.vocabulary), targets)
         assert scores["accuracy"] == expected
         assert scores["all_positions"] == 2 / length
@@ -822,7 +834,7 @@ def test_20_eigenvalues_of_an_orthogonal_matrix_lie_on_the_unit_circle_not_at_pl
 
 
 def test_20_weyls_inequality_is_attained():
-    cell = attaining_cell(0.125)
+    cell = make_extremal_cell(0.125)
     state = eye(SIZE)[-1]
     matrix, conjugate = jacobians(cell, state), conjugates(cell, state)
     shift = torch.linalg.svdvals(matrix)[0] - torch.linalg.svdvals(conjugate)[0]
@@ -846,8 +858,8 @@ def test_every_entry_of_the_page_names_a_test_of_its_number():
 
 
 def _state_tracking():
-    """The paper's own numbers: by spectrum, sparsity, β and sign, the accuracies at 1, 2 and 4 times the length."""
-    rows = results()["table:s5_8_results"].numbers["rows"]
+    """Return the paper's accuracies at 1, 2 and 4 times the training length, by spectrum, sparsity, β and sign."""
+    rows = load_results()["table:s5_8_results"].numbers["rows"]
     return {tuple(row[:4]): row[4:] for row in rows}
 
 

@@ -1,4 +1,4 @@
-"""What the package shows, and how light it is."""
+"""The public names, the cost of importing, and the documentation."""
 
 import importlib
 import importlib.util
@@ -39,7 +39,7 @@ def test_the_public_names_are_these():
 
 
 @pytest.mark.parametrize("name", modules())
-def test_every_module_says_what_it_is_and_names_what_it_shows(name):
+def test_every_module_has_a_docstring_and_names_its_exports(name):
     if name.endswith(".triton"):
         pytest.importorskip("triton", reason="triton is not installed: pip install 'adptnet[triton]'")
     module = importlib.import_module(name)
@@ -68,7 +68,7 @@ def test_importing_adptnet_imports_nothing_heavy():
     assert shown.stdout.strip() == "[]"
 
 
-def test_the_version_is_said_once_everywhere():
+def test_the_version_is_the_same_everywhere():
     project = (PROJECT / "pyproject.toml").read_text()
     assert re.search(r'^version = "(.+)"', project, re.MULTILINE)[1] == adptnet.__version__
     assert f"## {adptnet.__version__}" in (PROJECT / "CHANGELOG.md").read_text()
@@ -94,14 +94,14 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path):
     assert code
     torchs_own = "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
     command = [sys.executable, "-W", "error", "-W", torchs_own, "-c", code]
-    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads that wait for each other on a busy machine take minutes
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # on a busy machine threads that wait for each other take minutes
     subprocess.run(command, cwd=tmp_path, env=alone, check=True, timeout=100, stdout=subprocess.DEVNULL)
 
 
 @pytest.mark.parametrize(
     "page", ["README.md", *sorted(str(p.relative_to(PROJECT)) for p in (PROJECT / "docs").rglob("*.md"))]
 )
-def test_links_between_pages_lead_somewhere(page):
+def test_links_between_pages_resolve(page):
     source = PROJECT / page
     prose = re.sub(r"^```.*?^```", "", source.read_text(), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", prose):
@@ -109,7 +109,7 @@ def test_links_between_pages_lead_somewhere(page):
             assert (source.parent / target).exists(), target
 
 
-def test_the_paper_map_names_things_that_exist():
+def test_the_paper_map_names_existing_objects():
     text = (PROJECT / "docs" / "reference" / "paper-map.md").read_text()
     for name in set(re.findall(r"`(test_\w+)`", text)):
         assert list((PROJECT / "tests").rglob(f"{name}.py")), name
@@ -132,6 +132,5 @@ def test_the_paper_map_counts_its_own_lines():
 
 
 def imported(path: str):
-    """Something inside a module that `import adptnet` does not bring along, such as `tasks.WordProblem`."""
-    module, *names = path.split(".")
-    return operator.attrgetter(".".join(names))(importlib.import_module(f"adptnet_lab.{module}"))
+    """Return an object by name from a module that `import adptnet` does not import, such as `tasks.WordProblem`."""
+    return pkgutil.resolve_name(f"adptnet_lab.{path}")

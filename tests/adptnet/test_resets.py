@@ -1,4 +1,4 @@
-"""Nothing passes a reset: no NaN and no infinity, in the states or in the gradients, in any scan."""
+"""Nothing crosses a reset in any scan: no NaN and no infinity, neither in the states nor in the gradients."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -20,7 +20,7 @@ BATCH, SIZE = 2, 3
 
 
 class Scan(NamedTuple):
-    """A scan of given inputs, of which each has a row for each step."""
+    """A scan and its inputs, each of which has one row per step."""
 
     run: Callable[..., Tensor]
     inputs: Callable[[int], list[Tensor]]
@@ -39,7 +39,7 @@ def matrix_inputs(steps: int) -> list[Tensor]:
     return [randn(BATCH, steps, SIZE, SIZE) / 3, randn(BATCH, steps, SIZE)]
 
 
-def scan_of(scan: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def make_scan(scan: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(transition: Tensor, offset: Tensor, reset: Tensor, reverse: bool) -> Tensor:
         return scan(transition, offset, torch.ones_like(offset[:, 0]), reset=reset, reverse=reverse)
 
@@ -53,7 +53,7 @@ def overwriting(transition: Tensor, offset: Tensor, reset: Tensor, reverse: bool
     return linear_chunked.linear_scan(transition, offset.clone(), initial, reset=reset, reverse=reverse, overwrite=True)
 
 
-def filter_of(found: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def make_filter(found: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(transition: Tensor, offset: Tensor, observed: Tensor, reset: Tensor, reverse: bool) -> Tensor:
         strength = torch.full((BATCH, 1), 0.5)
         return found(transition, offset, observed, strength, torch.ones_like(offset[:, 0]), reset=reset)
@@ -61,7 +61,7 @@ def filter_of(found: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-def recurrence_of(scan: Callable[..., Tensor], form: Form) -> Callable[..., Tensor]:
+def make_recurrence(scan: Callable[..., Tensor], form: Form) -> Callable[..., Tensor]:
     constants = Constants(
         torch.linspace(0.2, 0.9, SIZE), weight=torch.eye(SIZE).flip(0).expand(1, 2, SIZE, SIZE).clone()
     )
@@ -75,39 +75,39 @@ def recurrence_of(scan: Callable[..., Tensor], form: Form) -> Callable[..., Tens
 
 
 SCANS = {
-    "linear reference": Scan(scan_of(linear_reference.linear_scan), linear_inputs(torch.float64)),
-    "linear chunked": Scan(scan_of(linear_chunked.linear_scan), linear_inputs(torch.float64)),
+    "linear reference": Scan(make_scan(linear_reference.linear_scan), linear_inputs(torch.float64)),
+    "linear chunked": Scan(make_scan(linear_chunked.linear_scan), linear_inputs(torch.float64)),
     "linear overwriting": Scan(overwriting, linear_inputs(torch.float64)),
-    "linear": Scan(scan_of(linear_scan.linear_scan), linear_inputs(torch.float64)),
-    "linear complex reference": Scan(scan_of(linear_reference.linear_scan), linear_inputs(torch.complex128)),
-    "linear complex chunked": Scan(scan_of(linear_chunked.linear_scan), linear_inputs(torch.complex128)),
-    "linear complex": Scan(scan_of(linear_scan.linear_scan), linear_inputs(torch.complex128)),
-    "matrix reference": Scan(scan_of(matrix_reference.matrix_scan), matrix_inputs),
-    "matrix chunked": Scan(scan_of(matrix_chunked.matrix_scan), matrix_inputs),
-    "matrix": Scan(scan_of(matrix_scan.matrix_scan), matrix_inputs),
+    "linear": Scan(make_scan(linear_scan.linear_scan), linear_inputs(torch.float64)),
+    "linear complex reference": Scan(make_scan(linear_reference.linear_scan), linear_inputs(torch.complex128)),
+    "linear complex chunked": Scan(make_scan(linear_chunked.linear_scan), linear_inputs(torch.complex128)),
+    "linear complex": Scan(make_scan(linear_scan.linear_scan), linear_inputs(torch.complex128)),
+    "matrix reference": Scan(make_scan(matrix_reference.matrix_scan), matrix_inputs),
+    "matrix chunked": Scan(make_scan(matrix_chunked.matrix_scan), matrix_inputs),
+    "matrix": Scan(make_scan(matrix_scan.matrix_scan), matrix_inputs),
     "diagonal filter reference": Scan(
-        filter_of(filter_reference.diagonal_filter),
+        make_filter(filter_reference.diagonal_filter),
         lambda steps: [*linear_inputs(torch.float64)(steps), randn(BATCH, steps, SIZE)],
         reversible=False,
     ),
     "diagonal filter": Scan(
-        filter_of(kalman_filter.diagonal_filter),
+        make_filter(kalman_filter.diagonal_filter),
         lambda steps: [*linear_inputs(torch.float64)(steps), randn(BATCH, steps, SIZE)],
         reversible=False,
     ),
     "matrix filter reference": Scan(
-        filter_of(filter_reference.matrix_filter),
+        make_filter(filter_reference.matrix_filter),
         lambda steps: [*matrix_inputs(steps), randn(BATCH, steps, SIZE)],
         reversible=False,
     ),
     "matrix filter": Scan(
-        filter_of(kalman_filter.matrix_filter),
+        make_filter(kalman_filter.matrix_filter),
         lambda steps: [*matrix_inputs(steps), randn(BATCH, steps, SIZE)],
         reversible=False,
     ),
     **{
         f"recurrence {name}{' linear' * linear}": Scan(
-            recurrence_of(scan, Form(linear=linear)), lambda steps: [randn(BATCH, steps, SIZE)], reversible=False
+            make_recurrence(scan, Form(linear=linear)), lambda steps: [randn(BATCH, steps, SIZE)], reversible=False
         )
         for name, scan in (("reference", adpt_reference.adpt_scan), ("kernel", adpt_scan.adpt_scan))
         for linear in (False, True)
@@ -121,9 +121,9 @@ SCANS = {
     ("name", "reverse"),
     [(name, way) for name, scan in SCANS.items() for way in ((False, True) if scan.reversible else (False,))],
 )
-def test_what_is_broken_between_two_resets_stays_there(name, steps, reverse, bad):
+def test_non_finite_values_between_two_resets_stay_there(name, steps, reverse, bad):
     scan = SCANS[name]
-    # Three parts, a reset at the first step (in the order of the scan) of the second and of the third, in sequence 0.
+    # Sequence 0 has three parts, with a reset at the first step (in scan order) of the second and of the third.
     starts = [steps // 3, 2 * steps // 3]
     parts = torch.arange(steps)
     middle = (parts >= starts[0]) & (parts < starts[1])
@@ -136,7 +136,7 @@ def test_what_is_broken_between_two_resets_stays_there(name, steps, reverse, bad
     clean = scan.inputs(steps)
     upstream = torch.randn_like(clean[-1])
     expected = differentiate(scan, clean, upstream, reset, reverse)
-    for broken in range(len(clean) + 1):  # each input, then the gradient that comes back
+    for broken in range(len(clean) + 1):  # each input, then the incoming gradient
         given = [values.clone() for values in (*clean, upstream)]
         inside = given[broken][0, middle]
         inside[1 if broken < len(clean) else 0] = bad
@@ -149,7 +149,7 @@ def test_what_is_broken_between_two_resets_stays_there(name, steps, reverse, bad
 
 
 def differentiate(scan: Scan, inputs: list[Tensor], upstream: Tensor, reset: Tensor, reverse: bool) -> list[Tensor]:
-    """The states, with and without a graph, and the derivative with respect to each input."""
+    """Return the states, computed with and without autograd, and the gradient of each input."""
     with torch.no_grad():
         plain = scan.run(*inputs, reset, reverse)
     leaves = [values.clone().requires_grad_() for values in inputs]
@@ -159,7 +159,7 @@ def differentiate(scan: Scan, inputs: list[Tensor], upstream: Tensor, reset: Ten
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=["NaN", "infinity"])
 @pytest.mark.parametrize("name", [name for name in SCANS if not name.startswith("recurrence")])
-def test_a_broken_transition_at_a_reset_is_not_used(name, bad):
+def test_a_non_finite_transition_at_a_reset_is_not_used(name, bad):
     scan = SCANS[name]
     inputs = scan.inputs(20)
     reset = torch.zeros(BATCH, 20, dtype=torch.bool)

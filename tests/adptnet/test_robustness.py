@@ -1,4 +1,4 @@
-"""What was once wrong, or could be: shared memory, threads, padding, modes, half precision."""
+"""Regression tests: shared memory, threads, padding, training modes, half precision."""
 
 import threading
 
@@ -14,7 +14,7 @@ from adptnet_lab.tasks import WordProblem, product_table
 from adptnet_lab.training import evaluate
 
 
-def test_outputs_and_state_have_memory_of_their_own():
+def test_outputs_and_state_do_not_share_memory():
     layer = ADPTNet(4, beta=1.0)
     x = torch.randn(3, 5, 4)
     with torch.no_grad():
@@ -33,7 +33,7 @@ def test_outputs_and_state_have_memory_of_their_own():
 
 
 def test_a_layer_in_another_thread_changes_nothing_here():
-    """A cache of parametrised weights that is shared by threads would hand out stale ones."""
+    """A cache of parametrized weights that threads share would return stale weights."""
     busy = ADPTNet(4, projection=projections.Orthogonal())
     ours = ADPTNet(4, beta=1.0, projection=projections.Orthogonal())
     x = torch.randn(1, 5, 4)
@@ -65,7 +65,7 @@ def test_a_layer_in_another_thread_changes_nothing_here():
 
 
 def test_a_step_past_the_end_makes_no_nan():
-    """A step that is undefined at zero input, and one that overflows if it goes on."""
+    """One step is undefined at zero input, the other overflows if it is run past the end."""
     weight = torch.ones(4, requires_grad=True)
     unit = cells.from_function(lambda s, u: 0.5 * s + weight * u / u.norm(dim=-1, keepdim=True), 4)
     growing = cells.from_function(lambda s, u: 1e100 * s + weight * u, 4)
@@ -78,7 +78,7 @@ def test_a_step_past_the_end_makes_no_nan():
 
 @pytest.mark.parametrize("head", ["token", "last", "mean"])
 @pytest.mark.parametrize("norm", ["batch", "layer"])
-def test_what_is_in_the_padding_does_not_reach_a_model(head, norm):
+def test_padding_does_not_affect_a_model(head, norm):
     model = SequenceModel(ADPTNet(6).spec, input_size=4, output_size=3, head=head, norm=norm, depth=2)
     x = torch.randn(2, 5, 4)
     padded = x.clone()
@@ -92,7 +92,7 @@ def test_what_is_in_the_padding_does_not_reach_a_model(head, norm):
     assert not block(padded, lengths=[5, 3])[0][1, 3:].any()
 
 
-def test_resets_in_the_padding_do_not_act():
+def test_resets_in_the_padding_have_no_effect():
     x, lengths = torch.randn(2, 5, 4), torch.tensor([5, 3])
     reset = torch.zeros(2, 5, dtype=torch.bool)
     noisy = reset.clone()
@@ -104,12 +104,12 @@ def test_resets_in_the_padding_do_not_act():
         assert_close(found[1], expected[1])
 
 
-def test_packed_rows_are_refused_where_they_cannot_be_right():
+def test_packed_rows_are_rejected_where_they_are_ambiguous():
     both = Bidirectional(ADPTNet(4).spec)
     row, bounds = torch.randn(1, 8, 4), torch.tensor([0, 5, 8])
     with pytest.raises(InputError, match="Pass lengths= instead of cu_seqlens="):
         both(row, cu_seqlens=bounds)
-    with pytest.raises(InputError, match="one output a sequence"):
+    with pytest.raises(InputError, match="one output per sequence"):
         SequenceModel(ADPTNet(4).spec, input_size=4, output_size=2, head="mean")(row, cu_seqlens=bounds)
     packed = pack_padded_sequence(torch.randn(2, 5, 4), [5, 3], batch_first=True)
     block, stack = nn.BlockSpec(ADPTNet(4).spec).build(), Stack(ADPTNet(4).spec, 2)
@@ -140,7 +140,7 @@ def test_a_frozen_norm_stays_frozen_after_evaluation_and_generation():
         evaluate(model, WordProblem("Z2"), [4], size=0)
 
 
-def test_half_precision_is_right_or_refused():
+def test_half_precision_is_right_or_rejected():
     layer = ADPTNet(4, projection=projections.Orthogonal(), dtype=torch.bfloat16)
     x = torch.randn(2, 5, 4, dtype=torch.bfloat16)
     assert layer(x)[0].dtype == torch.bfloat16
@@ -153,7 +153,7 @@ def test_half_precision_is_right_or_refused():
         assert both(x.float())[0].dtype == torch.float32
 
 
-def test_a_step_that_changes_the_shape_of_its_state_is_refused():
+def test_a_step_that_changes_the_shape_of_its_state_is_rejected():
     x = torch.randn(3, 5, 3)
     for step in (lambda s, u: s.mean(0, keepdim=True), lambda s, u: s[..., :2], lambda s, u: (s + u).float()):
         with pytest.raises(InputError, match="It must keep both"):
@@ -180,7 +180,7 @@ def test_more_bad_calls_get_a_clear_error(call, message):
     assert message in str(error.value)
 
 
-def test_lengths_of_any_whole_type_and_resets_of_any_kind_are_understood():
+def test_lengths_of_any_integer_type_and_resets_of_any_kind_are_accepted():
     layer = ADPTNet(4)
     x = torch.randn(1, 300, 4)
     expected = layer(x, lengths=torch.tensor([200]))[0]

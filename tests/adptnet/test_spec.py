@@ -1,4 +1,4 @@
-"""Specs: printed, compared, written and read back; what is wrong in them is named."""
+"""Specs: printing, comparison, JSON, and errors that name the wrong field."""
 
 import json
 from fractions import Fraction
@@ -60,7 +60,7 @@ def test_a_spec_prints_as_what_to_type():
     )
 
 
-def test_numpy_numbers_are_written_as_numbers():
+def test_numpy_numbers_are_written_as_json_numbers():
     written = spectra.Linspace(dt_min=numpy.float32(0.0625)).to_json()
     assert Spec.from_json(written) == spectra.Linspace(dt_min=0.0625)
     assert type(ADPTNet(numpy.int64(4), beta=numpy.float32(0.5)).spec.cell.beta) is float
@@ -93,7 +93,7 @@ def document(**changes):
         ('{"adptnet_spec": 1, "spec": {"type": "ADPTSpec"}}', "cannot be made from {}"),
     ],
 )
-def test_what_is_wrong_in_a_spec_is_named(text, message):
+def test_errors_name_what_is_wrong_in_a_spec(text, message):
     with pytest.raises(SpecError) as error:
         Spec.from_json(text)
     assert message in str(error.value)
@@ -116,13 +116,13 @@ def test_what_is_wrong_in_a_spec_is_named(text, message):
         (lambda: spectra.Linspace(trainable="never"), "must be True or False"),
         (lambda: spectra.Negative(fraction=True), "fraction must be in [0, 1)"),
         (lambda: spectra.LRURing(r_max=1.0), "needs 0 <= r_min <= r_max < 1"),
-        (lambda: spectra.UniformDecay(decay_min=3.0, decay_max=1.0), "decay_min is the larger"),
+        (lambda: spectra.UniformDecay(decay_min=3.0, decay_max=1.0), "decay_min is larger than decay_max"),
         (lambda: spectra.FromExponents(()), "needs finite numbers"),
         (lambda: spectra.FromExponents((-1.0,)).build(3), "Pass state_size=1, or 3 exponents"),
         (lambda: ADPTNet(2, spectrum=spectra.FromExponents((0.1, -1.0))), "Pass gain=drive.ZOH()"),
         (
             lambda: ADPTNet(6, projection=projections.LowParam((8, 9), 2)),
-            "makes 72, but the state has size 6. Pass factors=(3, 2)",
+            "has size 72, but the state has size 6. Pass factors=(3, 2)",
         ),
         (lambda: ADPTNet(6, state_size=8, input_projection=projections.Kronecker((4, 2))), "is square"),
         (lambda: projections.Kronecker(factors=(3,)), "factors are two sizes"),
@@ -131,11 +131,11 @@ def test_what_is_wrong_in_a_spec_is_named(text, message):
         (lambda: directions.FromState(dot=1.5), "in [-1, 1]"),
         (
             lambda: ADPTNet(6, direction=directions.FromState(heads=4)),
-            "4 heads do not divide the state. Pass state_size=8",
+            "not a multiple of 4 heads. Pass state_size=8",
         ),
         (
             lambda: ADPTNet(6, spectrum=spectra.S4DInv(), direction=directions.FromState(heads=2)),
-            "even number in each head",
+            "even size of each head",
         ),
         (lambda: ADPTNet(7, spectrum=spectra.S4DInv()), "Pass state_size=8"),
         (lambda: ADPTNet(6, beta=(0.1, 0.2)), "2 numbers for 1 heads. Pass direction=FromState(heads=2)"),
@@ -179,7 +179,7 @@ def test_what_is_wrong_in_a_spec_is_named(text, message):
         (lambda: nn.Stack(ADPTNet(4).spec, 0), "num_layers must be a whole number from 1"),
     ],
 )
-def test_what_cannot_be_built_is_refused_with_the_fix(make, message):
+def test_what_cannot_be_built_is_rejected_with_the_fix(make, message):
     with pytest.raises((SpecError, IncompatibleError)) as error:
         make()
     assert message in str(error.value)
@@ -191,11 +191,11 @@ def test_a_spec_holds_no_tensors():
     class Holder(Spec):
         content: Any
 
-    with pytest.raises(SpecError, match="cannot go into a spec"):
+    with pytest.raises(SpecError, match="cannot be stored in a spec"):
         Holder(torch.ones(())).to_json()
 
 
-def test_two_specs_of_one_name_are_refused():
+def test_two_specs_of_one_name_are_rejected():
     with pytest.raises(SpecError, match="Two specs are called Linspace"):
 
         @spec

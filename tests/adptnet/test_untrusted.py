@@ -1,4 +1,4 @@
-"""Files from outside: malformed ones are rejected by name, before they cost memory or disk."""
+"""Untrusted files: malformed ones are rejected by name, before they cost memory or disk."""
 
 import gzip
 import hashlib
@@ -24,14 +24,15 @@ from adptnet_lab.events import (
     EventDataset,
     Events,
     SpikeFile,
-    heidelberg,
     open_archive,
     read_aer,
     read_wav,
+    shd,
+    spike_files,
     write_spikes,
 )
 from adptnet_lab.tasks import Text, download, images
-from adptnet_lab.training import store
+from adptnet_lab.training import checkpoint_store as store
 
 MEGABYTE = 2**20
 
@@ -85,17 +86,17 @@ def test_an_npz_that_unpacks_to_too_much_is_rejected_before_it_is_read(tmp_path,
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        (npy_header(f"({10**12},)"), "does not fit"),
-        (npy_header("(4294967296, 4294967296)"), "does not fit"),
-        (npy_header("(-1,)"), "does not fit"),
-        (npy_header("(3,)", "|S0"), "does not fit"),
+        (npy_header(f"({10**12},)"), "do not fit"),
+        (npy_header("(4294967296, 4294967296)"), "do not fit"),
+        (npy_header("(-1,)"), "do not fit"),
+        (npy_header("(3,)", "|S0"), "do not fit"),
         (npy_header("(1,)", "|O"), "Object arrays need pickle"),
         (npy_header("(" * 80), "cannot be read"),
         (b"\x93NUMPY\x09\x00", "cannot be read"),
         (b"", "cannot be read"),
     ],
 )
-def test_an_array_that_is_not_as_large_as_it_says_is_rejected(header, message, tmp_path):
+def test_an_array_with_a_wrong_size_is_rejected(header, message, tmp_path):
     path = tmp_path / "a.npz"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("frames.npy", header + b"123")
@@ -140,7 +141,7 @@ def test_a_compressed_bomb_leaves_nothing_behind(tmp_path):
     zip_of_zeros(tmp_path / "ssc_test.h5.zip", "ssc_test.h5", 70 * MEGABYTE)
     for split, verify in (("ssc_train", True), ("ssc_test", False)):
         with pytest.raises(InputError, match="unpack to more, and 67,108,864 are allowed"):
-            heidelberg.find(tmp_path, split, verify=verify)
+            shd.find_split(tmp_path, split, verify=verify)
     assert len(list(tmp_path.iterdir())) == 2
     inner = tarfile.TarInfo("data_batch_1.bin")
     inner.size = 10**12
@@ -152,7 +153,7 @@ def test_a_compressed_bomb_leaves_nothing_behind(tmp_path):
         images.read_images(tmp_path / "images.tar.gz")
 
 
-# Numbers that wrap.
+# Integer overflow.
 
 
 def camera(**changes):
@@ -165,26 +166,26 @@ def camera(**changes):
     [
         ({"lengths": np.asarray([2**64 - 2, 6], np.uint64)}, "lengths are uint64 from 6 to 18446744073709551614"),
         ({"lengths": np.asarray([2**63 - 1, 2**63 - 1, 6])}, "lengths that sum to 18446744073709551620"),
-        ({"lengths": np.asarray([1.0, 3.0])}, "lengths are float64; they are whole numbers"),
-        ({"lengths": np.asarray([[1, 3]])}, "there must be as many of each"),
+        ({"lengths": np.asarray([1.0, 3.0])}, "lengths are float64; they must be whole numbers"),
+        ({"lengths": np.asarray([[1, 3]])}, "all must agree"),
         ({"label": np.asarray([0, 2**63], np.uint64)}, "labels are uint64 from 0 to 9223372036854775808"),
         ({"label": np.asarray([0, -1])}, "labels are int64 from -1"),
-        ({"label": np.asarray([True, False])}, "labels are bool; they are whole numbers"),
-        ({name: np.zeros((2, 2), int) for name in ("x", "y", "p", "t_us")}, "there must be as many of each"),
-        ({"speaker": np.asarray(["a", "b"])}, "speaker is <U1; it holds whole numbers"),
+        ({"label": np.asarray([True, False])}, "labels are bool; they must be whole numbers"),
+        ({name: np.zeros((2, 2), int) for name in ("x", "y", "p", "t_us")}, "all must agree"),
+        ({"speaker": np.asarray(["a", "b"])}, "speaker is <U1; it must hold whole numbers"),
     ],
 )
-def test_whole_numbers_of_an_archive_do_not_wrap(changes, message, tmp_path):
+def test_integers_of_an_archive_do_not_overflow(changes, message, tmp_path):
     np.savez(tmp_path / "a.npz", **camera(**changes))
     with pytest.raises(InputError, match=message):
         open_archive(tmp_path / "a.npz")
 
 
 @pytest.mark.parametrize("name", ["x", "y", "t_us"])
-def test_events_of_a_camera_do_not_wrap(name, tmp_path):
+def test_events_of_a_camera_do_not_overflow(name, tmp_path):
     values = np.asarray([2**64 - 1, 0, 0, 0], np.uint64)
     np.savez(tmp_path / "a.npz", **camera(**{name: values, "y": values if name == "y" else np.ones(4, int)}))
-    with pytest.raises(InputError, match="numbers of 63 bits"):
+    with pytest.raises(InputError, match="must fit into 63 bits"):
         open_archive(tmp_path / "a.npz")[0]
     with pytest.raises(InputError, match="units go up to 18446744073709551615"):
         Events.of([0.1], np.asarray([2**64 - 1], np.uint64))
@@ -192,7 +193,7 @@ def test_events_of_a_camera_do_not_wrap(name, tmp_path):
         Events.of(["soon"], [1])
 
 
-def test_labels_of_a_spike_file_and_of_images_do_not_wrap(tmp_path):
+def test_labels_of_a_spike_file_and_of_images_do_not_overflow(tmp_path):
     h5py = pytest.importorskip("h5py")
     write_spikes(tmp_path / "a.h5", [(Events.of([0.1], [1]), 0)])
     with h5py.File(tmp_path / "a.h5", "a") as file:
@@ -206,7 +207,7 @@ def test_labels_of_a_spike_file_and_of_images_do_not_wrap(tmp_path):
         images.read_images(tmp_path / "a.npz")
 
 
-# Spike files that reach beyond themselves.
+# Spike files that refer to data outside the file.
 
 
 @pytest.fixture
@@ -244,8 +245,8 @@ def test_the_content_of_a_spike_file_lies_in_the_file(kind, spikes):
             file.create_dataset("labels", (3,), maxshape=(None,), dtype="u1", chunks=(2**31,), compression="gzip")
     messages = {
         "link": "is a link",
-        "data": "lie in other files",
-        "group": "not a row",
+        "data": "stored in other files",
+        "group": "not one-dimensional",
         "large": "ADPTNET_UNPACK_LIMIT",
     }
     messages["chunk"] = "ADPTNET_UNPACK_LIMIT"
@@ -268,7 +269,7 @@ def test_a_recording_that_claims_to_be_longer_than_its_file_is_rejected(options,
     with h5py.File(spikes, "r+") as file:
         dataset = file["spikes/times"]
         mask, raw = dataset.id.read_direct_chunk((0,))
-        lengths = b"".join(heidelberg._stored(dataset, "times"))
+        lengths = b"".join(spike_files._read_raw(dataset, "times"))
         assert np.frombuffer(lengths, np.uint32)[::4].tolist() == [3, 0, 5, 0]
         changed = struct.pack("<I", 3_000_000_000) + lengths[4:]
         dataset.id.write_direct_chunk((0,), changed, filter_mask=0xFFFFFFFF if options else mask)
@@ -278,7 +279,7 @@ def test_a_recording_that_claims_to_be_longer_than_its_file_is_rejected(options,
 
 
 @pytest.mark.parametrize("name", ["labels", "extra/keys", "extra/speaker", "spikes/units"])
-def test_values_that_no_byte_stands_for_are_counted_before_they_are_read(name, spikes, monkeypatch):
+def test_values_without_stored_bytes_are_counted_before_they_are_read(name, spikes, monkeypatch):
     import h5py
 
     with h5py.File(spikes, "a") as file:
@@ -292,11 +293,11 @@ def test_values_that_no_byte_stands_for_are_counted_before_they_are_read(name, s
 
 def test_a_heap_whose_lengths_overflow_is_rejected(spikes):
     content = bytearray(spikes.read_bytes())
-    heap = content.index(heidelberg.HEAP)
+    heap = content.index(spike_files.HEAP)
     for length in (2**64 - 16, 2**64 - 24, 2**63, 5000):
         content[heap + 24 : heap + 32] = struct.pack("<Q", length)
         spikes.write_bytes(content)
-        with pytest.raises(InputError, match="have a length that cannot be"):
+        with pytest.raises(InputError, match="have an impossible length"):
             SpikeFile(spikes)
 
 
@@ -361,36 +362,36 @@ def test_missing_files_and_devices_are_named(tmp_path):
         SpikeFile(tmp_path)
 
 
-def test_a_data_set_is_recognised_by_its_content(tmp_path, monkeypatch):
+def test_a_data_set_is_recognized_by_its_content(tmp_path, monkeypatch):
     content = bytes(1000)
     file = download.DataFile("small", "small.txt", 1000, hashlib.sha256(content).hexdigest(), (), "", "")
     monkeypatch.setitem(download.FILES, "small", file)
     monkeypatch.setenv("ADPTNET_DATA", str(tmp_path))
     monkeypatch.setenv("ADPTNET_CACHE", str(tmp_path / "cache"))
-    download._found.cache_clear()
+    download._find_verified.cache_clear()
     (tmp_path / "small.txt").write_bytes(b"x" * 1000)
-    with pytest.raises(DataError, match=r"small\.txt has another SHA-256 than it should"):
-        download.find("small")
+    with pytest.raises(DataError, match=r"small\.txt has the wrong SHA-256"):
+        download.find_data("small")
     (tmp_path / "small.txt").write_bytes(content)
-    assert download.find("small") == tmp_path / "small.txt"
-    download._found.cache_clear()
+    assert download.find_data("small") == tmp_path / "small.txt"
+    download._find_verified.cache_clear()
 
 
 def test_a_note_beside_a_file_does_not_replace_the_comparison(spikes, tmp_path, monkeypatch):
     path = spikes.rename(tmp_path / "shd_test.h5")
     status = path.stat()
-    note = {"md5": heidelberg.MD5[path.name], "bytes": status.st_size, "modified": status.st_mtime_ns}
+    note = {"md5": shd.MD5[path.name], "bytes": status.st_size, "modified": status.st_mtime_ns}
     path.with_name(path.name + ".checked").write_text(json.dumps(note))
-    with pytest.raises(InputError, match="published is"):
-        heidelberg.find(tmp_path, "shd_test")
-    monkeypatch.setitem(heidelberg.MD5, path.name, hashlib.md5(path.read_bytes()).hexdigest())
-    assert heidelberg.find(tmp_path, "shd_test") == path
+    with pytest.raises(InputError, match="was published"):
+        shd.find_split(tmp_path, "shd_test")
+    monkeypatch.setitem(shd.MD5, path.name, hashlib.md5(path.read_bytes()).hexdigest())
+    assert shd.find_split(tmp_path, "shd_test") == path
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
-    path.write_bytes(content)  # of the same size and, here, the same date
+    path.write_bytes(content)  # of the same size and date
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    with pytest.raises(InputError, match="published is"):
-        heidelberg.find(tmp_path, "shd_test")
+    with pytest.raises(InputError, match="was published"):
+        shd.find_split(tmp_path, "shd_test")
 
 
 # Caches, manifests and JSON.
@@ -403,7 +404,7 @@ def test_a_damaged_note_of_cached_frames_is_rejected(note, spikes, tmp_path):
     cache, bins = tmp_path / "frames.npy", events.Bins(20, 1.0)
     EventDataset(SpikeFile(spikes), bins, cache=cache)
     (tmp_path / "frames.npy.json").write_text(note)
-    with pytest.raises(InputError, match="Delete it; it is made again"):
+    with pytest.raises(InputError, match="Delete it; it will be made again"):
         EventDataset(SpikeFile(spikes), bins, cache=cache)
 
 
@@ -412,7 +413,7 @@ def test_damaged_cached_frames_are_rejected(array, spikes, tmp_path):
     cache = tmp_path / "frames.npy"
     dataset = EventDataset(SpikeFile(spikes), events.Bins(20, 1.0), cache=cache)
     np.save(cache, array)
-    with pytest.raises(InputError, match="Delete it; it is made again"):
+    with pytest.raises(InputError, match="Delete it; it will be made again"):
         dataset[0]
 
 
@@ -441,7 +442,7 @@ def manifest(folder, body):
         ({"adptnet_checkpoint": 1, "sha256": {"link": hashlib.sha256(b"secret").hexdigest()}}, "not a regular file"),
         ({"adptnet_checkpoint": 1, "sha256": {"sub": "0" * 64}}, "not a regular file"),
         ({"adptnet_checkpoint": 1, "sha256": {"gone": "0" * 64}}, "cannot be read"),
-        ({"adptnet_checkpoint": float("nan"), "sha256": {}}, "NaN is not a number"),
+        ({"adptnet_checkpoint": float("nan"), "sha256": {}}, "NaN is not a JSON number"),
     ],
 )
 def test_a_manifest_names_files_of_its_own_folder(document, message, tmp_path):
@@ -463,7 +464,7 @@ def test_a_manifest_that_is_not_json_is_rejected(body, tmp_path):
         store.read_folder(tmp_path / "step-1")
 
 
-def test_json_from_outside_raises_one_kind_of_error():
+def test_untrusted_json_raises_one_kind_of_error():
     assert parse_json('{"a": [1, 2.5, "x", null]}') == {"a": [1, 2.5, "x", None]}
     for text in ("[" * 99_999, "9" * 5000, "NaN", "[-Infinity]", b"\xff\xfe\xff", "{", ""):
         with pytest.raises(ValueError, match=r"."):
@@ -491,7 +492,7 @@ def test_delays_of_a_checkpoint_are_those_of_its_spec(tmp_path):
         tensors[name][0] = value
         content = safetensors.torch.save(tensors, {"adptnet": model.spec.to_json()})
         (tmp_path / "model").write_bytes(content)
-        with pytest.raises(CheckpointError, match="the spec says 2 to 5"):
+        with pytest.raises(CheckpointError, match="the spec has 2 to 5"):
             adptnet.load(tmp_path / "model")
     assert torch.get_default_dtype() == torch.float64
 

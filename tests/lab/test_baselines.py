@@ -1,4 +1,4 @@
-"""Baselines: each against a loop by its definition, the contract of a layer over all, and public implementations."""
+"""Tests of the baselines against their definitions, the interface of a layer, and public implementations."""
 
 import math
 
@@ -33,13 +33,13 @@ def mixer(request):
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if not parameter.any():
-                parameter.normal_(std=0.3)  # so that biases are seen
+                parameter.normal_(std=0.3)  # so that biases have an effect
             if "rates.bias" in name or "step_size.bias" in name:
-                parameter.add_(2.0)  # so that decays are
+                parameter.add_(2.0)  # so that decays have an effect
     return made
 
 
-def test_outputs_do_not_look_ahead(mixer):
+def test_outputs_are_causal(mixer):
     x = torch.randn(2, 9, WIDTH)
     changed = x.clone()
     changed[:, 6:] = torch.randn(2, 3, WIDTH)
@@ -47,7 +47,7 @@ def test_outputs_do_not_look_ahead(mixer):
     assert not torch.allclose(mixer(x)[0][:, 6], mixer(changed)[0][:, 6])
 
 
-def test_chunks_and_single_steps_give_the_same_numbers(mixer):
+def test_chunks_and_single_steps_agree_with_the_whole_sequence(mixer):
     x = torch.randn(3, 11, WIDTH)
     whole, final = mixer(x)
     parts, state = [], None
@@ -65,7 +65,7 @@ def test_chunks_and_single_steps_give_the_same_numbers(mixer):
     assert not any(part.requires_grad for part in state.detach().parts)
 
 
-def test_padding_does_not_matter_and_the_state_is_the_one_at_the_true_end(mixer):
+def test_padding_is_ignored_and_the_state_is_that_at_the_true_end(mixer):
     lengths = torch.tensor([7, 1, 4])
     x = torch.randn(3, 7, WIDTH)
     for row, length in enumerate(lengths):
@@ -111,12 +111,12 @@ def test_resets_and_lengths_together(mixer):
     assert y.shape == x.shape
 
 
-def test_gradients_are_those_of_differences(mixer):
+def test_gradients_agree_with_finite_differences(mixer):
     x = torch.randn(1, 4, WIDTH, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: mixer(x)[0], x, atol=1e-6)
 
 
-def test_specs_files_and_models(mixer, tmp_path):
+def test_specs_checkpoints_and_models(mixer, tmp_path):
     assert Spec.from_json(mixer.spec.to_json()) == mixer.spec
     model = SequenceModel(mixer.spec, depth=2, vocabulary=7, norm="rms")
     tokens = torch.randint(7, (2, 6))
@@ -133,8 +133,8 @@ def test_specs_files_and_models(mixer, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's norm, on its own speed
-def test_the_recurrence_stays_wide_where_numbers_are_narrow(mixer):
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # a warning about speed by torch's norm
+def test_the_recurrence_runs_in_float32_under_autocast_and_in_bfloat16(mixer):
     x = torch.randn(2, 6, WIDTH, dtype=torch.float32)
     single = mixer.spec.build(dtype=torch.float32)
     whole, _ = single(x)
@@ -146,14 +146,14 @@ def test_the_recurrence_stays_wide_where_numbers_are_narrow(mixer):
     half.step(x[:, 0].bfloat16(), half_state)
     for found in (y.float(), narrow.float()):
         assert float((found - whole).abs().mean()) < 0.1 * float(whole.abs().mean()) + 1e-3
-    if not isinstance(mixer, baselines.AttentionMixer):  # whose state is the keys and values themselves
+    if not isinstance(mixer, baselines.AttentionMixer):  # its state holds keys and values
         assert state.parts[-1].dtype == half_state.parts[-1].dtype == torch.float32
 
 
-# Definitions, one number or one step at a time.
+# Definitions, evaluated step by step.
 
 
-def convolved(conv, x):
+def convolve(conv, x):
     taps = conv.weight.shape[1]
     y = torch.zeros_like(x) if conv.bias is None else conv.bias.expand_as(x).clone()
     for t in range(x.shape[1]):
@@ -163,12 +163,12 @@ def convolved(conv, x):
 
 
 @torch.no_grad()
-def test_attention_is_its_definition():
+def test_attention_matches_its_definition():
     mixer = baselines.Attention(12, num_heads=3).build()
     x = torch.randn(2, 6, 12)
     query, key, value = (x @ part.T for part in mixer.enter.weight.split(12))
 
-    def turned(row, t):
+    def rotate(row, t):
         out = row.clone()
         for j in range(0, 4, 2):
             angle = t * 10_000 ** (-j / 4)
@@ -182,18 +182,18 @@ def test_attention_is_its_definition():
             part = slice(4 * head, 4 * head + 4)
             for t in range(6):
                 scores = torch.stack(
-                    [turned(query[b, t, part], t) @ turned(key[b, s, part], s) / 2 for s in range(t + 1)]
+                    [rotate(query[b, t, part], t) @ rotate(key[b, s, part], s) / 2 for s in range(t + 1)]
                 )
                 expected[b, t, part] = scores.softmax(0) @ value[b, : t + 1, part]
     assert_close(mixer(x)[0], expected @ mixer.leave.weight.T)
 
 
 @torch.no_grad()
-def test_mamba_is_its_definition():
+def test_mamba_matches_its_definition():
     mixer = baselines.Mamba(12, state_size=3).build()
     x = torch.randn(2, 7, 12)
     u, gate = (x @ mixer.enter.weight.T).chunk(2, -1)
-    u = torch.nn.functional.silu(convolved(mixer.convolution, u))
+    u = torch.nn.functional.silu(convolve(mixer.convolution, u))
     selected = u @ mixer.select.weight.T
     dt = torch.log1p((selected[..., :1] @ mixer.step_size.weight.T + mixer.step_size.bias).exp())
     state = torch.zeros(2, 24, 3)
@@ -205,18 +205,18 @@ def test_mamba_is_its_definition():
         expected = (y * gate[:, t] * torch.sigmoid(gate[:, t])) @ mixer.leave.weight.T
         assert_close(mixer(x)[0][:, t], expected)
     assert_close(mixer.modes.log_decay.exp(), torch.arange(1.0, 4.0).expand(24, 3))
-    started = torch.nn.functional.softplus(mixer.step_size.bias)
-    assert started.min() > 1e-3 - 1e-9
-    assert started.max() < 0.1 + 1e-9
+    initial = torch.nn.functional.softplus(mixer.step_size.bias)
+    assert initial.min() > 1e-3 - 1e-9
+    assert initial.max() < 0.1 + 1e-9
     assert mixer.modes.log_decay._no_weight_decay
 
 
 @torch.no_grad()
-def test_hawk_is_its_definition():
+def test_hawk_matches_its_definition():
     mixer = baselines.Hawk(12, num_heads=2).build()
     mixer.gate_bias.normal_()
     x = torch.randn(2, 7, 12)
-    u = convolved(mixer.convolution, x @ mixer.enter.weight.T + mixer.enter.bias)
+    u = convolve(mixer.convolution, x @ mixer.enter.weight.T + mixer.enter.bias)
     branch = torch.nn.functional.gelu(x @ mixer.branch.weight.T + mixer.branch.bias, approximate="tanh")
     decay = torch.exp(-torch.nn.functional.softplus(mixer.decay.raw))
     assert bool(((decay >= 0.9) & (decay <= 0.999)).all())
@@ -244,7 +244,7 @@ def test_the_square_root_of_hawk_has_a_bounded_derivative():
 
 
 @torch.no_grad()
-def test_gated_linear_attention_is_its_definition():
+def test_gated_linear_attention_matches_its_definition():
     mixer = baselines.GatedLinearAttention(12, num_heads=2, key_width=6, rank=3).build()
     mixer.norm.weight.normal_()
     x = torch.randn(1, 6, 12)
@@ -265,10 +265,10 @@ def test_gated_linear_attention_is_its_definition():
 
 @torch.no_grad()
 @pytest.mark.parametrize("gated", [False, True])
-def test_delta_nets_are_their_definition(gated):
+def test_delta_nets_match_their_definition(gated):
     mixer = (baselines.GatedDeltaNet if gated else baselines.DeltaNet)(12, num_heads=2).build()
     x = torch.randn(1, 6, 12)
-    mixed = convolved(mixer.written.convolution, x @ mixer.written.enter.weight.T)[0]
+    mixed = convolve(mixer.written.convolution, x @ mixer.written.enter.weight.T)[0]
     query, key, value = (mixed * torch.sigmoid(mixed)).split(12, -1)
     strength = torch.sigmoid(x[0] @ mixer.written.strength.weight.T)
     total = torch.zeros(6, 12)
@@ -292,15 +292,15 @@ def test_delta_nets_are_their_definition(gated):
     assert_close(mixer(x)[0][0], total)
 
 
-def test_the_delta_rule_replaces_what_a_key_held():
+def test_the_delta_rule_overwrites_the_value_of_a_key():
     from adptnet.nn.mixer import Steps
-    from adptnet_lab.baselines.fast_weights import fast_weights
+    from adptnet_lab.baselines.fast_weights import scan_fast_weights
 
     keys = torch.eye(3)[[0, 1, 0]].reshape(1, 3, 1, 3)
     values = torch.randn(1, 3, 1, 4)
     steps = Steps(torch.arange(3).unsqueeze(0), None, None, None)
-    _, state = fast_weights(keys, keys, values, None, steps, strength=torch.ones(1, 3, 1))
-    assert_close(state[0, 0, 0], values[0, 2, 0])  # the second value under key 0, and nothing of the first
+    _, state = scan_fast_weights(keys, keys, values, None, steps, strength=torch.ones(1, 3, 1))
+    assert_close(state[0, 0, 0], values[0, 2, 0])  # the second value of key 0, without a trace of the first
     assert_close(state[0, 0, 1], values[0, 1, 0])
 
 
@@ -367,7 +367,7 @@ def test_hawk_agrees_with_transformers():
 
 
 @pytest.mark.parametrize("kind", ["gru", "lstm"])
-def test_gru_and_lstm_are_torchs(kind):
+def test_gru_and_lstm_agree_with_torch(kind):
     layer = baselines.baseline(kind, 6).build()
     whole = (torch_nn.GRU if kind == "gru" else torch_nn.LSTM)(6, 6, batch_first=True)
     whole.load_state_dict({f"{name}_l0": tensor for name, tensor in layer.cell.cell.state_dict().items()})
@@ -406,36 +406,42 @@ def test_every_baseline_fits_into_the_same_block_and_learns(name):
 
 
 @pytest.mark.parametrize("name", ["gru", "mamba", "attention"])
-def test_a_baseline_with_the_parameters_of_a_given_model(name):
+def test_match_parameters_finds_the_nearest_width(name):
     task = tasks.WordProblem("S5")
-    target = baselines.parameter_count(task.model(nn.BlockSpec(ADPTNet(64).spec), depth=2))
+    target = baselines.count_parameters(task.model(nn.BlockSpec(ADPTNet(64).spec), depth=2))
     multiple = 4 if name == "attention" else 1
 
     def make(width):
         return task.model(nn.BlockSpec(baselines.baseline(name, width)), depth=2)
 
-    found = baselines.matched(make, target, multiple_of=multiple)
+    found = baselines.match_parameters(make, target, multiple_of=multiple)
     width = found.block.width
     built = sum(p.numel() for p in found.build().parameters())
-    assert built == baselines.parameter_count(found)
+    assert built == baselines.count_parameters(found)
     for other in (width - multiple, width + multiple):
-        assert abs(baselines.parameter_count(make(other)) - target) >= abs(built - target)
+        assert abs(baselines.count_parameters(make(other)) - target) >= abs(built - target)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: baselines.baseline("grru", 4), "Perhaps you meant 'gru'"),
-        (lambda: baselines.matched(lambda width: baselines.baseline("gru", width), 0), "both must be at least 1"),
-        (lambda: baselines.matched(lambda width: baselines.baseline("gru", 4), 10_000), "gives no more parameters"),
+        (
+            lambda: baselines.match_parameters(lambda width: baselines.baseline("gru", width), 0),
+            "both must be at least 1",
+        ),
+        (
+            lambda: baselines.match_parameters(lambda width: baselines.baseline("gru", 4), 10_000),
+            "gives no more parameters",
+        ),
         (lambda: baselines.Attention(12, num_heads=5), "the heads do not divide it. Pass width=15"),
-        (lambda: baselines.Attention(9, num_heads=3), "rotary positions turn pairs"),
+        (lambda: baselines.Attention(9, num_heads=3), "rotary positions rotate pairs"),
         (lambda: baselines.Mamba(0), "width must be a whole number from 1"),
         (lambda: baselines.Hawk(8, state_size=9, num_heads=2), "Pass state_size=10"),
         (lambda: baselines.GatedLinearAttention(8, key_width=6), "Pass key_width=8"),
         (lambda: baselines.DeltaNet(8, taps=0), "taps must be a whole number from 1"),
         (lambda: nn.BlockSpec(torch_nn.GRU), "must be a LayerSpec, BidirectionalSpec or MixerSpec"),
-        (lambda: baselines.Mamba(8).build()(torch.randn(2, 8)), r"takes numbers, \(batch, time, 8\); got"),
+        (lambda: baselines.Mamba(8).build()(torch.randn(2, 8)), r"takes floating point \(batch, time, 8\); got"),
         (lambda: baselines.Mamba(8).build()(torch.randn(1, 2, 8), solver=solvers.Sequential()), "takes no solver="),
         (lambda: baselines.Mamba(8).build()(torch.randn(1, 0, 8)), "at least one step"),
         (lambda: baselines.Mamba(8).build()(torch.randn(1, 2, 8), lengths=torch.tensor([3])), "from 1 to the padded"),
@@ -443,6 +449,6 @@ def test_a_baseline_with_the_parameters_of_a_given_model(name):
         (lambda: baselines.Mamba(8).build()(torch.randn(1, 2, 8), torch.zeros(1)), "must be the MixerState"),
     ],
 )
-def test_bad_input_is_explained(make, message):
+def test_invalid_arguments_raise(make, message):
     with pytest.raises((InputError, SpecError), match=message):
         make()

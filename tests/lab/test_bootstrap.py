@@ -1,4 +1,4 @@
-"""The bootstrap, run.py: what it decides. Nothing here installs anything or touches the network."""
+"""The decisions of the bootstrap, run.py. No test installs anything or uses the network."""
 
 import ast
 import importlib.util
@@ -22,7 +22,7 @@ GOOD_WHEEL = f"torch-{TORCH}+cpu-{TAG}-{TAG}-{SYSTEM}{platform.machine().lower()
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """run.py of a checkout of its own, on a machine where neither pip nor uv is configured."""
+    """Return run.py of a copy of the project, on a machine where neither pip nor uv is configured."""
     for variable in list(os.environ):
         if variable.startswith(("PIP_", "UV_", "ADPTNET_", "SSL_CERT")):
             monkeypatch.delenv(variable)
@@ -37,7 +37,7 @@ def run(tmp_path, monkeypatch):
 
 @pytest.fixture
 def installs(run, monkeypatch):
-    """Set-up with the slow parts replaced; the list collects what would have been installed."""
+    """Replace the slow parts of the set-up; the list collects what would have been installed."""
     collected = []
 
     def venv():
@@ -54,20 +54,20 @@ def installs(run, monkeypatch):
     return collected
 
 
-def folder_with(path, *wheels):
+def make_folder(path, *wheels):
     path.mkdir()
     for wheel in wheels:
         (path / wheel).touch()
     return path
 
 
-def test_an_old_python_can_read_it_and_is_told_what_to_type(run):
+def test_an_old_python_can_parse_it_and_prints_what_to_type(run):
     ast.parse((PROJECT / "run.py").read_text(), feature_version=(3, 8))
     with pytest.raises(
         run.SetupError, match=r"needs Python 3\.11 or newer, and this is 3\.10.*python3\.11 run\.py quick"
     ):
-        run.refuse_old_python((3, 10))
-    run.refuse_old_python((3, 11))
+        run.check_python((3, 10))
+    run.check_python((3, 11))
 
 
 @pytest.mark.parametrize("argv", [[], ["-h"], ["--help"]])
@@ -92,14 +92,14 @@ def test_choice_of_torch(run, choice, wheel, flags):
     assert run.torch_flags(choice, wheel) == flags
 
 
-def test_local_torch_without_a_wheel_is_an_error_with_a_way_out(run):
+def test_local_torch_without_a_wheel_is_an_error_with_remedies(run):
     with pytest.raises(run.SetupError, match=r"(?s)torch 2\.13\.0 for CPython.*PIP_FIND_LINKS=FOLDER python3 run\.py"):
         run.torch_flags("local", None)
 
 
 @pytest.mark.parametrize("wheel", [GOOD_WHEEL, GOOD_WHEEL.replace("+cpu", ""), GOOD_WHEEL.replace("+cpu", "+cu130")])
 def test_a_wheel_that_fits_is_found(run, tmp_path, wheel):
-    empty, full = folder_with(tmp_path / "empty"), folder_with(tmp_path / "full", "torchtext-1-py3-none-any.whl", wheel)
+    empty, full = make_folder(tmp_path / "empty"), make_folder(tmp_path / "full", "torchtext-1-py3-none-any.whl", wheel)
     assert run.find_torch_wheel(f"{empty},{full}") == str(full / wheel)
     assert run.find_torch_wheel(f"{tmp_path / 'missing'},{full.as_uri()}") == str(full / wheel)
 
@@ -116,12 +116,12 @@ def test_a_wheel_that_fits_is_found(run, tmp_path, wheel):
     ],
 )
 def test_a_wheel_that_does_not_fit_is_not_taken(run, tmp_path, wheel):
-    assert run.find_torch_wheel(str(folder_with(tmp_path / "wheels", wheel))) is None
+    assert run.find_torch_wheel(str(make_folder(tmp_path / "wheels", wheel))) is None
 
 
-def test_uv_is_told_what_pip_knows(run, tmp_path, monkeypatch):
+def test_uv_gets_the_settings_of_pip(run, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    here, cert = folder_with(tmp_path / "wheels", "certificates.pem"), tmp_path / "wheels" / "certificates.pem"
+    here, cert = make_folder(tmp_path / "wheels", "certificates.pem"), tmp_path / "wheels" / "certificates.pem"
     pip = {
         "find-links": f"{here}\n{here.as_uri()} {tmp_path / 'missing'} https://example.invalid/wheels",
         "index-url": "https://example.invalid/simple",
@@ -153,7 +153,7 @@ def test_a_setting_of_uv_wins(run, tmp_path, monkeypatch, variable, silenced):
     assert run.uv_environment(pip, "auto").get(silenced) in (None, "mine")
 
 
-def test_pip_settings_the_nearest_wins(run, monkeypatch):
+def test_the_most_specific_pip_setting_wins(run, monkeypatch):
     listing = "install.find-links='/install'\nglobal.find-links='/global'\nglobal.cert='/global.pem'\n:env:.cert='/x'\n"
     monkeypatch.setattr(run, "output", lambda command: listing)
     monkeypatch.setenv("PIP_CERT", "/environment.pem")
@@ -164,20 +164,20 @@ def test_pip_settings_the_nearest_wins(run, monkeypatch):
     assert "index-url" not in settings
 
 
-def uv_that(does):
-    return [sys.executable, "-c", does]
+def fake_uv(code):
+    return [sys.executable, "-c", code]
 
 
-def test_a_plan_with_cuda_is_refused_unless_asked_for(run):
-    plan = uv_that("print(' + filelock==4\\n + nvidia-cublas==13\\n + triton==3\\n + torch==2.13.0')")
-    for unasked in ("auto", "cpu"):
+def test_a_plan_with_cuda_is_an_error_unless_requested(run):
+    plan = fake_uv("print(' + filelock==4\\n + nvidia-cublas==13\\n + triton==3\\n + torch==2.13.0')")
+    for choice in ("auto", "cpu"):
         with pytest.raises(
             run.SetupError, match=r"2 CUDA packages(?s:.*)ADPTNET_TORCH=registry python3 run\.py quickstart"
         ):
-            run.check_torch(plan, {}, unasked)
-    for asked in ("cu130", "local", "registry"):
-        run.check_torch(plan, {}, asked)
-    run.check_torch(uv_that("print(' + torch==2.13.0+cpu')"), {}, "auto")
+            run.check_torch(plan, {}, choice)
+    for choice in ("cu130", "local", "registry"):
+        run.check_torch(plan, {}, choice)
+    run.check_torch(fake_uv("print(' + torch==2.13.0+cpu')"), {}, "auto")
 
 
 @pytest.mark.parametrize("does", ["import time; time.sleep(60)", "import sys; sys.exit('dns error')"])
@@ -186,7 +186,7 @@ def test_an_index_out_of_reach_fails_soon_with_a_line_to_type(run, monkeypatch, 
     with pytest.raises(
         run.SetupError, match=r"(no answer within 0\.5 s|dns error)(?s:.*)ADPTNET_TORCH=registry python3"
     ):
-        run.check_torch(uv_that(does), {}, "auto")
+        run.check_torch(fake_uv(does), {}, "auto")
 
 
 def test_nested_extras_are_those_of_the_project(run):
@@ -196,7 +196,7 @@ def test_nested_extras_are_those_of_the_project(run):
         assert included == set().union(*(nested[name] for name in included)), extra
 
 
-def test_set_up_grows_and_never_shrinks(run, installs):
+def test_set_up_adds_extras_and_removes_none(run, installs):
     run.set_up("plots")
     assert installs == ["new .venv", "auto -e .[plots]"]
     run.set_up("plots")
@@ -277,7 +277,7 @@ def test_lint_runs_every_tool_and_reports_each(run, monkeypatch, capsys):
     ]
 
 
-def test_constraints_serve_every_machine():
+def test_constraints_suit_every_machine():
     pins = [line for line in (PROJECT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     assert f"torch=={TORCH}" in pins  # no +cpu: any build of this version satisfies it
     assert not [pin for pin in pins if "://" in pin or pin.startswith(("nvidia", "cuda", "triton"))]

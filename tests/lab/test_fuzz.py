@@ -1,4 +1,4 @@
-"""Mutated files (tests/support/fuzzing.py) raise an error of the package, or are read as what they are."""
+"""Fuzz tests: mutated files (tests/support/fuzzing.py) raise an error of the package, or are read faithfully."""
 
 import json
 import os
@@ -12,8 +12,8 @@ pytest.importorskip("h5py", reason="spike files need h5py")
 pytest.importorskip("scipy", reason="sound files need scipy")
 
 PROGRAM = Path(__file__).parents[1] / "support" / "fuzzing.py"
-MEGABYTES = 200  # that reading may take above the import
-COUNTS = {  # files of each kind in the long run
+MEGABYTES = 200  # memory that reading may use beyond the import
+COUNTS = {  # mutated files of each kind in the slow test
     "checkpoints": 5000,
     "specs": 5000,
     "configs": 1000,
@@ -31,11 +31,11 @@ COUNTS = {  # files of each kind in the long run
 
 
 def run(seed, counts):
-    """What became of mutated files in a process of its own; a crash names the file it came from."""
-    wanted = [f"{kind}={count}" for kind, count in counts.items()]
+    """Fuzz in a separate process and return its report; after a crash the error names the file."""
+    arguments = [f"{kind}={count}" for kind, count in counts.items()]
     source = str(Path(__file__).parents[2] / "src")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(PROGRAM), str(seed), *wanted]
+    command = [sys.executable, str(PROGRAM), str(seed), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, f"exit {done.returncode} at {done.stderr[-2000:]}"
     return json.loads(done.stdout.splitlines()[-1])
@@ -47,10 +47,10 @@ def check(report, counts):
     for kind, found in report.items():
         assert found.get("accepted", 0) + found.get("rejected", 0) == counts[kind]
         assert found["megabytes"] <= MEGABYTES, f"{kind} took {found['megabytes']} MB"
-        assert found.get("rejected", 0) or kind == "metrics", f"no mutation of {kind} was noticed"
+        assert found.get("rejected", 0) or kind == "metrics", f"no mutation of {kind} was rejected"
 
 
-def test_mutated_files_are_rejected_or_read_as_what_they_are():
+def test_mutated_files_are_rejected_or_read_faithfully():
     counts = {kind: count // 20 for kind, count in COUNTS.items()}
     check(run(0, counts), counts)
 
@@ -58,7 +58,7 @@ def test_mutated_files_are_rejected_or_read_as_what_they_are():
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", COUNTS)
-def test_many_mutated_files_are_rejected_or_read_as_what_they_are(kind):
+def test_many_mutated_files_are_rejected_or_read_faithfully(kind):
     report = run(1, {kind: COUNTS[kind]})
     print(json.dumps(report))
     check(report, COUNTS)

@@ -1,5 +1,7 @@
-"""An independent program for the recurrence: dense matrices, `matrix_exp` at every step, one sequence at a time,
-nothing of the library but its parameters. Complex spectra are dense matrices of 2-by-2 blocks."""
+"""A brute-force implementation of the recurrence: dense matrices, `matrix_exp` at every step, one sequence at a time.
+
+It uses nothing of the library but the parameters. Complex spectra are dense matrices of 2-by-2 blocks.
+"""
 
 import math
 
@@ -9,7 +11,7 @@ from adptnet import TrainableBeta, cells, conjugates, directions, drive, project
 
 
 def trajectory(layer, x, state, dt=None, beta=None):
-    """States (all that is remembered) and outputs of `layer` along x (batch, time, width) from `state` (batch, ·)."""
+    """Return the states and outputs of `layer` for x, (batch, time, width), from `state`, (batch, state_size)."""
     spec, cell = layer.spec.cell, layer.cell
     inner = {cells.CoupledCell: "fast", cells.StatefulCell: "memoryless"}.get(type(cell))
     adpt = getattr(cell, inner) if inner else cell
@@ -30,6 +32,7 @@ def trajectory(layer, x, state, dt=None, beta=None):
 
 
 def step(spec, cell, adpt, memory, o, t, dt, given_beta):
+    """Return the next state of one sequence."""
     n = spec.size
     x = memory[:n]
     eigen = eigenvalues(spec.spectrum, adpt.spectrum, 1.0 if dt is None else dt)
@@ -50,8 +53,8 @@ def step(spec, cell, adpt, memory, o, t, dt, given_beta):
     if isinstance(cell, cells.StatefulCell):
         old = memory[n:].reshape(n, n)
         (key, value), *_ = planes[0]
-        turned = old @ value
-        new = old @ retracted(spec.retraction, beta[0] * (outer(key, turned) - outer(turned, key)))
+        rotated = old @ value
+        new = old @ retract(spec.retraction, beta[0] * (outer(key, rotated) - outer(rotated, key)))
         return torch.cat((new @ big_lambda @ new.T @ x + driven, new.flatten()))
     if adpt.start is not None:
         q0 = adpt.start.weight
@@ -65,7 +68,7 @@ def step(spec, cell, adpt, memory, o, t, dt, given_beta):
     else:
         q = torch.eye(n)
         for pairs in planes:
-            q = retracted(spec.retraction, skew(pairs, beta)) @ q
+            q = retract(spec.retraction, skew(pairs, beta)) @ q
         m = q @ big_lambda @ q.T
     x = m @ x + (q @ driven if spec.rotation_aware else driven)
     if isinstance(cell, cells.CoupledCell):
@@ -75,12 +78,13 @@ def step(spec, cell, adpt, memory, o, t, dt, given_beta):
 
 
 def betas(spec, cell):
-    """β for each head."""
+    """Return β for each head."""
     value = cell.beta.parameter if isinstance(spec.beta, TrainableBeta) else torch.tensor(spec.beta)
     return list(value) if value.dim() else [value] * spec.direction.heads
 
 
 def plane(spec, module, source):
+    """Return key and value of each head."""
     direction = spec.direction
     if getattr(direction, "relu", False):
         source = source.clamp(min=0)
@@ -105,14 +109,15 @@ def plane(spec, module, source):
 
 
 def skew(pairs, beta):
-    """β(k v' - v k'), one block for each head."""
+    """Return β(k v' - v k'), one block for each head."""
     return torch.block_diag(*[b * (outer(k, v) - outer(v, k)) for (k, v), b in zip(pairs, beta, strict=True)])
 
 
 outer = torch.outer
 
 
-def retracted(retraction, s):
+def retract(retraction, s):
+    """Return the rotation for a skew-symmetric matrix."""
     eye = torch.eye(len(s))
     if isinstance(retraction, retractions.Exponential):
         return torch.linalg.matrix_exp(s)
@@ -120,15 +125,16 @@ def retracted(retraction, s):
 
 
 def rope(module, u, t):
+    """Return u with its pairs rotated for position t."""
     theta = module.spec.sign * t * torch.exp(module.log_dt + module.log_frequency)
-    turned = [
+    rotated = [
         [c * a + s * b, c * b - s * a] for c, s, a, b in zip(theta.cos(), theta.sin(), u[::2], u[1::2], strict=True)
     ]
-    return torch.stack([value for pair in turned for value in pair])
+    return torch.stack([value for pair in rotated for value in pair])
 
 
 def eigenvalues(spec, module, dt=1.0):
-    """One eigenvalue for each number of a real state, or for each pair of a complex one."""
+    """Return an eigenvalue for each dimension of a real state, or for each pair of a complex one."""
     if isinstance(spec, spectra.Negative):
         inner = eigenvalues(spec.spectrum, module.spectrum, dt)
         return torch.where(module.negative[:: 2 if inner.is_complex() else 1], -1.0, 1.0) * inner
@@ -142,6 +148,7 @@ def eigenvalues(spec, module, dt=1.0):
 
 
 def rates(module):
+    """Return the continuous eigenvalues and the step lengths."""
     decay = module.log_decay.exp()
     length = torch.ones_like(decay)
     if module.log_dt is not None:
@@ -154,7 +161,7 @@ def rates(module):
 
 
 def hold(spec, module, dt=1.0):
-    """(1 - λ̄) / λ of the magnitudes; 1 where λ̄ = 0."""
+    """Return the zero-order-hold gain (1 - λ̄) / λ, for negative eigenvalues that of the modulus; 1 where λ̄ = 0."""
     if isinstance(spec, spectra.Negative):
         return hold(spec.spectrum, module.spectrum, dt)
     if isinstance(spec, spectra.Sparse):
@@ -166,6 +173,7 @@ def hold(spec, module, dt=1.0):
 
 
 def gain_matrix(spec, cell, eigen, dt=1.0):
+    """Return the gain as a matrix."""
     gain = cell.drive.gain
     if gain.real is not None:
         if gain.imag is None:
@@ -179,6 +187,7 @@ def gain_matrix(spec, cell, eigen, dt=1.0):
 
 
 def blocks(values):
+    """Return the real block-diagonal matrix of eigenvalues."""
     if not values.is_complex():
         return torch.diag(values)
     rows = [
@@ -188,7 +197,7 @@ def blocks(values):
 
 
 def matrix(projection):
-    """The matrix of a projection, from its parameters."""
+    """Return the matrix of a projection, from its parameters."""
     if isinstance(projection, projections.base.Biased):
         return matrix(projection.projection)
     if isinstance(projection, projections.heads.Heads):
@@ -204,13 +213,14 @@ def matrix(projection):
 
 
 def bias(projection):
+    """Return the bias of a projection; 0.0 if it has none."""
     if isinstance(projection, projections.heads.Heads):
         return torch.cat([torch.zeros(p.out_features) + bias(p) for p in projection.projections])
     return projection.bias if isinstance(projection, projections.base.Biased) else 0.0
 
 
 def expansion(projection):
-    """The matrix of an Expand: weight j of channel i, between channel i and number i·m + j of the state."""
+    """Return the matrix of an Expand: weight j of channel i connects channel i and state dimension i·m + j."""
     large = len(projection.weight)
     small = min(projection.in_features, projection.out_features)
     rows = torch.arange(large)
@@ -219,4 +229,5 @@ def expansion(projection):
 
 
 def s4d_inv_frequencies(n: int):
+    """Return the frequencies of S4D-Inv for a state of dimension n."""
     return [n / math.pi * (n / (2 * k + 1) - 1) for k in range(n // 2)]

@@ -1,9 +1,9 @@
-"""Mutated files of every kind that the package reads, and what may become of them.
+"""Fuzzer: mutates files of every kind that the package reads, and checks how they are read.
 
     python tests/support/fuzzing.py SEED KIND=COUNT ...
 
-Runs in a process of its own, so that a crash by a signal is seen. A reader may reject a file with an error of the
-package, or accept it with content that is the file's; whatever else happens is a fault, and is printed.
+It runs in a separate process, so that a crash by a signal is detected. A reader may reject a file with an error of the
+package, or accept it and return the content of the file. Any other outcome is a fault, and is printed.
 """
 
 import contextlib
@@ -34,19 +34,20 @@ from adptnet import ADPTNet, SequenceModel, Spec, Stack, TrainableBeta, cells, c
 from adptnet.errors import AdptnetError
 from adptnet.integrations.silif import from_silif
 from adptnet_lab import baselines, events, training
-from adptnet_lab.events import Events, heidelberg, open_archive, read_aer, read_wav, write_aer, write_spikes
+from adptnet_lab.events import Events, open_archive, read_aer, read_wav, shd, write_aer, write_spikes
 from adptnet_lab.events.archives import FrameFile
-from adptnet_lab.paper.registry import results
-from adptnet_lab.paper.rows import Shelf
+from adptnet_lab.paper.registry import load_results
+from adptnet_lab.paper.rows import RowStore
 from adptnet_lab.tasks import Parity, Text, images
-from adptnet_lab.training import metrics, store
+from adptnet_lab.training import checkpoint_store as store
+from adptnet_lab.training import run_metrics as metrics
 from adptnet_lab.training.runs import read_experiment
 
-PATIENCE = 20  # seconds for one file; then the process ends by SIGALRM
+PATIENCE = 20  # seconds per file, after which SIGALRM ends the process
 
 
 class Fault(Exception):
-    """A file was accepted with content that is not its own."""
+    """A file was accepted, but its content was not returned faithfully."""
 
 
 def ensure(holds, what):
@@ -58,7 +59,7 @@ def ensure(holds, what):
 
 
 def change_bytes(content, rng, within=None):
-    """`content` with one to four random changes, in its first `within` bytes if given; none without `rng`."""
+    """Return `content` with one to four random changes in its first `within` bytes, or unchanged without `rng`."""
     if rng is None:
         return content
     content = bytearray(content)
@@ -99,18 +100,18 @@ VALUES = (
 )
 
 
-def places(node, path=()):
+def iterate_paths(node, path=()):
     yield path
     items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for name, item in items:
-        yield from places(item, (*path, name))
+        yield from iterate_paths(item, (*path, name))
 
 
 def change_json(document, rng):
-    """The text of `document` with one to three of its values, names or parts changed."""
+    """Return `document` as JSON text with one to three of its values, names or parts changed."""
     document = json.loads(json.dumps(document))
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
-        path = rng.choice([path for path in places(document) if path] or [()])
+        path = rng.choice([path for path in iterate_paths(document) if path] or [()])
         if not path:
             return json.dumps(rng.choice(VALUES))
         parent = document
@@ -125,34 +126,36 @@ def change_json(document, rng):
             parent[name] = [parent[name]]
         elif kind == 3:
             source = document
-            for step in rng.choice(list(places(document))):
+            for step in rng.choice(list(iterate_paths(document))):
                 source = source[step]
             parent[name] = json.loads(json.dumps(source))
         elif kind == 4 and isinstance(parent, dict) and isinstance(parent[name], dict):
             for _ in range(rng.choice((3, 30, 240))):
                 parent[name] = {"type": rng.choice(("Negative", "Sparse")), "spectrum": parent[name]}
-            break  # deeper ones could not be written
+            break  # anything deeper could not be serialised
         else:
             parent[name] = copy.deepcopy(rng.choice(VALUES))
     text = json.dumps(document)
     return text.replace(f'"{DEEP}"', "[" * 5000 + "]" * 5000).replace(f'"{LONG}"', "9" * 5000)
 
 
-def same(given, kept):
-    """Whether everything that JSON text gave is in what was made of it."""
+def contains(given, kept):
+    """Return whether everything in the parsed JSON `given` is also in `kept`."""
     if isinstance(given, dict):
-        return isinstance(kept, dict) and all(name in kept and same(item, kept[name]) for name, item in given.items())
+        return isinstance(kept, dict) and all(
+            name in kept and contains(item, kept[name]) for name, item in given.items()
+        )
     if isinstance(given, list):
-        return isinstance(kept, list) and len(given) == len(kept) and all(map(same, given, kept))
+        return isinstance(kept, list) and len(given) == len(kept) and all(map(contains, given, kept))
     return (type(given) is type(kept) and given == kept) or (
         all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (given, kept))
         and given == kept
     )
 
 
-# Kinds of files. Each function makes the valid ones once and returns (mutate, read). `mutate` returns bytes and a note,
-# those of a valid file without random numbers; `read` takes path and note, calls a public reader, and raises Fault if
-# that accepts what the file does not say.
+# Kinds of files. Each function makes valid files once and returns (mutate, read). `mutate(rng)` returns the bytes of a
+# mutated file and a note; `mutate(None)` those of a valid file. `read(path, note)` calls a public reader and raises
+# Fault if it returns something other than the content of the file.
 
 
 def models():
@@ -182,11 +185,11 @@ def checkpoints(folder):
         header = json.loads(content[8 : 8 + size])
         document = json.loads(header["__metadata__"]["adptnet"])
         data, original = content[8 + size :], (spec, weights)
-        if kind == 1:  # the directory of the tensors
+        if kind == 1:  # the table of the tensors
             metadata = header.pop("__metadata__")
             text = change_json(header, rng)
             text = f'{{"__metadata__": {json.dumps(metadata)}, {text[1:]}'
-        else:  # the spec, as it is or with a sum that fits
+        else:  # the spec, with the old hash or a matching one
             text = change_json(document, rng)
             if kind == 3:
                 original = None
@@ -208,11 +211,11 @@ def checkpoints(folder):
         ensure(found.keys() == weights.keys(), "other tensors than saved")
         document = json.loads(parse_metadata(path)["adptnet"])
         if "sha256" in document or original is None:
-            ensure(same(json.loads(spec.to_json()), json.loads(model.spec.to_json())), "another spec than saved")
+            ensure(contains(json.loads(spec.to_json()), json.loads(model.spec.to_json())), "another spec than saved")
             ensure(
                 all(torch.equal(as_bytes(found[n]), as_bytes(weights[n])) for n in found), "other weights than saved"
             )
-        ensure(same(document["spec"], json.loads(model.spec.to_json())["spec"]), "another spec than in the file")
+        ensure(contains(document["spec"], json.loads(model.spec.to_json())["spec"]), "another spec than in the file")
 
     return mutate, read
 
@@ -251,8 +254,8 @@ def specs(folder):
         except UnicodeDecodeError as error:
             raise AdptnetError("not text") from error
         spec = Spec.from_json(text)
-        ensure(Spec.from_json(spec.to_json()) == spec, "does not survive JSON")
-        ensure(same(json.loads(text)["spec"], json.loads(spec.to_json())["spec"]), "another spec than in the text")
+        ensure(Spec.from_json(spec.to_json()) == spec, "changes in a JSON round trip")
+        ensure(contains(json.loads(text)["spec"], json.loads(spec.to_json())["spec"]), "another spec than in the text")
 
     return mutate, read
 
@@ -272,13 +275,15 @@ def configs(folder):
 
     def read(path, _):
         found = read_experiment(path)
-        ensure(same(json.loads(path.read_text())["spec"], json.loads(found.to_json())["spec"]), "another experiment")
+        ensure(
+            contains(json.loads(path.read_text())["spec"], json.loads(found.to_json())["spec"]), "another experiment"
+        )
 
     return mutate, read
 
 
 def npz(arrays, rng):
-    """An npz, compressed or not, in which shapes, kinds of numbers, headers or sizes may be wrong."""
+    """Return an npz, compressed or not, in which shapes, dtypes, headers or sizes may be wrong."""
     arrays, buffer = {name: np.asarray(array) for name, array in arrays.items()}, io.BytesIO()
     if rng is None:
         np.savez(buffer, **arrays)
@@ -301,7 +306,7 @@ def npz(arrays, rng):
     save = rng.choice((np.savez, np.savez_compressed))
     save(buffer, **arrays)
     content = buffer.getvalue()
-    if kind == 4:  # the header of an array, with a sum that fits
+    if kind == 4:  # the header of an array, with a matching checksum
         buffer = io.BytesIO()
         with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as new:
             for info in old.infolist():
@@ -321,8 +326,8 @@ def huge_header(content, rng):
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode() + old.tobytes()
 
 
-def independent(path):
-    """The arrays of an npz as NumPy reads them; nothing where it cannot."""
+def load_with_numpy(path):
+    """Return the arrays of an npz as NumPy reads them; none if NumPy cannot read it."""
     try:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
@@ -337,7 +342,7 @@ def archives(folder):
 
     def read(path, _):
         file = open_archive(path)
-        content = independent(path)
+        content = load_with_numpy(path)
         ensure(content, "NumPy cannot read it")
         ensure(file.labels.tolist() == content["label"].tolist(), "labels are other numbers")
         if isinstance(file, FrameFile):
@@ -382,7 +387,7 @@ def pictures(folder):
         found = images.read_images(path)
         ensure(len(found.x_train) == len(found.y_train) and len(found.x_test) == len(found.y_test), "labels missing")
         if suffix == ".npz":
-            content = independent(path)
+            content = load_with_numpy(path)
             ensure(found.y_train.tolist() == content["y_train"].tolist(), "labels are other numbers")
             ensure(found.x_train.flatten().tolist() == content["x_train"].flatten().tolist(), "other images")
 
@@ -430,12 +435,12 @@ def address_events(folder):
 
     def read(path, _):
         found, content = read_aer(path), path.read_bytes()
-        ensure(len(found.x) * 5 == len(content), "not five bytes an event")
+        ensure(len(found.x) * 5 == len(content), "not five bytes per event")
         for i in range(len(found.x)):
             x, y, high, middle, low = content[5 * i : 5 * i + 5]
-            wanted = [x, y, high >> 7, (high & 127) * 65536 + middle * 256 + low]
-            ensure([int(part[i]) for part in found] == wanted, "other events")
-        found.events()
+            expected = [x, y, high >> 7, (high & 127) * 65536 + middle * 256 + low]
+            ensure([int(part[i]) for part in found] == expected, "other events")
+        found.to_events()
 
     return lambda rng: (change_bytes(whole, rng), None), read
 
@@ -484,7 +489,7 @@ def spike_files(folder):
 
     def read(path, _):
         file = events.SpikeFile(path)
-        ensure(file.labels.dtype == np.int64 and (file.labels >= 0).all(), "labels that wrapped")
+        ensure(file.labels.dtype == np.int64 and (file.labels >= 0).all(), "labels that overflowed")
         for index in range(len(file)):
             with contextlib.suppress(AdptnetError):
                 found = file[index][0]
@@ -522,7 +527,7 @@ def packed(folder):
         for old in own.iterdir():
             old.unlink()
         path.rename(own / f"ssc_train.h5{suffix}")
-        heidelberg.find(own, "ssc_train", verify=suffix == ".gz")
+        shd.find_split(own, "ssc_train", verify=suffix == ".gz")
         content = target.read_bytes()
         ensure(content == whole, "other content than was packed")
 
@@ -530,7 +535,7 @@ def packed(folder):
 
 
 def rows(folder):
-    result = results()["fig:copy_memory"]
+    result = load_results()["fig:copy_memory"]
     lines = []
     for point in result.recipe.points("smoke")[:6]:
         row = {"label": result.name, "scale": "smoke", "settings": dict(point.settings), "seed": point.seed}
@@ -550,17 +555,17 @@ def rows(folder):
 
     def read(path, _):
         own = path.parent / "rows"
-        shelf = Shelf(own)
-        target = shelf.path(result, "smoke")
+        store_of_rows = RowStore(own)
+        target = store_of_rows.path(result, "smoke")
         target.parent.mkdir(parents=True, exist_ok=True)
         path.replace(target)
         given = []
         for text in target.read_bytes().splitlines():
             with contextlib.suppress(ValueError, RecursionError):
                 given.append(json.loads(text))
-        found = shelf.lines(result, "smoke")
+        found = store_of_rows.read_lines(result, "smoke")
         ensure(all(row in given for row in found.values()), "a row that is not in the file")
-        shelf.rows(result, "smoke")
+        store_of_rows.read_rows(result, "smoke")
 
     return mutate, read
 
@@ -618,14 +623,14 @@ def metric_files(folder):
 
 def networks(folder):
     model = nn.SpikingModelSpec(cells.SiLIF(3), 4, 2, depth=1).build()
-    from adptnet.integrations.silif import _names
+    from adptnet.integrations.silif import _map_names
 
-    arrays = {theirs: model.state_dict()[ours].numpy() for theirs, ours in _names(1)}
+    arrays = {theirs: model.state_dict()[ours].numpy() for theirs, ours in _map_names(1)}
 
     def read(path, _):
         found = from_silif(path).state_dict()
-        content = independent(path)
-        for theirs, ours in _names(1):
+        content = load_with_numpy(path)
+        for theirs, ours in _map_names(1):
             ensure(
                 np.array_equal(content[theirs].astype(found[ours].numpy().dtype), found[ours].numpy(), equal_nan=True),
                 theirs,
@@ -651,8 +656,8 @@ KINDS = {
 }
 
 
-def peak():
-    """The most memory this process has used so far, in MB. What getrusage says includes the parent's before exec."""
+def measure_peak():
+    """Return the peak memory of this process, in MB. The peak by getrusage includes that of the parent before exec."""
     status = Path("/proc/self/status")
     if not status.exists():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -660,7 +665,7 @@ def peak():
 
 
 def attempt(read, path, note):
-    """What became of one file."""
+    """Read one file and return the outcome and, for a fault, its description."""
     try:
         read(path, note)
         return "accepted", None
@@ -681,7 +686,7 @@ def main(seed, counts):
         for kind in counts:
             (Path(scratch) / kind).mkdir()
             prepared[kind] = KINDS[kind](Path(scratch) / kind)
-        before = peak()
+        before = measure_peak()
         for kind, count in counts.items():
             mutate, read = prepared[kind]
             outcomes, faults = Counter(), []
@@ -701,7 +706,7 @@ def main(seed, counts):
                 outcomes[outcome] += 1
                 if fault is not None:
                     faults.append(f"{kind} {number}: {outcome}: {fault}")
-            report[kind] = {**outcomes, "faults": faults[:20], "megabytes": round(peak() - before, 1)}
+            report[kind] = {**outcomes, "faults": faults[:20], "megabytes": round(measure_peak() - before, 1)}
     print(json.dumps(report))
 
 

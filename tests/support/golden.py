@@ -1,4 +1,4 @@
-"""Files of real recordings and of other programs' outputs, in the folder that ADPTNET_DATA names."""
+"""Recordings and outputs of reference programs, in the folder that the environment variable ADPTNET_DATA names."""
 
 import os
 from pathlib import Path
@@ -7,10 +7,10 @@ import pytest
 
 
 def golden(name: str) -> Path:
-    """The path of a file; skips the test where it is not at hand."""
+    """Return the path of a file; skip the test if the file is not present."""
     folder = os.environ.get("ADPTNET_DATA")
     if not folder:
-        pytest.skip(f"{name}: ADPTNET_DATA names no folder of data")
+        pytest.skip(f"{name}: ADPTNET_DATA is not set to a folder of data")
     path = Path(folder) / name
     if not path.exists():
         pytest.skip(f"{name} is not in {folder}")

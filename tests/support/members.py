@@ -1,4 +1,4 @@
-"""Every member of every axis, the layers that are legal, and the laws each obeys."""
+"""The members of every axis, the legal layers and solvers, and the laws that each layer obeys."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -80,13 +80,13 @@ all_conjugates = [
 ]
 
 
-def even(size: int, spectrum) -> int:
-    """`size`, or the next even one for complex pairs."""
+def make_even(size: int, spectrum) -> int:
+    """Return `size`, or the next even number if the spectrum has complex pairs."""
     return size + size % 2 if spectrum.is_complex else size
 
 
 def legal_layers():
-    """A layer for every member of every axis, and the combinations that have met in a bug or may."""
+    """Yield the axes of a layer for every member of every axis, and for combinations that are prone to bugs."""
     plain = {"width": 6}
     for spectrum in all_spectra:
         yield {**plain, "spectrum": spectrum, "beta": 1.0}
@@ -170,11 +170,12 @@ legal = list(legal_layers())
 
 
 def name_of(axes: dict) -> str:
+    """Return a test id for a layer."""
     return ",".join(f"{key}={value}" for key, value in axes.items() if key != "width")[:110]
 
 
 def build(axes: dict, **factory) -> ADPTNet:
-    """The layer, its parts that start at zero moved so that every gradient is alive."""
+    """Build a layer; parameters that are initialised at zero are randomised so that no gradient vanishes."""
     layer = ADPTNet(**axes, **factory)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
@@ -184,13 +185,13 @@ def build(axes: dict, **factory) -> ADPTNet:
 
 
 def adpt_cell(layer) -> cells.ADPTCell:
-    """The ADPT cell of a layer, also inside a coupled or stateful one."""
+    """Return the ADPT cell of a layer, also from inside a coupled or stateful cell."""
     cell = layer.cell
     return getattr(cell, {cells.CoupledCell: "fast", cells.StatefulCell: "memoryless"}.get(type(cell), ""), cell)
 
 
 def laws_of(axes: dict) -> set[str]:
-    """The laws a layer obeys. What is left out is left out for a reason that docs/explanation/deviations.md gives."""
+    """Return the laws that a layer obeys. The exceptions are explained in docs/explanation/deviations.md."""
     direction = axes.get("direction", directions.FromState())
     conjugate = axes.get("conjugate", conjugates.Exact())
     bias = axes.get("projection", projections.Dense()).bias
@@ -212,7 +213,7 @@ def laws_of(axes: dict) -> set[str]:
     return laws
 
 
-# Solvers: a linearisation, a damping, and whether the time is cut into blocks.
+# Solvers: a linearisation, a damping, and whether the sequence is divided into blocks.
 
 all_linearisations = {
     "DEER": solvers.DEER,
@@ -223,7 +224,7 @@ all_linearisations = {
     "Conv, by FFT": partial(solvers.ConvDEER, by=lti_convolution),
     "Koopman": solvers.KoopmanDEER,
     "Koopman, 3 means": partial(solvers.KoopmanDEER, means=3),
-    "Koopman, polar": partial(solvers.KoopmanDEER, mean=solvers.linearisations.MeanRotation),
+    "Koopman, polar": partial(solvers.KoopmanDEER, mean=solvers.linearizations.MeanRotation),
     "Jacobi": solvers.Jacobi,
     "Picard": solvers.Picard,
 }
@@ -239,7 +240,7 @@ all_blocks = {"whole": None, "3 blocks": {"num_blocks": 3}, "blocks of 5": {"blo
 
 
 class _Mixing(nn.Module):
-    """A step of a user's own, whose channels mix."""
+    """A user-defined step whose channels mix."""
 
     def __init__(self, size: int):
         super().__init__()
@@ -258,7 +259,8 @@ other_cells = {
     "OrthogonalRNN": lambda: cells.OrthogonalRNN(6).build(),
     "from_function": lambda: cells.from_function(_Mixing(6), 6, 6),
 }
-solver_layers = [  # what a solver may see differently: each kind of spectrum, conjugate, direction, drive and state
+# One of each kind of spectrum, conjugate, direction, drive and state that a solver may treat differently.
+solver_layers = [
     {"width": 6, "beta": 1.0},
     {"width": 6, "spectrum": spectra.Negative(spectra.Sparse(spectra.S4DReal(), 0.5), 0.5), "rope": drive.RoPE()},
     {"width": 6, "spectrum": spectra.S4DInv(), "beta": TrainableBeta(1.0), "gain": drive.ZOH()},
@@ -278,16 +280,17 @@ all_cells: list[dict | str] = [*solver_layers, *other_cells, *legal]
 
 
 def cell_name(axes: dict | str) -> str:
+    """Return a test id for a cell."""
     return axes if isinstance(axes, str) else name_of(axes)
 
 
 def build_cell(axes: dict | str) -> cells.Cell:
-    """The cell of a layer, or one that is none of ours."""
+    """Build the cell of a layer, or another cell by its name in `other_cells`."""
     return other_cells[axes]() if isinstance(axes, str) else build(axes).cell
 
 
 class Combination(NamedTuple):
-    """A cell, and what a solver for it is made of, by name."""
+    """A cell, and the names of the parts of a solver for it."""
 
     axes: dict | str
     linearisation: str
@@ -296,10 +299,11 @@ class Combination(NamedTuple):
 
     @property
     def takes_resets(self) -> bool:
-        """A convolution knows no resets: its transition is the same at every step."""
+        """Whether the solver supports resets. A convolution does not: its transition is the same at every step."""
         return self.linearisation != "Conv, by FFT"
 
     def solver(self, **options) -> solvers.Solver:
+        """Build the solver."""
         solver = all_linearisations[self.linearisation](all_dampings[self.damping], **options)
         blocks = all_blocks[self.blocks]
         return solver if blocks is None else solvers.BlockWise(solver, **blocks)
@@ -309,31 +313,31 @@ class Combination(NamedTuple):
 
 
 def has_conjugate(axes: dict | str) -> bool:
-    """Whether the step is M x + drive: every ADPT cell, also with a slow memory, but not one that remembers Q."""
+    """Return whether the step is M x + drive: every ADPT cell, also with a slow memory, but not `Stateful`."""
     return not isinstance(axes, str) and not isinstance(axes.get("conjugate"), conjugates.Stateful)
 
 
 def is_legal(axes: dict | str, linearisation: str, damping: str) -> bool:
-    """Which linearisation and damping go with which cell; any of them may be run block-wise."""
+    """Return whether a cell supports a linearisation with a damping; every legal pair may be run block-wise."""
     layer = {} if isinstance(axes, str) else axes
     conjugate = layer.get("conjugate", conjugates.Exact())
     memory = bool(layer.get("memory"))
     if linearisation in ("Forward", "Conv") and not has_conjugate(axes):
         return False
     if linearisation == "Conv, by FFT" and (memory or not has_conjugate(axes)):
-        return False  # a slow memory couples pairs of numbers, which is no convolution of numbers
+        return False  # a slow memory couples pairs of state dimensions, which is not an elementwise convolution
     if linearisation == "Koopman, polar":  # one Q, of one plane and one head, around Λ̄ itself
         heads = getattr(layer.get("direction"), "heads", 1)
-        turns = isinstance(conjugate, (conjugates.Exact, conjugates.Product)) and conjugate.planes == 1
-        if not has_conjugate(axes) or not turns or heads > 1 or memory or layer.get("start"):
+        one_plane = isinstance(conjugate, (conjugates.Exact, conjugates.Product)) and conjugate.planes == 1
+        if not has_conjugate(axes) or not one_plane or heads > 1 or memory or layer.get("start"):
             return False
-    if damping.startswith("proximal"):  # needs a ball: M = Q Λ̄ Q' keeps lengths, that of Taylor does not
+    if damping.startswith("proximal"):  # needs a bound on the state: ‖Q Λ̄ Q'‖ = |λ̄|_max, but not for Taylor's M
         return has_conjugate(axes) and not memory and not isinstance(conjugate, conjugates.Taylor)
     return True
 
 
 def legal_combinations(axes: dict | str) -> Iterator[Combination]:
-    """Every solver that goes with a cell. This is the documentation of what is legal."""
+    """Yield every solver that a cell supports. This function documents which combinations are legal."""
     for linearisation in all_linearisations:
         for damping in all_dampings:
             if is_legal(axes, linearisation, damping):
@@ -342,21 +346,21 @@ def legal_combinations(axes: dict | str) -> Iterator[Combination]:
 
 
 def covering_combinations(axes: dict | str) -> Iterator[Combination]:
-    """One for each linearisation that goes with a cell; for the first cell, every damping with each.
+    """Yield one solver for each linearisation that a cell supports; for the first cell, each with every damping.
 
-    Over `covering_cells` every pair of linearisation and cell, of damping and linearisation, and of block-wise and
+    Over `covering_cells`, every pair of linearisation and cell, of damping and linearisation, and of block-wise and
     linearisation occurs.
     """
-    turn = all_cells.index(axes)
+    number = all_cells.index(axes)
     blocks = list(all_blocks)
     for i, linearisation in enumerate(all_linearisations):
         dampings = [damping for damping in all_dampings if is_legal(axes, linearisation, damping)]
-        chosen = dampings if not turn else [dampings[(turn + i) % len(dampings)]] if dampings else []
+        chosen = dampings if not number else [dampings[(number + i) % len(dampings)]] if dampings else []
         for j, damping in enumerate(chosen):
-            yield Combination(axes, linearisation, damping, blocks[(turn + 2 * i + j) % len(blocks)])
+            yield Combination(axes, linearisation, damping, blocks[(number + 2 * i + j) % len(blocks)])
 
 
-# Every kind of layer and model, for what a user does with a module of torch: (batch, time, KIND_WIDTH) in.
+# Every kind of layer and model with inputs (batch, time, KIND_WIDTH), for tests of what users do with PyTorch modules.
 
 KIND_WIDTH = 8
 _kind_spec = LayerSpec(cells.ADPTSpec(KIND_WIDTH, beta=1.0))

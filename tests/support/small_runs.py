@@ -16,11 +16,11 @@ from adptnet.spec import spec
 from adptnet_lab import cli
 from adptnet_lab.tasks import Batch, FiniteTask, Task, WordProblem
 from adptnet_lab.tasks.base import IGNORED
-from adptnet_lab.training import Experiment, Keeping, TrainConfig, finished, launched, read_metrics, run
+from adptnet_lab.training import Experiment, SaveOptions, TrainConfig, detect_strategy, read_metrics, read_result, run
 
 
-def experiment(task=None, *, width=6, norm="batch", dropout=0.1, beta=1.0, **training) -> Experiment:
-    """Batch norm, dropout, a best by validation: all that a resumed run must get right."""
+def make_experiment(task=None, *, width=6, norm="batch", dropout=0.1, beta=1.0, **training) -> Experiment:
+    """Return an experiment with batch norm, dropout and a best by validation: all that a resumed run must restore."""
     task = task or WordProblem("S3", length=5)
     model = task.model(nn.BlockSpec(nn.LayerSpec(ADPTSpec(width, beta=beta)), norm=norm, dropout=dropout))
     settings = {"steps": 12, "batch_size": 8, "learning_rate": 1e-2, "evaluation_size": 24, "evaluation_batch": 10}
@@ -29,7 +29,7 @@ def experiment(task=None, *, width=6, norm="batch", dropout=0.1, beta=1.0, **tra
 
 @spec
 class Ragged(FiniteTask):
-    """Sequences of several lengths with loss windows of several sizes."""
+    """A task with sequences of several lengths and loss windows of several sizes."""
 
     total: int = 23
     validation: int = 23
@@ -56,7 +56,7 @@ class Ragged(FiniteTask):
 
 @spec
 class Endless(Task):
-    """Rows of long sequences, three steps at a time."""
+    """A task whose batches continue one another, three steps at a time."""
 
     vocabulary = 3
     chance = 1 / 3
@@ -77,8 +77,8 @@ class Endless(Task):
         return {"accuracy": float((outputs.argmax(-1) == targets).double().mean())}
 
 
-def same(one: Path, other: Path) -> bool:
-    """Whether two runs ended with the same bits: weights, checkpoints, snapshots and metrics."""
+def have_same_bits(one: Path, other: Path) -> bool:
+    """Return whether two runs ended with the same bits: weights, checkpoints, metrics and scores."""
     weights = [load_file(folder / "model.safetensors") for folder in (one, other)]
     assert weights[0].keys() == weights[1].keys()
     ends = [sorted((folder / "checkpoints").glob("step-*"))[-1] for folder in (one, other)]
@@ -87,29 +87,35 @@ def same(one: Path, other: Path) -> bool:
         all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
         and all((ends[0] / name).read_bytes() == (ends[1] / name).read_bytes() for name in files)
         and read_metrics(one / "metrics.jsonl") == read_metrics(other / "metrics.jsonl")
-        and finished(one)["test"] == finished(other)["test"]
+        and read_result(one)["test"] == read_result(other)["test"]
     )
 
 
-def start(worker, *args):
-    """`worker(*args)` in a process of its own."""
+def start_process(worker, *args):
+    """Start `worker(*args)` in a process of its own."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["runs", "pytest", "accelerate", "torch._dynamo", "safetensors.torch"])
+    context.set_forkserver_preload(["support.small_runs", "pytest", "accelerate", "torch._dynamo", "safetensors.torch"])
     process = context.Process(target=worker, args=args)
     process.start()
     return process
 
 
-def train_in(folder, described, saves=1, settings=None, sharded=False):
-    """What a process does: float32, one thread."""
+def train_in_process(folder, experiment_json, saves=1, settings=None, sharded=False):
+    """Resume a run with one thread, in float32; the target of a process."""
     torch.set_num_threads(1)
     os.environ.update(settings or {})
-    place = launched(sharded=sharded) if sharded else None
-    run(Experiment.from_json(described), Path(folder), resume=True, place=place, keeping=Keeping(steps=saves))
+    strategy = detect_strategy(sharded=sharded) if sharded else None
+    run(
+        Experiment.from_json(experiment_json),
+        Path(folder),
+        resume=True,
+        strategy=strategy,
+        save_options=SaveOptions(steps=saves),
+    )
 
 
-def command_in(arguments, printed):
-    """Run `adptnet` with these arguments in a process of its own, the leader of a group: float32, one thread."""
+def run_command_in_process(arguments, printed):
+    """Run `adptnet` with one thread, in float32, as the leader of a process group; the target of a process."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     with open(printed, "a") as file:
@@ -118,25 +124,37 @@ def command_in(arguments, printed):
     try:
         os.setsid()
         code = cli.main([str(argument) for argument in arguments])
-    except KeyboardInterrupt:  # before the command was there to hear of it
+    except KeyboardInterrupt:  # before the command installed its handler
         code = 130
     sys.exit(code)
 
 
-def members_of_group(number):
-    """How many processes of a group are alive."""
+def count_group_members(number):
+    """Return the number of processes of a group that are alive."""
     listed = subprocess.run(["ps", "-A", "-o", "pgid=,stat="], capture_output=True, text=True, check=True).stdout
     found = [line.split() for line in listed.splitlines()]
     return sum(group == str(number) and not state.startswith("Z") for group, state in found)
 
 
-def start_ranks(folder, described, count=2, saves=1, sharded=False):
-    """The same in `count` processes that are one group."""
+def start_ranks(folder, experiment_json, count=2, saves=1, sharded=False):
+    """Start a run in `count` processes that form one torch.distributed group."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "ACCELERATE_USE_CPU": "1"}
+    rendezvous = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(count),
+        "ACCELERATE_USE_CPU": "1",
+    }
     return [
-        start(train_in, folder, described, saves, {**meet, "RANK": str(rank), "LOCAL_RANK": str(rank)}, sharded)
+        start_process(
+            train_in_process,
+            folder,
+            experiment_json,
+            saves,
+            {**rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            sharded,
+        )
         for rank in range(count)
     ]

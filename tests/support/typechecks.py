@@ -1,6 +1,6 @@
-"""The run-time type checker of the test suite: it looks at functions that state shapes, and leaves the others alone.
+"""The run-time type checker of the test suite. It checks only functions whose signatures state shapes.
 
-What is wrong in a spec must reach the spec's own checks, whose messages are tested.
+Wrong values in a spec must reach the spec's own checks, whose messages are tested.
 """
 
 import inspect
@@ -8,7 +8,7 @@ import inspect
 import jaxtyping
 from beartype import BeartypeConf, beartype
 
-checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int is welcome where a float is asked for
+checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # accept an int where a float is annotated
 
 
 def checker(function):

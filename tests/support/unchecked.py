@@ -1,8 +1,8 @@
-"""What only works without the run-time type checker of the tests: compilers and tracers look into every function.
+"""Tests of compilers and tracers, which do not work under the run-time type checker of the test suite.
 
     python tests/support/unchecked.py JOB:KIND...
 
-runs each job on a kind of layer, named as in members.py, and fails with the first that is wrong.
+runs each job on a kind of layer, named as in members.py, and stops at the first failure.
 """
 
 import copy
@@ -36,7 +36,7 @@ def lengths():
 
 
 def compile_options(make):
-    """`lengths` and `reset` leave no break in the graph."""
+    """`lengths` and `reset` cause no graph break."""
     model, x = make().eval(), inputs()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for given in ({"lengths": lengths()}, {"reset": torch.rand(BATCH, STEPS) < 0.3}):
@@ -44,7 +44,7 @@ def compile_options(make):
 
 
 def compile_fully(make):
-    """The program of torch's own compiler has the numbers and gradients of the eager one."""
+    """A compiled model gives the results and gradients of the eager one."""
     model, x = make().eval(), inputs(requires_grad=True)
     compiled = torch.compile(model, fullgraph=True)
     for given in ({}, {"lengths": lengths()}):
@@ -58,7 +58,7 @@ def compile_fully(make):
 
 
 def compile_steps(make):
-    """`dt` and `beta` leave no break in the graph."""
+    """`dt` and `beta` cause no graph break."""
     layer, x = make(), inputs()
     given = {"dt": torch.rand(BATCH, STEPS) + 0.5, "beta": torch.rand(BATCH)}
     assert_close(torch.compile(layer, fullgraph=True, backend="eager")(x, **given)[0], layer(x, **given)[0])
@@ -75,7 +75,7 @@ def compile_hooks(make):
 
 
 def compile_batch_norm(_):
-    """The padding is left out of the statistics in a compiled program too."""
+    """Batch statistics exclude padding in a compiled program too."""
     for momentum in (0.1, None):
         for training_mode in (True, False):
             torch._dynamo.reset()
@@ -99,7 +99,7 @@ class Streaming(nn.Module):
 
 
 def export_dynamically(make):
-    """A saved program of any batch takes a state and lengths."""
+    """An exported program with dynamic batch size takes a state and lengths."""
     model = Streaming(make()).eval()
     entering = model.model(inputs())[1]
     state = entering.detach()
@@ -117,13 +117,13 @@ def export_dynamically(make):
 
 
 def trace_root(make):
-    """A layer that is traced itself says what to do instead."""
-    with pytest.raises(IncompatibleError, match="Trace the model that holds it"):
+    """Tracing a layer as the root module raises an error with advice."""
+    with pytest.raises(IncompatibleError, match="Trace the model that contains it"):
         torch.fx.symbolic_trace(make())
 
 
 def package(make):
-    """A package that was compiled ahead of time has the numbers and the state of the eager model."""
+    """A package compiled ahead of time gives the results and the state of the eager model."""
     model, x = make().eval(), inputs()
     with tempfile.TemporaryDirectory() as folder:
         program = torch.export.export(model, (x,))
@@ -138,12 +138,12 @@ def package(make):
 
 
 def distribute(make, wrap):
-    """Two processes that share a batch take the step that one takes on all of it."""
+    """Two processes that share a batch take the optimizer step that one process takes on the whole batch."""
     torch.manual_seed(0)
     model = make()
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.eval()  # statistics would be of each part
+            module.eval()  # its statistics would be those of each part
     alone = copy.deepcopy(model)
     x = torch.randn(4, STEPS, KIND_WIDTH)
     shared = wrap(model)

@@ -1,1 +1,1 @@
-"""File handling shared by the whole package: atomic writes, bounded reads, and parsers for untrusted files."""
+"""File handling shared by the whole package: atomic writes, bounded reads, untrusted files, the cache."""

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and reads that end."""
+"""Atomic writes, and bounded reads of regular files."""
 
 import errno
 import io
@@ -9,12 +9,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["append_lines", "drafted", "read_regular", "write_whole"]
+__all__ = ["append_lines", "read_regular", "replace_file", "write_atomic"]
 
 
 @contextmanager
-def drafted(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A name beside `path` to write under; it takes the place of `path` at the end, or is gone. A link is followed."""
+def replace_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary path beside `path`, which replaces it at the end of the `with` block.
+
+    After an exception the temporary file is removed and `path` is unchanged. A symbolic link is followed.
+
+    Args:
+        path: The file to replace.
+    """
     target = Path(os.path.realpath(path))
     draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
@@ -24,18 +30,30 @@ def drafted(path: str | os.PathLike[str]) -> Iterator[Path]:
         draft.unlink(missing_ok=True)
 
 
-def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
-    """Writes `content` beside `path` and puts it in its place at once. A link is followed, not replaced."""
-    with drafted(path) as draft, open(draft, "xb") as file:
+def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write `content` to `path` atomically. A symbolic link is followed, not replaced.
+
+    Args:
+        path: The file.
+        content: Its new content.
+    """
+    with replace_file(path) as draft, open(draft, "xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
 
 
 def append_lines(file: io.FileIO, lines: bytes) -> bytes:
-    """Append whole lines to an unbuffered file that is also readable, and wait for the disk.
+    """Append whole lines to an unbuffered, readable file and sync it to disk.
 
-    If that fails the file is cut back. A line that was left unfinished before is ended first. Returns what was written.
+    An incomplete last line is terminated first. If writing fails, the file is truncated to its previous size.
+
+    Args:
+        file: The open file.
+        lines: The lines, with their newlines.
+
+    Returns:
+        The bytes that were written.
     """
     end = file.seek(0, os.SEEK_END)
     if end:
@@ -56,21 +74,25 @@ def append_lines(file: io.FileIO, lines: bytes) -> bytes:
 def read_regular(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
     """Return the content of a regular file of at most `limit` bytes.
 
+    Args:
+        path: The file.
+        limit: Largest size in bytes; unlimited by default.
+
     Raises:
-        OSError: Also for a device, a pipe or a folder, which is not read, and for a file that is too large.
+        OSError: The file cannot be read, is a device, a pipe or a folder, or is too large.
     """
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe must not wait for its writer
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # do not block on a pipe without a writer
     try:
-        found = os.fstat(descriptor)
-        if stat.S_ISDIR(found.st_mode):
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", path)
         content = b""
-        if limit is None or found.st_size <= limit:
+        if limit is None or status.st_size <= limit:
             with open(descriptor, "rb", closefd=False) as file:
                 content = file.read(-1 if limit is None else limit + 1)
-        if limit is not None and max(found.st_size, len(content)) > limit:
+        if limit is not None and max(status.st_size, len(content)) > limit:
             raise OSError(errno.EFBIG, f"it has more than {limit:,} bytes", path)
         return content
     finally:

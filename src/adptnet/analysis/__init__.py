@@ -1,18 +1,19 @@
-"""Dynamics of any recurrent network: Lyapunov exponents, what is certain about them, and how parallel it can run."""
+"""Analysis of recurrent dynamics: Lyapunov exponents, certified bounds, and how well a network runs in parallel."""
 
 from .ball import Ball
-from .bounds import Certificate, certificate, deviation_bounds, singular_value_shifts
-from .capture import captured
+from .certificate import Certificate, certificate
 from .convergence import LocalErrors, accumulated_error, jacobian_lipschitz, local_errors, overshoot, quadratic_basin
 from .cost import Cost, cost
-from .efficiency import ActivityWarning, Efficiency, efficiency
-from .entropy import materialised, offdiagonal_entropy
+from .entropy import materialize_conjugate, offdiagonal_entropy
 from .flossing import gradient_flossing_loss
 from .jacobians import jacobians, propagators
+from .layer_inputs import record_layer_inputs
 from .lyapunov import LyapunovSpectrum, lyapunov_exponents, mean_log_singular_values
-from .parallelisability import Parallelisability, SolverReport, parallelisability
-from .prediction import predicted_iterations
+from .parallelizability import Parallelizability, SolverReport, parallelizability
+from .prediction import predict_iterations
+from .spiking_efficiency import ActivityWarning, Efficiency, efficiency
 from .timescales import KeyValueStatistics, eigenvalue_spread, key_value_statistics, memory_horizon
+from .trajectory_bounds import deviation_bounds, singular_value_shifts
 
 __all__ = [
     "ActivityWarning",
@@ -23,10 +24,9 @@ __all__ = [
     "KeyValueStatistics",
     "LocalErrors",
     "LyapunovSpectrum",
-    "Parallelisability",
+    "Parallelizability",
     "SolverReport",
     "accumulated_error",
-    "captured",
     "certificate",
     "cost",
     "deviation_bounds",
@@ -38,14 +38,15 @@ __all__ = [
     "key_value_statistics",
     "local_errors",
     "lyapunov_exponents",
-    "materialised",
+    "materialize_conjugate",
     "mean_log_singular_values",
     "memory_horizon",
     "offdiagonal_entropy",
     "overshoot",
-    "parallelisability",
-    "predicted_iterations",
+    "parallelizability",
+    "predict_iterations",
     "propagators",
     "quadratic_basin",
+    "record_layer_inputs",
     "singular_value_shifts",
 ]

@@ -1,4 +1,4 @@
-"""What a step costs, counted while it runs: multiplications, each with the addition that goes with it."""
+"""Multiply-accumulates (MACs) of a step, counted while it runs."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..cells import ADPTCell
-from .systems import cell_of
+from .trajectory import resolve_cell
 
 __all__ = ["Cost", "cost", "macs"]
 
@@ -34,17 +34,17 @@ _PRODUCTS = {
     "addmm": 1,
     "addmv": 1,
     "baddbmm": 1,
-}  # where the first factor stands
+}  # index of the first factor among the arguments
 
 
 class Cost(NamedTuple):
-    """Multiply-accumulates for one step of one sequence."""
+    """Multiply-accumulates per step and sequence."""
 
-    prepare: int  # what does not depend on the state
+    prepare: int  # work that does not depend on the state
     step: int
-    conjugate_diagonal: int | None  # diag M: what Forward-DEER needs; None where there is no M
-    jacobian_diagonal: int  # diag J: what Quasi-DEER needs
-    jacobian: int  # J: what DEER needs
+    conjugate_diagonal: int | None  # diag M, for Forward-DEER; None where there is no M
+    jacobian_diagonal: int  # diag J, for Quasi-DEER
+    jacobian: int  # J, for DEER
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value:,}" for name, value in self._asdict().items() if value is not None)
@@ -71,20 +71,23 @@ class _Counter(TorchDispatchMode):
 
 @torch.no_grad()
 def cost(system: Any) -> Cost:
-    """Multiply-accumulates of one step, of preparing it, and of its linearisations, for one sequence.
+    """Count the multiply-accumulates of one step, of its preparation and of its linearisations, for one sequence.
 
-    Counted by running them: products of matrices, and every elementwise product, quotient, power and root. What stays
-    the same along a sequence (the eigenvalues, an orthogonal weight) is evaluated before the count. The diagonal of M
-    adds what table:conv_forward_flops counts for Forward-DEER; Conv-DEER adds nothing.
+    They are counted by running them: matrix products, and every elementwise product, quotient, power and root. Values
+    that are constant along a sequence (the eigenvalues, an orthogonal weight) are computed before the count. The
+    diagonal of M is the extra cost of Forward-DEER in table:conv_forward_flops; Conv-DEER has none.
+
+    Args:
+        system: A layer or a cell.
     """
-    cell = cell_of(system)
+    cell = resolve_cell(system)
     state = torch.randn(1, cell.state_size, dtype=cell.dtype, device=cell.device)
     features = 1 if cell.input_size is None else cell.input_size
     inputs = torch.randn(1, 1, features, dtype=state.dtype, device=state.device)
     position = torch.zeros(1, 1, dtype=torch.int64, device=state.device)
     drive = cell.prepare(inputs, position)
     step = cell.stepper()
-    several = 8  # a linearisation evaluates its constants in the call: what steps add to it is the difference
+    several = 8  # a linearisation computes its constants in the call, so the cost per step is a difference of two calls
     states, drives = state.expand(several, -1), drive[:, 0].expand(several, -1)
 
     def per_state(function: Any) -> int:
@@ -106,7 +109,11 @@ def cost(system: Any) -> Cost:
 
 
 def macs(call: Callable[[], object]) -> int:
-    """Multiply-accumulates of whatever `call` does with torch."""
+    """Return the multiply-accumulates of the torch operations that `call` runs.
+
+    Args:
+        call: A function without arguments.
+    """
     counter = _Counter()
     with counter:
         call()

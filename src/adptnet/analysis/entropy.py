@@ -1,4 +1,4 @@
-"""How evenly M couples the numbers of the state (eq:entropy)."""
+"""The conjugate M as a dense matrix, and the entropy of its off-diagonal entries (eq:entropy)."""
 
 import math
 from typing import Any
@@ -6,29 +6,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cells import ADPTCell, ADPTState
-from ..errors import IncompatibleError, InputError
-from .systems import cell_of, describe, posed
+from ..cells import ADPTState
+from ..errors import InputError
+from .trajectory import make_trajectory, resolve_adpt_cell
 
-__all__ = ["materialised", "offdiagonal_entropy"]
+__all__ = ["materialize_conjugate", "offdiagonal_entropy"]
 
 
 @torch.no_grad()
-def materialised(system: Any, inputs: Tensor, *, step: int = -1, state: Tensor | ADPTState | None = None) -> Tensor:
-    """M_t as a matrix, at one step of a trajectory: (batch, n, n), or (n, n) for one sequence.
+def materialize_conjugate(
+    system: Any, inputs: Tensor, *, step: int = -1, state: Tensor | ADPTState | None = None
+) -> Tensor:
+    """Return M_t as a dense matrix at one step of a trajectory.
 
     Args:
         system: An ADPT layer or cell.
         inputs: (batch, time, features), or (time, features).
-        step: Which step; the last by default.
-        state: Where trajectories start.
+        step: Index of the step; the last by default.
+        state: Initial states.
+
+    Returns:
+        (batch, n, n), or (n, n) for one sequence.
     """
-    cell = cell_of(system)
-    if not isinstance(cell, ADPTCell):
-        raise IncompatibleError(
-            f"{describe(cell)} has no M. Pass an ADPT layer or cell, without memory= or Stateful()."
-        )
-    trajectory = posed(system, inputs, state)
+    cell = resolve_adpt_cell(system, "materialize_conjugate")
+    trajectory = make_trajectory(system, inputs, state)
     index = step + trajectory.steps if step < 0 else step
     if not 0 <= index < trajectory.steps:
         raise InputError(f"step={step}: the trajectory has {trajectory.steps} steps.")
@@ -42,14 +43,17 @@ def materialised(system: Any, inputs: Tensor, *, step: int = -1, state: Tensor |
 
 
 def offdiagonal_entropy(conjugate: Tensor, *, pairs: bool = False) -> Tensor:
-    """The normalised Shannon entropy of the squared entries off the diagonal of M, (..., n, n) to (...).
+    """Return the normalized Shannon entropy of the squared off-diagonal entries of M.
 
-    1 if all entries are alike in size, 0 if one alone is left; NaN where there are none, as for β = 0.
+    It is 1 if all entries are equal in magnitude, 0 if a single one is not zero, and NaN if all are zero, as for β = 0.
 
     Args:
-        conjugate: M, from `materialised` or `cell.conjugate(...).dense()`.
-        pairs: Whether eigenvalues are complex, two numbers of the state each. Each 2×2 block then counts as one entry,
-            by its Frobenius norm, and the blocks on the diagonal are left out.
+        conjugate: M, (..., n, n), from `materialize_conjugate` or `cell.conjugate(...).dense()`.
+        pairs: Whether eigenvalues are complex, with two state dimensions each. Each 2×2 block then counts as one entry,
+            by its Frobenius norm, and the diagonal blocks are left out.
+
+    Returns:
+        (...), between 0 and 1.
     """
     if conjugate.dim() < 2 or conjugate.shape[-1] != conjugate.shape[-2]:
         raise InputError(f"M is square; got shape {tuple(conjugate.shape)}.")
@@ -61,7 +65,7 @@ def offdiagonal_entropy(conjugate: Tensor, *, pairs: bool = False) -> Tensor:
         weights = weights.unflatten(-1, (size, 2)).unflatten(-3, (size, 2)).sum((-3, -1))
     size = weights.shape[-1]
     if size < 2:
-        raise InputError("M has one entry and nothing off its diagonal. The entropy needs a state of at least two.")
+        raise InputError("M has no off-diagonal entries. The entropy needs a state dimension of at least two.")
     off = weights[..., ~torch.eye(size, dtype=torch.bool, device=weights.device)]
     share = off / off.sum(-1, keepdim=True)
     entropy: Tensor = torch.special.entr(share).sum(-1) / math.log(off.shape[-1])

@@ -1,4 +1,4 @@
-"""Gradient flossing: train the exponents of any recurrent network (Engelken, 2023), the paper's main comparator."""
+"""Gradient flossing (Engelken, 2023), the paper's main comparator: train the exponents of any recurrent network."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,31 +22,33 @@ def gradient_flossing_loss(
     steps: int | None = None,
     transient: int | None = None,
 ) -> Tensor:
-    """The mean squared distance of the leading exponents from `targets`, to be minimised.
+    """Return the mean squared distance of the leading exponents from `targets`, a loss to minimize.
 
-    An ADPTNet needs none of this: its exponents are prescribed by its eigenvalues, within `certificate(layer)`.
+    An ADPTNet does not need it: its exponents are prescribed by its eigenvalues, within `certificate(layer)`.
 
     Args:
         system: A layer, a cell or a function, as for `lyapunov_exponents`.
-        inputs: Likewise.
-        targets: What the largest exponents should be, as many as should be trained; one number for the largest alone.
-            The order does not matter.
-        state: Where trajectories start.
-        steps: How many steps, for a system without inputs.
-        transient: Steps that do not count; see `lyapunov_exponents`.
+        inputs: (batch, time, features), or (time, features) for one sequence; None for an autonomous system.
+        targets: Target values of the largest exponents, in any order; one number for the largest exponent alone.
+        state: Initial states.
+        steps: Number of steps, for a system without inputs.
+        transient: Initial steps that are not averaged; see `lyapunov_exponents`.
 
     Returns:
-        One number; 0 where every exponent is at its target in every sequence.
+        A scalar; 0 where every exponent is at its target in every sequence.
+
+    Raises:
+        NonFiniteError: An exponent with a target is minus infinity.
     """
-    wanted = torch.as_tensor(targets).detach().reshape(-1)
-    if not wanted.numel() or not bool(wanted.isfinite().all()):
-        raise InputError(f"targets={targets!r}: exponents to reach are finite numbers, e.g. targets=[0.0, -0.1].")
-    spectrum = lyapunov_exponents(system, inputs, state=state, steps=steps, count=wanted.numel(), transient=transient)
-    lost = spectrum.exponents.detach().isneginf().reshape(-1, wanted.numel()).any(0)
+    values = torch.as_tensor(targets).detach().reshape(-1)
+    if not values.numel() or not bool(values.isfinite().all()):
+        raise InputError(f"targets={targets!r}: targets are finite numbers, e.g. targets=[0.0, -0.1].")
+    spectrum = lyapunov_exponents(system, inputs, state=state, steps=steps, count=values.numel(), transient=transient)
+    lost = spectrum.exponents.detach().isneginf().reshape(-1, values.numel()).any(0)
     if bool(lost.any()):
         raise NonFiniteError(
-            f"exponent {int(lost.nonzero()[0, 0]) + 1} is minus infinity: Jacobians are singular, as of a ReLU, and "
-            f"nothing leads from there to a target. Pass at most {int((~lost).sum())} targets."
+            f"exponent {int(lost.nonzero()[0, 0]) + 1} is minus infinity: Jacobians are singular, as with a ReLU, "
+            f"and no gradient leads from there to a target. Pass at most {int((~lost).sum())} targets."
         )
-    sorted_targets = wanted.to(spectrum.exponents).sort(descending=True).values
+    sorted_targets = values.to(spectrum.exponents).sort(descending=True).values
     return (spectrum.exponents - sorted_targets).square().mean()

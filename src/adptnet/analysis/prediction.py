@@ -1,4 +1,4 @@
-"""How many iterations a parallel solver should need, by the linear theory around the trajectory it looks for."""
+"""Predicted iterations of a parallel solver, by linear theory around the true trajectory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,21 +11,25 @@ from ..errors import IncompatibleError
 from ..solvers import Newton, Solver
 from ..solvers.damping import Undamped
 from ..solvers.system import System
-from .systems import Posed, posed
+from .trajectory import Trajectory, make_trajectory
 
-__all__ = ["equations", "predicted_iterations"]
+__all__ = ["make_system", "predict_iterations"]
 
-_DENSE_LIMIT = 2**22  # numbers of Jacobians that are kept
+_DENSE_LIMIT = 2**22  # Jacobian entries that are kept in memory
 
 
-def equations(trajectory: Posed) -> System:
-    """The equations that a parallel solver solves for this trajectory."""
+def make_system(trajectory: Trajectory) -> System:
+    """Return the system of equations that a parallel solver solves for this trajectory.
+
+    Args:
+        trajectory: The trajectory.
+    """
     state = trajectory.state.detach()
     return System(trajectory.cell.stepper(), (trajectory.drive.detach(),), state, state)
 
 
 @torch.no_grad()
-def predicted_iterations(
+def predict_iterations(
     system: Any,
     inputs: Tensor | None,
     solver: Solver,
@@ -33,51 +37,59 @@ def predicted_iterations(
     state: Tensor | ADPTState | None = None,
     steps: int | None = None,
 ) -> Tensor:
-    """Iterations that `solver` should need for each sequence, (batch,), by how its errors shrink to first order.
+    """Predict the iterations that `solver` needs for each sequence, to first order in the error.
 
     With the transitions A_t of the solver and the Jacobians J_t along the true trajectory, an error e_t of the guess
-    becomes e'_t = A_t e'_{t-1} + (J_t - A_t) e_{t-1}, plus what is quadratic in e (eq:weighted_sum_local_errors, with
-    the error that is left in place of the local one). It is run from the error of the solver's own guess to its own
-    tolerance. For `DEER`, A = J and this says 1: what it takes beyond that is the quadratic part.
+    becomes e'_t = A_t e'_{t-1} + (J_t - A_t) e_{t-1}, up to terms quadratic in e (eq:weighted_sum_local_errors, with
+    the remaining error in place of the local one). The recursion runs from the error of the solver's initial guess to
+    its tolerance. For `DEER`, A = J and the prediction is 1: further iterations come from the quadratic terms.
 
     Args:
         system: A layer, a cell or a function, as for `lyapunov_exponents`.
         inputs: (batch, time, features), or (time, features).
-        solver: An undamped one: `solvers.ConvDEER()`, `ForwardDEER()`, `QuasiDEER()`, `KoopmanDEER()`, …
-        state: Where trajectories start.
-        steps: How many steps, for a system without inputs.
+        solver: An undamped solver: `solvers.ConvDEER()`, `ForwardDEER()`, `QuasiDEER()`, `KoopmanDEER()`, …
+        state: Initial states.
+        steps: Number of steps, for a system without inputs.
+
+    Returns:
+        (batch,) int64.
+
+    Raises:
+        IncompatibleError: The solver is damped or not of the Newton family.
     """
     if not isinstance(solver, Newton) or not isinstance(solver.damping, Undamped):
-        raise IncompatibleError(f"the prediction is for undamped iterations; got {solver}. Pass solvers.QuasiDEER().")
-    trajectory = posed(system, inputs, state, steps)
-    problem = equations(trajectory)
+        raise IncompatibleError(f"predict_iterations needs an undamped solver; got {solver}. Pass solvers.QuasiDEER().")
+    trajectory = make_trajectory(system, inputs, state, steps)
+    problem = make_system(trajectory)
     truth = problem.run()
-    entering = problem.entering(truth)
-    transition = solver.linearise(trajectory.cell, problem, entering)
+    entering = problem.entering_states(truth)
+    transition = solver.linearize(trajectory.cell, problem, entering)
     allowed = solver.tolerance(truth.dtype).allowed(truth, problem.reset)
-    derivative = _derivative(trajectory, problem, entering)
-    error = solver.guess(trajectory.cell, problem) - truth
-    nothing = torch.zeros_like(problem.initial)
+    derivative = _make_jvp(trajectory, problem, entering)
+    error = solver.initial_guess(trajectory.cell, problem) - truth
+    zero = torch.zeros_like(problem.initial)
     needed = torch.zeros(len(truth), dtype=torch.int64, device=truth.device)
     for _ in range(trajectory.steps):
-        before = torch.cat((nothing.unsqueeze(1), error[:, :-1]), 1)
-        moved = derivative(before)
-        open_ones = ((moved - error).abs() > allowed).any(-1).any(-1)
-        if not bool(open_ones.any()):
+        before = torch.cat((zero.unsqueeze(1), error[:, :-1]), 1)
+        propagated = derivative(before)
+        unconverged = ((propagated - error).abs() > allowed).any(-1).any(-1)
+        if not bool(unconverged.any()):
             break
-        needed += open_ones
-        error = transition.scan(moved - transition.mv(before), nothing)
+        needed += unconverged
+        error = transition.scan(propagated - transition.mv(before), zero)
     return needed
 
 
-def _derivative(trajectory: Posed, problem: System, entering: Tensor) -> Callable[[Tensor], Tensor]:
-    """J_t e for every step: by the Jacobians, or where they would be too many by forward differentiation."""
+def _make_jvp(trajectory: Trajectory, problem: System, entering: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return the map e ↦ J_t e for all steps: by stored Jacobians, or by forward-mode differentiation if too large."""
     if entering.numel() * entering.shape[-1] <= _DENSE_LIMIT:
-        matrices = trajectory.cell.jacobian(entering, problem.givens[0])
+        matrices = trajectory.cell.jacobian(entering, problem.step_inputs[0])
         return lambda error: (matrices @ error.unsqueeze(-1)).squeeze(-1)
 
     def forward(error: Tensor) -> Tensor:
-        moved: Tensor = torch.func.jvp(lambda state: problem.step(state, *problem.givens), (entering,), (error,))[1]
-        return moved
+        product: Tensor = torch.func.jvp(
+            lambda state: problem.step(state, *problem.step_inputs), (entering,), (error,)
+        )[1]
+        return product
 
     return forward

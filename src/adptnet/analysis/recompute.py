@@ -1,4 +1,4 @@
-"""Running a stretch of a long computation now, and again when its gradient is needed."""
+"""Gradient checkpointing that keeps neither activations nor the autograd graph."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,20 +8,25 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["recomputed"]
+__all__ = ["run_recomputed"]
 
 Run = Callable[..., tuple[Tensor, ...]]
 
 
-def recomputed(run: Run, arguments: Sequence[Tensor], parameters: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
-    """run(*arguments), of which nothing but the arguments is kept for the backward pass.
+def run_recomputed(run: Run, arguments: Sequence[Tensor], parameters: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
+    """Return run(*arguments) and keep only the arguments for the backward pass, which runs it again.
 
-    Unlike torch's own checkpoint it does not keep the graph either, which for thousands of small operations is what
-    takes the memory. That asks for the parameters by name; where they are not known (None), torch's own is used.
+    Unlike `torch.utils.checkpoint`, it does not keep the autograd graph, which dominates memory for thousands of small
+    operations. This requires the list of parameters; where it is not known (None), `torch.utils.checkpoint` is used.
+
+    Args:
+        run: A function of tensors that returns a tuple of tensors.
+        arguments: Its arguments.
+        parameters: The parameters that `run` depends on.
     """
     if parameters is None:
-        kept: tuple[Tensor, ...] = checkpoint(run, *arguments, use_reentrant=False)
-        return kept
+        results: tuple[Tensor, ...] = checkpoint(run, *arguments, use_reentrant=False)
+        return results
     apply: Run = _Recomputed.apply
     return apply(run, len(arguments), *arguments, *parameters)
 
@@ -41,9 +46,9 @@ class _Recomputed(torch.autograd.Function):
             again = [a.detach().requires_grad_(a.requires_grad) for a in arguments]
             outputs = ctx.run(*again)
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad and g is not None]
-        wanted = [tensor for tensor in (*again, *parameters) if tensor.requires_grad]
-        found: Sequence[Tensor | None] = [None] * len(wanted)
-        if pairs and wanted:
-            found = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
-        each = iter(found)
+        sources = [tensor for tensor in (*again, *parameters) if tensor.requires_grad]
+        derivatives: Sequence[Tensor | None] = [None] * len(sources)
+        if pairs and sources:
+            derivatives = torch.autograd.grad([o for o, _ in pairs], sources, [g for _, g in pairs], allow_unused=True)
+        each = iter(derivatives)
         return None, None, *(next(each) if tensor.requires_grad else None for tensor in (*again, *parameters))

@@ -1,4 +1,4 @@
-"""Numbers about timescales and directions: the spread of the eigenvalues, the memory, the angle of key and value."""
+"""Statistics of timescales and rotations: eigenvalue spread, memory horizon, angle between key and value."""
 
 import math
 from typing import Any, NamedTuple
@@ -6,40 +6,49 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..cells import ADPTCell, ADPTState
+from ..cells import ADPTState
 from ..errors import IncompatibleError, InputError
 from ..recurrence.directions import KeyValue
 from ..recurrence.retractions import Cayley
-from .systems import cell_of, describe, posed
-from .turning import enclosing_radius
+from .head_constants import enclosing_radius
+from .trajectory import make_trajectory, resolve_adpt_cell
 
 __all__ = ["KeyValueStatistics", "eigenvalue_spread", "key_value_statistics", "memory_horizon"]
 
 
 def eigenvalue_spread(system: Any) -> float:
-    """λ̄_max - λ̄_min, how far apart two M can be (eq:unitary_max_dist); for complex ones, the diameter of their disc."""
+    """Return λ̄_max - λ̄_min, the largest distance between two M (eq:unitary_max_dist).
+
+    For complex eigenvalues it is the diameter of their enclosing disc.
+
+    Args:
+        system: An ADPT layer or cell.
+    """
     with torch.no_grad():
-        return 2 * enclosing_radius(_adpt(system).spectrum())
+        return 2 * enclosing_radius(resolve_adpt_cell(system, "eigenvalue_spread").spectrum())
 
 
 def memory_horizon(exponents: Tensor | float, left: float = math.exp(-1)) -> Tensor:
-    """After how many steps a perturbation has shrunk to `left` of itself; infinite where it does not shrink.
+    """Return the number of steps after which a perturbation has decayed to a fraction `left`.
 
     Args:
         exponents: Lyapunov exponents, or ln |λ̄|.
-        left: The share that counts as forgotten.
+        left: The fraction that remains, between 0 and 1.
+
+    Returns:
+        A tensor shaped as `exponents`; infinite where a perturbation does not decay.
     """
     if not 0 < left < 1:
-        raise InputError(f"left={left}: a share between 0 and 1, e.g. left=0.01.")
+        raise InputError(f"left={left}: must be a fraction between 0 and 1, e.g. left=0.01.")
     values = torch.as_tensor(exponents)
     return torch.where(values < 0, math.log(left) / values, math.inf)
 
 
 class KeyValueStatistics(NamedTuple):
-    """Key and value along a trajectory, (batch, time, planes, heads)."""
+    """Statistics of key and value along a trajectory, (batch, time, planes, heads)."""
 
     dot: Tensor  # key · value
-    angle: Tensor  # how far M turns the state, in radians
+    angle: Tensor  # rotation angle of Q, in radians
 
     def __str__(self) -> str:
         return (
@@ -50,15 +59,21 @@ class KeyValueStatistics(NamedTuple):
 
 @torch.no_grad()
 def key_value_statistics(system: Any, inputs: Tensor, *, state: Tensor | ADPTState | None = None) -> KeyValueStatistics:
-    """The dot product of key and value, and the angle of the rotation, at every step."""
-    cell = _adpt(system)
-    if not cell.spec.conjugate.turns:
-        raise IncompatibleError(f"{cell.spec.conjugate} does not turn: it has no key and value.")
-    trajectory = posed(system, inputs, state)
+    """Return the dot product of key and value and the rotation angle at every step.
+
+    Args:
+        system: An ADPT layer or cell with a rotation.
+        inputs: (batch, time, features), or (time, features) for one sequence.
+        state: Initial states.
+    """
+    cell = resolve_adpt_cell(system, "key_value_statistics")
+    if not cell.spec.conjugate.has_directions:
+        raise IncompatibleError(f"{cell.spec.conjugate} does not rotate: it has no key and value.")
+    trajectory = make_trajectory(system, inputs, state)
     bound, run = cell.bind(), cell.stepper()
     entering, dots, angles = trajectory.state, [], []
     for drive in trajectory.drive.unbind(1):
-        _, planes, beta = bound.evaluated(entering, bound.parts(drive))
+        _, planes, beta = bound.evaluate(entering, bound.split_drive(drive))
         dots.append(torch.stack([_dot(plane, cell.spec.heads) for plane in planes], 1))
         step = torch.as_tensor(beta).reshape(-1) * (1 - dots[-1].square()).clamp(min=0).sqrt()
         angles.append(2 * (step / 2).atan() if isinstance(cell.spec.retraction, Cayley) else step)
@@ -69,12 +84,3 @@ def key_value_statistics(system: Any, inputs: Tensor, *, state: Tensor | ADPTSta
 def _dot(plane: KeyValue, heads: int) -> Tensor:
     dot = (plane.key * plane.value).sum(-1)
     return dot if heads > 1 else dot.unsqueeze(-1)
-
-
-def _adpt(system: Any) -> ADPTCell:
-    cell = cell_of(system)
-    if not isinstance(cell, ADPTCell):
-        raise IncompatibleError(
-            f"{describe(cell)} has no Λ̄. Pass an ADPT layer or cell, without memory= or Stateful()."
-        )
-    return cell

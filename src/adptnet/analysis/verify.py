@@ -1,4 +1,4 @@
-"""A layer against its slow reference, dense matrices by definition in float64; solvers of any cell against a loop."""
+"""Comparison of a layer with its slow dense reference in float64, and of the solvers of any cell with a loop."""
 
 import copy
 from collections.abc import Callable
@@ -18,7 +18,7 @@ PARALLEL = (DEER, QuasiDEER, ForwardDEER, ConvDEER, KoopmanDEER, Jacobi, Picard)
 
 
 class Verification(NamedTuple):
-    """How far a layer, or a solver, is from the reference: largest difference over largest value, by quantity."""
+    """Errors of a layer or a solver relative to the reference: largest difference over largest value, by quantity."""
 
     errors: dict[str, float]
     tolerance: float
@@ -45,20 +45,21 @@ def verify(
 
     Outputs, or states, and the gradients of all parameters and of `x` are compared. The reference of an ADPTNet forms Q
     by its definition (`matrix_exp`, or the linear solve of the Cayley map) and M = Q Λ̄ Q' as a dense matrix at every
-    step, in float64. It costs O(n³) a step: use a short, narrow sample. The loop of a cell is `cell.step`, one step
-    after another in the dtype of `x`, differentiated by autograd.
+    step, in float64. It costs O(n³) per step: use a short sequence and a small state. The loop of a cell runs
+    `cell.step` sequentially in the dtype of `x` and is differentiated by autograd.
 
     Args:
-        layer: An ADPTNet; or a cell of one's own, or a `Recurrent` layer, whose cell is taken.
+        layer: An ADPTNet; or a custom cell, or a `Recurrent` layer, whose cell is compared.
         x: (batch, time, width).
-        solver: What to compare; by default the layer's own, and for a cell every parallel solver that can be used.
+        solver: The solver to compare; by default the layer's own, and for a cell every parallel solver that fits it.
         tolerance: Largest relative error that counts as agreement; by default from the dtype and the length.
 
     Returns:
-        The errors by name; `.ok` says whether all are within tolerance, and printing shows them worst first.
+        The errors by name. `.ok` is True if all are within the tolerance; printing lists them, largest first.
 
     Raises:
-        IncompatibleError: If `layer` is neither of these.
+        IncompatibleError: `layer` is neither a layer nor a cell.
+        InputError: `x` has the wrong shape or dtype.
     """
     if not isinstance(layer, (RecurrentLayer, Cell)):
         raise IncompatibleError(
@@ -114,7 +115,7 @@ def _verify_solvers(cell: Cell, x: Tensor, solver: Solver | None, tolerance: flo
         except IncompatibleError:
             if solver is not None:
                 raise
-            continue  # not every solver is for every cell
+            continue  # not every solver fits every cell
         errors.update({f"{method}: {name}": error for name, error in _errors(found, expected, "states").items()})
     return Verification(errors, _tolerance(x) if tolerance is None else tolerance)
 
@@ -128,8 +129,8 @@ def _tolerance(x: Tensor) -> float:
 
 
 def _errors(found: dict[str, Tensor], expected: dict[str, Tensor], values: str) -> dict[str, float]:
-    """Relative errors."""
-    # A gradient far below the others is held to a ten-thousandth of them: its own digits are their rounding.
+    """Return relative errors by name."""
+    # A gradient far smaller than the others is compared at 1e-4 of their scale: its own digits are rounding errors.
     gradients = [value.abs().max() for name, value in expected.items() if name != values and value.numel()]
     floor = 1e-4 * max(map(float, gradients), default=0.0)
     return {name: _error(found[name], expected[name], 0.0 if name == values else floor) for name in expected}
@@ -168,7 +169,7 @@ def _reference(layer: ADPTNet, x: Tensor) -> Tensor:
     state = cell.initial_state(batch)
     states = []
     for t in range(x.shape[-2]):
-        state = cell.define_step(state, drive[..., t, :])
+        state = cell.reference_step(state, drive[..., t, :])
         states.append(state)
     trajectory = cell.output(torch.stack(states, -2))
     readout: nn.Module | None = layer.readout

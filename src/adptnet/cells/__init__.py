@@ -1,4 +1,4 @@
-"""Cells: what one step is. A solver needs nothing else."""
+"""Cells: one step of a recurrence each. Any solver runs any cell."""
 
 from .adpt import ADPTCell
 from .base import ADPTState, Cell, CellSpec

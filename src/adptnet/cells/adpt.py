@@ -9,25 +9,31 @@ from torch import Tensor, nn
 from .._typing import Device, DType, Matrix, Positions, Vector
 from ..errors import IncompatibleError, InputError
 from ..ops import adpt_step
-from ..ops._torch_state import has_values, transformed
+from ..ops._torch_state import has_values, is_transformed
 from ..ops.adpt_scan import Constants, Form
 from ..ops.adpt_step import Pass
 from ..recurrence.beta import Beta
-from ..recurrence.conjugates import block_diagonal, dense_step
+from ..recurrence.conjugates import block_diagonal, scaled_skew
 from ..recurrence.directions import FromInput, bind_directions
 from ..recurrence.drive import Drive
 from ..recurrence.projections import Orthogonal
 from ..recurrence.spectra import BlockDiagonal
 from . import fused
 from .base import Cell
-from .bound import Bound, BoundCell
+from .bound import BindableCell, BoundParameters
 from .spec import ADPTSpec
 
-__all__ = ["ADPTCell", "GivenCell"]
+__all__ = ["ADPTCell", "CellWithArguments"]
 
 
-class ADPTCell(BoundCell):
-    """The recurrence of the paper. Its parameters are the spectrum, K and V, B, the gain, the gate and β."""
+class ADPTCell(BindableCell):
+    """The recurrence of the paper. Its parameters are the spectrum, K and V, B, the gain, the gate and β.
+
+    Args:
+        spec: All choices of the model.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+    """
 
     def __init__(self, spec: ADPTSpec, *, device: Device = None, dtype: DType = None):
         super().__init__()
@@ -49,13 +55,26 @@ class ADPTCell(BoundCell):
         )
 
     def prepare(self, inputs: Tensor, position: Positions) -> Tensor:
-        return self.prepare_given(inputs, position, None, None)
+        return self.prepare_with_arguments(inputs, position, None, None)
 
-    def prepare_given(self, inputs: Tensor, position: Tensor, dt: Tensor | None, beta: Tensor | None) -> Tensor:
-        """The drive, then what else a step needs: directions that come from the input, and `dt` and `beta` if given."""
+    def prepare_with_arguments(
+        self, inputs: Tensor, position: Tensor, dt: Tensor | None, beta: Tensor | None
+    ) -> Tensor:
+        """Return the drive, concatenated with all else that a step needs.
+
+        Args:
+            inputs: (..., time, width).
+            position: Steps since the sequence began, (..., time).
+            dt: The length of each step, (..., time, 1); None if all are 1.
+            beta: β of each sequence, (..., 1, 1); None for that of the cell.
+
+        Returns:
+            (..., time, features): the drive, key and value of each plane if they come from the input, then `dt` and
+            `beta` if they are not None.
+        """
         parts: list[Tensor] = []
         from_input = isinstance(self.spec.direction, FromInput)
-        drive = None if from_input or dt is not None else self.drive.by_one_product(inputs, self.spectrum)
+        drive = None if from_input or dt is not None else self.drive.project_and_scale(inputs, self.spectrum)
         if drive is None:
             u = self.drive.project(inputs)
             drive = self.drive(u, position, self.spectrum, dt)
@@ -73,98 +92,141 @@ class ADPTCell(BoundCell):
         lengths: Tensor | None = None,
         lean: bool = False,
     ) -> Tensor | None:
-        if not self.is_stock(log=True) or not fused.covers(self.spec, drive.dtype, drive.device, log=True):
+        if not self.is_stock(log=True) or not fused.has_kernel(self.spec, drive.dtype, drive.device, log=True):
             return None
-        return self.scan_given(drive, state, reset, lengths, lean, beta=False)
+        return self.run_fused_scan(drive, state, reset, lengths, lean, beta=False)
 
-    def scans(self, device: torch.device | str) -> bool:
-        covered = fused.covers(self.spec, self.dtype, torch.device(device))
-        return self.is_stock() and covered and not transformed(*self.parameters())
+    def can_scan(self, device: torch.device | str) -> bool:
+        covered = fused.has_kernel(self.spec, self.dtype, torch.device(device))
+        return self.is_stock() and covered and not is_transformed(*self.parameters())
 
     def is_stock(self, *, log: bool = False) -> bool:
-        """Return whether the step is this class's, of K and V that are the package's own, without hooks."""
-        return fused.own_steps(self, ADPTCell) and fused.own_directions(self.directions, log=log)
+        """Return whether `step` is that of this class and K and V are unmodified modules without hooks.
 
-    def scan_given(
+        Args:
+            log: Log once the reason why not.
+        """
+        return fused.has_stock_step(self, ADPTCell) and fused.has_stock_directions(self.directions, log=log)
+
+    def run_fused_scan(
         self, drive: Tensor, state: Tensor, reset: Tensor | None, lengths: Tensor | None, lean: bool, *, beta: bool
     ) -> Tensor | None:
-        """`scan`; `beta` says whether β comes with the drive."""
-        constants, form = self.constants(beta=beta)
+        """Run the kernel, without checking whether there is one.
+
+        Args:
+            drive: (batch, time, features).
+            state: The state before the first step, (batch, state_size).
+            reset: See `scan`.
+            lengths: See `scan`.
+            lean: See `scan`.
+            beta: Whether β is part of the drive.
+
+        Returns:
+            The states, (batch, time, state_size); None inside a `torch.func` transform.
+        """
+        constants, form = self.make_constants(beta=beta)
         if self.start is None:
-            factors = fused.factors_of(self.directions, form, drive.dtype)
-            return fused.scan(constants, form, drive, state, reset, lengths, lean, factors)
+            factors = fused.make_factors(self.directions, form, drive.dtype)
+            return fused.run_scan(constants, form, drive, state, reset, lengths, lean, factors)
         start = self.start.dense().to(drive.dtype)
-        seen = fused.in_basis(start, constants, form, drive, state)
-        states = fused.scan(seen.constants, form, seen.drive, seen.state, reset, lengths, lean)
+        changed = fused.change_basis(start, constants, form, drive, state)
+        states = fused.run_scan(changed.constants, form, changed.drive, changed.state, reset, lengths, lean)
         return None if states is None else states @ start.mT
 
-    def constants(self, *, beta: bool) -> tuple[Constants, Form]:
-        """The parameters, evaluated, as the fused operation takes them; `beta` says whether β comes with the drive."""
-        form = fused.form_of(self.spec, beta_given=beta)
-        return fused.constants_of(self.spectrum(), self.directions, None if beta else self.beta, form), form
+    def make_constants(self, *, beta: bool) -> tuple[Constants, Form]:
+        """Return the evaluated parameters as the kernel takes them, and the form of the recurrence.
+
+        Args:
+            beta: Whether β is part of the drive.
+        """
+        form = fused.make_form(self.spec, beta_in_drive=beta)
+        return fused.make_constants(self.spectrum(), self.directions, None if beta else self.beta, form), form
 
     def eigenvalues(self) -> BlockDiagonal | None:
-        """Λ̄; None with a learned start, whose constant part Q₀ Λ̄ Q₀' is not diagonal."""
+        """Return Λ̄; None with a learned start, whose constant part Q₀ Λ̄ Q₀' is not diagonal."""
         if self.start is not None:
             return None
         lambda_bar: BlockDiagonal = self.spectrum()
         return lambda_bar
 
     def jacobian(self, state: Vector, drive: Tensor) -> Matrix:
-        found = self._fused_jacobians(state.reshape(1, -1, state.shape[-1]), drive)
-        if found is None:
+        chunks = self._fused_jacobians(state.reshape(1, -1, state.shape[-1]), drive)
+        if chunks is None:
             return super().jacobian(state, drive)
-        return found(0, found.states.shape[1]).reshape(*state.shape, -1)
+        return chunks(0, chunks.states.shape[1]).reshape(*state.shape, -1)
 
-    def jacobians(self, states: Tensor, drive: Tensor) -> Callable[[int, int], Tensor]:
-        found = self._fused_jacobians(states, drive)
-        return super().jacobians(states, drive) if found is None else found
+    def jacobian_chunks(self, states: Tensor, drive: Tensor) -> Callable[[int, int], Tensor]:
+        chunks = self._fused_jacobians(states, drive)
+        return super().jacobian_chunks(states, drive) if chunks is None else chunks
 
     def _fused_jacobians(self, states: Tensor, drive: Tensor) -> adpt_step.Jacobians | None:
-        return fused.jacobians(self.spec, *self.constants(beta=False), states, drive) if self.is_stock() else None
+        return (
+            fused.make_jacobians(self.spec, *self.make_constants(beta=False), states, drive)
+            if self.is_stock()
+            else None
+        )
 
-    def newton_pass(self, state: Tensor, drive: Tensor, *, diagonal: bool) -> Callable[..., Pass] | None:
+    def make_newton_pass(self, state: Tensor, drive: Tensor, *, diagonal: bool) -> Callable[..., Pass] | None:
         if not self.is_stock():
             return None
-        constants, form = self.constants(beta=False)
-        if not fused.steps_known(self.spec, state, drive, constants, form):
+        constants, form = self.make_constants(beta=False)
+        if not fused.has_step_kernel(self.spec, state, drive, constants, form):
             return None
         return functools.partial(adpt_step.newton_pass, constants=constants, form=form, diagonal=diagonal)
 
-    def define_conjugate(self, state: Vector, drive: Tensor) -> Matrix:
-        """M by its definition, with dense matrices: the slow reference of `conjugate`."""
+    def reference_conjugate(self, state: Vector, drive: Tensor) -> Matrix:
+        """Return M computed from its definition with dense matrices: the slow reference for `conjugate`.
+
+        Args:
+            state: (..., state_size).
+            drive: (..., features).
+
+        Returns:
+            (..., state_size, state_size).
+        """
         bound, spec = self.bind(), self.spec
-        eigen, planes, beta = bound.evaluated(state, bound.parts(drive))
-        dense = spec.conjugate.define(eigen, planes, beta, spec.retraction)
+        eigen, planes, beta = bound.evaluate(state, bound.split_drive(drive))
+        dense = spec.conjugate.reference_matrix(eigen, planes, beta, spec.retraction)
         dense = block_diagonal(dense) if spec.heads > 1 else dense
         return dense.expand(*state.shape, self.state_size)
 
-    def define_step(self, state: Vector, drive: Tensor) -> Vector:
-        """`step` by its definition, with dense matrices."""
+    def reference_step(self, state: Vector, drive: Tensor) -> Vector:
+        """Return the next state computed from its definition with dense matrices: the slow reference for `step`.
+
+        Args:
+            state: (..., state_size).
+            drive: (..., features).
+        """
         bound, spec = self.bind(), self.spec
-        parts = bound.parts(drive)
+        parts = bound.split_drive(drive)
         driven = parts.drive
         if spec.rotation_aware:
-            _, planes, beta = bound.evaluated(state, parts)
+            _, planes, beta = bound.evaluate(state, parts)
             rotation = torch.eye(spec.size // spec.heads, dtype=state.dtype, device=state.device)
             for plane in planes:
-                rotation = spec.retraction.define(dense_step(beta, plane)) @ rotation
+                rotation = spec.retraction.reference_matrix(scaled_skew(beta, plane)) @ rotation
             rotation = block_diagonal(rotation) if spec.heads > 1 else rotation
             driven = (rotation @ driven.unsqueeze(-1)).squeeze(-1)
-        return (self.define_conjugate(state, drive) @ state.unsqueeze(-1)).squeeze(-1) + driven
+        return (self.reference_conjugate(state, drive) @ state.unsqueeze(-1)).squeeze(-1) + driven
 
-    def given(self, *, dt: Tensor | None = None, beta: Tensor | None = None) -> Cell:
-        """This cell with steps of lengths `dt` (batch, time), or with one `beta` for each sequence (batch,)."""
-        if beta is not None and not self.spec.conjugate.turns:
-            raise IncompatibleError(f"{self.spec.conjugate} does not turn and takes no beta=. Drop it, or use Exact().")
-        return self if dt is None and beta is None else GivenCell(self, dt, beta)
+    def with_arguments(self, *, dt: Tensor | None = None, beta: Tensor | None = None) -> Cell:
+        if beta is not None and not self.spec.conjugate.has_directions:
+            raise IncompatibleError(
+                f"{self.spec.conjugate} does not rotate and takes no beta=. Drop it, or use Exact()."
+            )
+        return self if dt is None and beta is None else CellWithArguments(self, dt, beta)
 
-    def bind(self, *, dt: bool = False, beta: bool = False) -> Bound:
-        """The cell with its parameters evaluated; `dt` and `beta` say whether they come with the drive."""
+    def bind(self, *, dt: bool = False, beta: bool = False) -> BoundParameters:
+        """Evaluate the parameters.
+
+        Args:
+            dt: Whether the length of each step is part of the drive.
+            beta: Whether β is part of the drive.
+        """
         blocks: BlockDiagonal = self.spectrum()
         dtype = blocks.real.dtype
         from_state = not isinstance(self.spec.direction, FromInput)
-        return Bound(
+        return BoundParameters(
             spec=self.spec,
             spectrum=self.spectrum,
             blocks=None if dt else blocks,
@@ -175,8 +237,14 @@ class ADPTCell(BoundCell):
         )
 
 
-class GivenCell(BoundCell):
-    """An `ADPTCell` with what one call gives it: the length of each step, or a β for each sequence."""
+class CellWithArguments(BindableCell):
+    """An `ADPTCell` with the arguments of one call: the length of each step, a β for each sequence.
+
+    Args:
+        cell: The cell.
+        dt: (batch, time), or None.
+        beta: (batch,), or None.
+    """
 
     def __init__(self, cell: ADPTCell, dt: Tensor | None, beta: Tensor | None):
         super().__init__()
@@ -186,17 +254,18 @@ class GivenCell(BoundCell):
         self.dt = dt
         self.beta = beta
 
-    def gathered(self, index: Tensor) -> Cell:
+    def reindex_arguments(self, index: Tensor) -> Cell:
         if self.dt is None:
             return self
         dt = torch.as_tensor(self.dt, device=index.device)
         dt = dt.unsqueeze(0) if dt.dim() == 1 else dt
-        return GivenCell(self.cell, dt.gather(1, index), self.beta) if dt.shape == index.shape else self
+        return CellWithArguments(self.cell, dt.gather(1, index), self.beta) if dt.shape == index.shape else self
 
     def prepare(self, inputs: Tensor, position: Positions) -> Tensor:
-        dt = None if self.dt is None else _shaped("dt", self.dt, inputs, inputs.shape[:-1], "(batch, time)", 1e15)
-        beta = None if self.beta is None else _shaped("beta", self.beta, inputs, inputs.shape[:-2], "(batch,)", 1e6)
-        return self.cell.prepare_given(
+        dt, beta = self.dt, self.beta
+        dt = None if dt is None else _check_argument("dt", dt, inputs, inputs.shape[:-1], "(batch, time)", 1e15)
+        beta = None if beta is None else _check_argument("beta", beta, inputs, inputs.shape[:-2], "(batch,)", 1e6)
+        return self.cell.prepare_with_arguments(
             inputs,
             position,
             None if dt is None else dt.unsqueeze(-1),
@@ -212,17 +281,17 @@ class GivenCell(BoundCell):
         lengths: Tensor | None = None,
         lean: bool = False,
     ) -> Tensor | None:
-        if not self._scans(drive.dtype, drive.device, log=True):
+        if not self._can_scan(drive.dtype, drive.device, log=True):
             return None
-        return self.cell.scan_given(drive, state, reset, lengths, lean, beta=self.beta is not None)
+        return self.cell.run_fused_scan(drive, state, reset, lengths, lean, beta=self.beta is not None)
 
-    def scans(self, device: torch.device | str) -> bool:
-        return self._scans(self.dtype, torch.device(device)) and not transformed(*self.parameters())
+    def can_scan(self, device: torch.device | str) -> bool:
+        return self._can_scan(self.dtype, torch.device(device)) and not is_transformed(*self.parameters())
 
-    def _scans(self, dtype: torch.dtype | None, device: torch.device, *, log: bool = False) -> bool:
-        own = fused.own_steps(self, GivenCell) and self.cell.is_stock(log=log)
+    def _can_scan(self, dtype: torch.dtype | None, device: torch.device, *, log: bool = False) -> bool:
+        unmodified = fused.has_stock_step(self, CellWithArguments) and self.cell.is_stock(log=log)
         dt, beta = self.dt is not None, self.beta is not None
-        return own and fused.covers(self.cell.spec, dtype, device, dt=dt, beta=beta, log=log)
+        return unmodified and fused.has_kernel(self.cell.spec, dtype, device, dt=dt, beta=beta, log=log)
 
     def eigenvalues(self) -> BlockDiagonal | None:
         return self.cell.eigenvalues() if self.dt is None else None
@@ -235,11 +304,14 @@ class GivenCell(BoundCell):
     def device(self) -> torch.device | None:
         return self.cell.device
 
-    def bind(self) -> Bound:
+    def bind(self) -> BoundParameters:
         return self.cell.bind(dt=self.dt is not None, beta=self.beta is not None)
 
 
-def _shaped(name: str, values: Tensor, inputs: Tensor, shape: torch.Size, layout: str, largest: float) -> Tensor:
+def _check_argument(
+    name: str, values: Tensor, inputs: Tensor, shape: torch.Size, layout: str, largest: float
+) -> Tensor:
+    """Return an argument of a call in the dtype of `inputs`; raise `InputError` for a wrong shape or value."""
     values = torch.as_tensor(values, dtype=inputs.dtype, device=inputs.device)
     if values.dim() == len(shape) - 1:
         values = values.unsqueeze(0)  # one sequence
@@ -248,10 +320,10 @@ def _shaped(name: str, values: Tensor, inputs: Tensor, shape: torch.Size, layout
     if not has_values(values):
         return values
     try:
-        right = bool(((values >= 0) & (values <= largest)).all())
-    except RuntimeError:  # under vmap the values are not to be had
+        valid = bool(((values >= 0) & (values <= largest)).all())
+    except RuntimeError:  # under vmap values cannot be read
         return values
-    if not right:
+    if not valid:
         low, high = values.min().item(), values.max().item()
-        raise InputError(f"{name} must be in 0 to {largest:g} everywhere, and no NaN; it goes from {low} to {high}.")
+        raise InputError(f"{name} must be in 0 to {largest:g} everywhere, and no NaN; it ranges from {low} to {high}.")
     return values

@@ -1,4 +1,4 @@
-"""What a cell owes a solver: one required method, and what it may add to be solved faster."""
+"""The interface between cells and solvers: `step` is required; the other methods make solvers faster."""
 
 import abc
 from collections.abc import Callable
@@ -8,27 +8,31 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .._dtype import compute_dtype
 from .._typing import Device, DType, Matrix, Position, Positions, Vector
 from ..errors import IncompatibleError, InputError
 from ..ops.adpt_step import Pass
 from ..recurrence.conjugates import Conjugate, nearest_blocks
 from ..recurrence.spectra import BlockDiagonal
-from ..recurrence.spectra.base import compute_dtype
-from ..spec import ModuleSpec
+from ..spec import ModuleSpec, check_size
 
 if TYPE_CHECKING:  # solvers import cells; only `solvers.transitions` is used the other way
     from ..solvers.transitions import Transition
 
-__all__ = ["ADPTState", "Cell", "CellSpec", "positions", "register_state", "select_rows"]
+__all__ = ["ADPTState", "Cell", "CellSpec", "SizedCellSpec", "count_positions", "register_state", "select_rows"]
 
 
 _State = TypeVar("_State", bound=type[tuple[Any, ...]])
 
 
 def register_state(kind: _State) -> _State:
-    """Register a named tuple as a state: `torch.load` reads it back, `torch.export.save` writes it.
+    """Register a named tuple as a state, so that `torch.load` and `torch.export.save` accept it.
 
-    Both accept only the classes they were told of.
+    Args:
+        kind: The class. Usable as a decorator.
+
+    Returns:
+        `kind` itself.
     """
     torch.serialization.add_safe_globals([kind])
     pytree._register_namedtuple(kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
@@ -36,7 +40,15 @@ def register_state(kind: _State) -> _State:
 
 
 def select_rows(tensor: Tensor, rows: Any) -> Tensor:
-    """Return the rows of a batched tensor, (batch, ...), at the indices or the boolean mask `rows`."""
+    """Return some rows of a batched tensor.
+
+    Args:
+        tensor: (batch, ...).
+        rows: Indices, which may repeat, a boolean mask, or a slice.
+
+    Raises:
+        InputError: `rows` is not one-dimensional, or not of integers or booleans.
+    """
     if isinstance(rows, slice):
         return tensor[rows]
     index = torch.as_tensor(rows, device=tensor.device)
@@ -51,48 +63,78 @@ def select_rows(tensor: Tensor, rows: Any) -> Tensor:
 
 @register_state
 class ADPTState(NamedTuple):
-    """What a layer carries from one call to the next. Nothing is stored in the module."""
+    """The hidden state that a layer returns and takes at the next call. The module itself stores no state."""
 
     state: Tensor  # (batch, state_size), at least float32
     position: Tensor  # (batch,) int64, steps since the sequence began
 
     def detach(self) -> "ADPTState":
-        """The same numbers, cut from the graph: for truncated back-propagation."""
+        """Return the state detached from the autograd graph, for truncated back-propagation."""
         return ADPTState(self.state.detach(), self.position)
 
     def to(self, *target: Any, **options: Any) -> "ADPTState":
-        """The same on another device, or with the state in another dtype; the arguments of `torch.Tensor.to`."""
+        """Return the state on another device or in another dtype (`position` keeps its dtype).
+
+        Args:
+            *target: Positional arguments of `torch.Tensor.to`.
+            **options: Keyword arguments of `torch.Tensor.to`.
+        """
         state = self.state.to(*target, **options)
         return ADPTState(state, self.position.to(state.device, non_blocking=options.get("non_blocking", False)))
 
     def select(self, rows: Any) -> "ADPTState":
-        """The states of some sequences of the batch, in this order: for beam search, or as sequences end.
+        """Return the states of some sequences of the batch, e.g. for beam search or to drop sequences that ended.
 
         Args:
             rows: Indices, which may repeat, a mask, or a slice.
+
+        Raises:
+            InputError: The state has no batch dimension.
         """
         if self.state.dim() < 2:
-            raise InputError("this state is of one sequence and has no rows. Pass (batch, time, width) to the layer.")
+            raise InputError(
+                "this state is of one sequence and has no batch dimension. Pass (batch, time, width) to the layer."
+            )
         return ADPTState(select_rows(self.state, rows), select_rows(self.position, rows))
 
 
 class Cell(nn.Module, abc.ABC):
-    """One step of a recurrence. The state is one flat tensor (..., state_size), batched over leading dimensions."""
+    """Base class of the cells: one step of a recurrence.
 
-    input_size: int | None  # features of the input; None if any
+    The state is one flat tensor (..., state_size), batched over leading dimensions. Only `step` is required. The other
+    methods have defaults, and a cell overrides those for which it has a faster or more precise form.
+    """
+
+    input_size: int | None  # features of the input; None if any number is accepted
     state_size: int
-    output_size: int | None = None  # numbers of the state that are shown; None if all
+    output_size: int | None = None  # features of `output`; None if it is the whole state
 
     @abc.abstractmethod
     def step(self, state: Vector, drive: Tensor) -> Vector:
-        """The next state. The only method a cell must have."""
+        """Return the next state.
+
+        Args:
+            state: (..., state_size).
+            drive: One step of the tensor that `prepare` returns, (..., features).
+
+        Returns:
+            (..., state_size).
+        """
 
     def prepare(self, inputs: Tensor, position: Positions) -> Tensor:
-        """All that does not depend on the state, for every step at once: one flat tensor (..., time, features)."""
+        """Compute everything that does not depend on the state, for all steps in parallel.
+
+        Args:
+            inputs: (..., time, input_size).
+            position: Steps since the sequence began, (..., time).
+
+        Returns:
+            The drive, (..., time, features): whatever `step` takes beside the state, in one flat tensor.
+        """
         return inputs
 
     def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """`step`, with all that stays the same along a sequence evaluated once."""
+        """Return a function equal to `step`, with everything that is constant along a sequence evaluated once."""
         return self.step
 
     def scan(
@@ -104,23 +146,29 @@ class Cell(nn.Module, abc.ABC):
         lengths: Tensor | None = None,
         lean: bool = False,
     ) -> Tensor | None:
-        """All states at once, (batch, time, state_size), where there is a faster way than step by step; else None.
+        """Run all steps in one operation, if there is one that is faster than a loop over `step`.
 
         Args:
-            drive: What `prepare` made, (batch, time, features).
-            state: Entering the first step.
-            reset: (batch, time); where True the initial state enters.
+            drive: The result of `prepare`, (batch, time, features).
+            state: The state before the first step, (batch, state_size).
+            reset: (batch, time) bool; where True, the step starts from the initial state.
             lengths: (batch,); states past the end are zero.
-            lean: Keep no more than the states for the derivative.
+            lean: Save only the states for the backward pass, and recompute the rest.
+
+        Returns:
+            The states after each step, (batch, time, state_size); None if there is no such operation.
         """
         return None
 
     @torch.no_grad()
-    def scans(self, device: torch.device | str) -> bool:
-        """Whether `scan` has a faster way on a device, which need not be here.
+    def can_scan(self, device: torch.device | str) -> bool:
+        """Return whether `scan` returns states on a device, which need not be present.
 
-        Where a cell does not know, it is found out by a step on the device of its parameters; of another kind of device
-        nothing is known, and the answer is no.
+        The default runs `scan` for one step on the device of the parameters. For another type of device it returns
+        False.
+
+        Args:
+            device: The device.
         """
         inherited = getattr(self.scan, "__func__", None) is Cell.scan
         if inherited or self.input_size is None or self.dtype is None or self.device is None:
@@ -132,46 +180,99 @@ class Cell(nn.Module, abc.ABC):
         return self.scan(drive, self.initial_state(1, device=device)) is not None
 
     def eigenvalues(self) -> BlockDiagonal | None:
-        """Λ̄ if the cell has a constant spectrum: the transition of Conv-DEER."""
+        """Return Λ̄ if the cell has a constant spectrum, None otherwise. Conv-DEER uses it as the transition."""
         return None
 
     def conjugate(self, state: Vector, drive: Tensor) -> Conjugate | None:
-        """M at `state` if the step is M x + drive: Forward-DEER, Koopman-DEER, figures."""
+        """Return M at `state` if the step is M x + drive, None otherwise. Forward-DEER and Koopman-DEER use it.
+
+        Args:
+            state: (..., state_size).
+            drive: (..., features).
+        """
         return None
 
     def output(self, state: Tensor) -> Tensor:
-        """The part of the state that is shown to the next layer: all of it, unless it holds more than one thing."""
+        """Return the output of the cell for a state: the state itself, unless it holds more than the output.
+
+        Args:
+            state: (..., state_size).
+
+        Returns:
+            (..., output_size).
+        """
         return state
 
-    def given(self, *, dt: Tensor | None = None, beta: Tensor | None = None) -> "Cell":
-        """This cell with what one call gives it: steps of lengths `dt`, a `beta` for each sequence."""
+    def with_arguments(self, *, dt: Tensor | None = None, beta: Tensor | None = None) -> "Cell":
+        """Return this cell with the arguments of one call.
+
+        Args:
+            dt: The length of each step in units of the regular step, (batch, time).
+            beta: β for each sequence, (batch,).
+
+        Returns:
+            This cell itself if both are None; otherwise a cell that adds them to the drive.
+
+        Raises:
+            IncompatibleError: The cell does not take the argument.
+        """
         if dt is None and beta is None:
             return self
-        what = "dt" if dt is not None else "beta"
+        name = "dt" if dt is not None else "beta"
         raise IncompatibleError(
-            f"{type(self).__name__} takes no {what}=; an ADPTNet without memory= and Stateful() does. Drop {what}=."
+            f"{type(self).__name__} takes no {name}=; an ADPTNet without memory= and Stateful() does. Drop {name}=."
         )
 
-    def gathered(self, index: Tensor) -> "Cell":
-        """This cell with what a call gave it for each step taken at `index` (batch, time) instead."""
+    def reindex_arguments(self, index: Tensor) -> "Cell":
+        """Return this cell with its per-step arguments (`dt`) re-indexed in time.
+
+        Args:
+            index: (batch, time) int64; step t takes the argument of step `index[:, t]`.
+        """
         return self
 
     def linear_transition(self, drive: Tensor) -> "Transition | None":
-        """The transition of the step without its non-linearity, which no state has to be known for: Conv-DEER."""
-        lambda_bar = self.eigenvalues()
-        from ..solvers.transitions import Diagonal
+        """Return the transition of the linear part of the step, which does not depend on the state: for Conv-DEER.
 
-        return None if lambda_bar is None else Diagonal(lambda_bar)
+        Args:
+            drive: (batch, time, features).
+
+        Returns:
+            The transition; None if the cell has no linear part.
+        """
+        lambda_bar = self.eigenvalues()
+        from ..solvers.transitions import DiagonalTransition
+
+        return None if lambda_bar is None else DiagonalTransition(lambda_bar)
 
     def forward_transition(self, state: Vector, drive: Tensor) -> "Transition | None":
-        """The diagonal of M (eq:diag_M), in pairs where eigenvalues are: Forward-DEER."""
-        conjugate = self.conjugate(state, drive)
-        from ..solvers.transitions import Diagonal
+        """Return the (block) diagonal of M (eq:diag_M) as a transition: for Forward-DEER.
 
-        return None if conjugate is None else Diagonal(conjugate.blocks())
+        Args:
+            state: (batch, time, state_size).
+            drive: (batch, time, features).
+
+        Returns:
+            The transition; None if the step is not M x + drive.
+        """
+        conjugate = self.conjugate(state, drive)
+        from ..solvers.transitions import DiagonalTransition
+
+        return None if conjugate is None else DiagonalTransition(conjugate.blocks())
 
     def jacobian(self, state: Vector, drive: Tensor) -> Matrix:
-        """The derivative of `step` with respect to the state."""
+        """Return the derivative of `step` with respect to the state.
+
+        Args:
+            state: (..., state_size).
+            drive: (..., features).
+
+        Returns:
+            (..., state_size, state_size).
+
+        Raises:
+            InputError: `torch.func` cannot differentiate the step; the message says what to change.
+        """
         step = self.stepper()
         flat_state, flat_drive = state.reshape(-1, state.shape[-1]), drive.reshape(-1, drive.shape[-1])
         try:
@@ -180,72 +281,113 @@ class Cell(nn.Module, abc.ABC):
             raise _explain_vmap(error) from error
         return flat.reshape(*state.shape, state.shape[-1])
 
-    def jacobians(self, states: Tensor, drive: Tensor) -> Callable[[int, int], Tensor]:
-        """`jacobian` at (batch, time, n), to be called for the steps from one to before another."""
+    def jacobian_chunks(self, states: Tensor, drive: Tensor) -> Callable[[int, int], Tensor]:
+        """Return a function that computes Jacobians for a range of steps at a time, to limit memory.
+
+        Args:
+            states: The state before each step, (batch, time, n).
+            drive: (batch, time, features).
+
+        Returns:
+            A function of `start` and `stop` that returns the Jacobians of steps start … stop - 1, (batch, ·, n, n).
+        """
         return lambda start, stop: self.jacobian(states[:, start:stop], drive[:, start:stop])
 
     def jacobian_blocks(self, state: Vector, drive: Tensor) -> BlockDiagonal:
-        """The diagonal of `jacobian`, in pairs where eigenvalues are."""
+        """Return the diagonal of `jacobian`; for complex pairs the nearest a + ib of each 2-by-2 block.
+
+        Args:
+            state: (..., state_size).
+            drive: (..., features).
+        """
         lambda_bar = self.eigenvalues()
         return nearest_blocks(self.jacobian(state, drive), lambda_bar is not None and lambda_bar.imag is not None)
 
-    def jacobian_diagonal(self, state: Vector, drive: Tensor) -> Vector:
-        """The diagonal of `jacobian`, not its row sums."""
-        return self.jacobian(state, drive).diagonal(dim1=-2, dim2=-1)
+    def make_newton_pass(self, state: Tensor, drive: Tensor, *, diagonal: bool) -> Callable[..., Pass] | None:
+        """Return a fused operation for one Newton iteration over a sequence, if there is one.
 
-    def newton_pass(self, state: Tensor, drive: Tensor, *, diagonal: bool) -> Callable[..., Pass] | None:
-        """A pass of Newton's method with A = Λ̄, or `diagonal` diag M, as one operation; None where there is none.
+        Args:
+            state: A state like those it will be called with, for shape, dtype and device.
+            drive: A drive like those it will be called with.
+            diagonal: Use the transition diag M; Λ̄ if False.
 
-        `state` and `drive` are such as it would be called with, see `ops.adpt_step`.
+        Returns:
+            The operation, see `ops.adpt_step`; None if there is none.
         """
         return None
 
     def radius(self, state: Vector, drive: Tensor, fresh: Vector, reset: Tensor | None) -> Tensor | None:
-        """A ball that provably holds each state of a sequence from `state`, (batch, time); None if none is known."""
+        """Return the radius of a ball that provably contains the state after each step.
+
+        Args:
+            state: The state before the first step, (batch, state_size).
+            drive: (batch, time, features).
+            fresh: The initial state that enters at a reset, (batch, state_size).
+            reset: (batch, time) bool, or None.
+
+        Returns:
+            (batch, time); None if no bound is known.
+        """
         return None
 
     def initial_state(self, batch: int, *, device: Device = None, dtype: DType = None) -> Tensor:
-        """The state a sequence starts from, (batch, state_size): zeros."""
+        """Return the state from which a sequence starts: zeros by default.
+
+        Args:
+            batch: Number of sequences.
+            device: Device of the state; that of the parameters if None.
+            dtype: Dtype of the state; that of the cell if None.
+
+        Returns:
+            (batch, state_size).
+        """
         return torch.zeros(batch, self.state_size, dtype=dtype or self.dtype, device=device or self.device)
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of the state: that of the parameters, but never below float32; None without parameters."""
+        """The dtype of the state: that of the parameters, but at least float32; None without parameters."""
         parameter = next((p for p in self.parameters() if p.is_floating_point()), None)
         return None if parameter is None else compute_dtype(parameter.dtype)
 
     @property
     def device(self) -> torch.device | None:
+        """The device of the parameters; None without parameters."""
         parameter = next(self.parameters(), None)
         return None if parameter is None else parameter.device
 
 
 def _explain_vmap(error: Exception) -> Exception:
-    """Return an `InputError` for what a step does that `torch.func` cannot follow; `error` itself if it is another."""
+    """Return an `InputError` that says what `torch.func` does not support in a step; `error` itself if unrelated."""
     reason = next(iter(str(error).strip().splitlines()), "")
     if "data-dependent control flow" in str(error):
         return InputError(
-            "the Jacobian of the step cannot be found for all rows at once, because the step reads a value: by if, "
+            "the Jacobian of the step cannot be vectorised, because the step has data-dependent control flow: if, "
             "while, .item(), boolean indexing or one_hot without num_classes. Use torch.where(condition, a, b), or a "
             "solver without Jacobians: solvers.Jacobi()."
         )
     if "random operation" in str(error):
         return InputError(
-            "the step is random: dropout in training mode, or noise of its own. Call .eval() on it, or draw the noise "
-            "beforehand and pass it as input."
+            "the step is random: dropout in training mode, or noise drawn in the step. Call .eval() on it, or draw the "
+            "noise beforehand and pass it as input."
         )
     if "vmap" in str(error) or "functorch" in str(error) or isinstance(error, NotImplementedError):
         return InputError(
-            f"torch.func cannot find the Jacobian of this step ({reason}). Write the step in functions that torch.func "
-            "knows, give the cell a method jacobian(state, drive), or use a solver without Jacobians: solvers.Jacobi()."
+            f"torch.func cannot compute the Jacobian of this step ({reason}). Use functions that torch.func supports, "
+            "give the cell a method jacobian(state, drive), or use a solver without Jacobians: solvers.Jacobi()."
         )
     return error
 
 
-def positions(start: Position, steps: int, reset: Tensor | None) -> Tensor:
-    """How many steps each step is from the beginning of its sequence, (batch, time); a reset begins one.
+def count_positions(start: Position, steps: int, reset: Tensor | None) -> Tensor:
+    """Return the number of steps since the beginning of the sequence, for each step.
 
-    `start` is (batch,), or (1,) where it is the same for all; then the result is (1, time) if nothing is reset.
+    Args:
+        start: Position of the first step: (batch,), or (1,) if it is the same for all sequences.
+        steps: Number of steps.
+        reset: (batch, steps) bool, True where a sequence begins; None if there are no resets.
+
+    Returns:
+        (batch, steps); (1, steps) for a `start` of shape (1,) without resets.
     """
     position = start.unsqueeze(-1) + torch.arange(steps, device=start.device)
     if reset is None:
@@ -256,6 +398,31 @@ def positions(start: Position, steps: int, reset: Tensor | None) -> Tensor:
 
 
 class CellSpec(ModuleSpec):
-    """The description of a cell."""
+    """Base class of the specs of a cell.
+
+    Attributes:
+        width: Features of the input.
+    """
 
     width: int
+
+
+class SizedCellSpec(CellSpec):
+    """Base class of the specs with only a width and a state size.
+
+    Attributes:
+        width: Features of the input.
+        state_size: State dimension; `width` if None.
+    """
+
+    state_size: int | None
+
+    def __post_init__(self) -> None:
+        if self.state_size is None:
+            object.__setattr__(self, "state_size", self.width)
+        check_size(self, width=self.width, state_size=self.size)
+
+    @property
+    def size(self) -> int:
+        """The state dimension."""
+        return self.width if self.state_size is None else self.state_size

@@ -1,4 +1,4 @@
-"""Cells to compare with: plain recurrent networks."""
+"""Baseline cells: vanilla recurrent networks."""
 
 import abc
 from collections.abc import Callable
@@ -8,38 +8,16 @@ from torch import Tensor, nn
 
 from .._typing import Device, DType, Positions, Vector
 from ..recurrence.projections import Dense, Orthogonal, Projection, ProjectionSpec
-from ..spec import check_size, spec
-from .base import Cell, CellSpec
+from ..spec import spec
+from .base import Cell, SizedCellSpec
 
 __all__ = ["OrthogonalRNN", "OrthogonalRNNCell", "ReLURNN", "ReLURNNCell", "TanhRNN", "TanhRNNCell"]
-
-
-class _VanillaSpec(CellSpec):
-    """What the plain networks share: a width and a state size.
-
-    Attributes:
-        width: Features of the input.
-        state_size: Numbers in the state; `width` if not given.
-    """
-
-    width: int
-    state_size: int | None
-
-    def __post_init__(self) -> None:
-        if self.state_size is None:
-            object.__setattr__(self, "state_size", self.width)
-        check_size(self, width=self.width, state_size=self.size)
-
-    @property
-    def size(self) -> int:
-        """The state size, resolved."""
-        return self.width if self.state_size is None else self.state_size
 
 
 class _VanillaCell(Cell):
     """x_t = f(W x_{t-1} + U o_t + b) (eq vanilla_rnn)."""
 
-    def __init__(self, spec: _VanillaSpec, recurrent: ProjectionSpec, device: Device, dtype: DType):
+    def __init__(self, spec: SizedCellSpec, recurrent: ProjectionSpec, device: Device, dtype: DType):
         super().__init__()
         self.spec = spec
         self.input_size = spec.width
@@ -54,7 +32,8 @@ class _VanillaCell(Cell):
         self.bias = uniform(spec.size)
 
     @abc.abstractmethod
-    def activation(self, x: Tensor) -> Tensor: ...
+    def activation(self, x: Tensor) -> Tensor:
+        """Return f(x)."""
 
     def prepare(self, inputs: Tensor, position: Positions) -> Tensor:
         return inputs @ self.input_weight.to(inputs.dtype).mT + self.bias.to(inputs.dtype)
@@ -63,13 +42,18 @@ class _VanillaCell(Cell):
         return self.activation(self.recurrent(state) + drive)
 
     def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
-        recurrent = self.recurrent.bound(self.input_weight.dtype if self.dtype is None else self.dtype)
+        recurrent = self.recurrent.bind(self.input_weight.dtype if self.dtype is None else self.dtype)
         return lambda state, drive: self.activation(recurrent(state) + drive)
 
 
 @spec
-class ReLURNN(_VanillaSpec):
-    """x_t = ReLU(W x_{t-1} + U o_t + b), started as `nn.RNN` is."""
+class ReLURNN(SizedCellSpec):
+    """x_t = ReLU(W x_{t-1} + U o_t + b), initialised as `nn.RNN`.
+
+    Attributes:
+        width: Features of the input.
+        state_size: State dimension; `width` if None.
+    """
 
     width: int
     state_size: int | None = None
@@ -79,13 +63,20 @@ class ReLURNN(_VanillaSpec):
 
 
 class ReLURNNCell(_VanillaCell):
+    """The cell of `ReLURNN`."""
+
     def activation(self, x: Tensor) -> Tensor:
         return x.relu()
 
 
 @spec
-class TanhRNN(_VanillaSpec):
-    """x_t = tanh(W x_{t-1} + U o_t + b), started as `nn.RNN` is."""
+class TanhRNN(SizedCellSpec):
+    """x_t = tanh(W x_{t-1} + U o_t + b), initialised as `nn.RNN`.
+
+    Attributes:
+        width: Features of the input.
+        state_size: State dimension; `width` if None.
+    """
 
     width: int
     state_size: int | None = None
@@ -95,13 +86,20 @@ class TanhRNN(_VanillaSpec):
 
 
 class TanhRNNCell(_VanillaCell):
+    """The cell of `TanhRNN`."""
+
     def activation(self, x: Tensor) -> Tensor:
         return x.tanh()
 
 
 @spec
-class OrthogonalRNN(_VanillaSpec):
-    """x_t = ReLU(Q x_{t-1} + U o_t + b) with a Q that is orthogonal and stays so (eq:orthogonal_rnn_expriment)."""
+class OrthogonalRNN(SizedCellSpec):
+    """x_t = ReLU(Q x_{t-1} + U o_t + b) with a Q that stays orthogonal during training (eq:orthogonal_rnn_expriment).
+
+    Attributes:
+        width: Features of the input.
+        state_size: State dimension; `width` if None.
+    """
 
     width: int
     state_size: int | None = None
@@ -111,5 +109,7 @@ class OrthogonalRNN(_VanillaSpec):
 
 
 class OrthogonalRNNCell(_VanillaCell):
+    """The cell of `OrthogonalRNN`."""
+
     def activation(self, x: Tensor) -> Tensor:
         return x.relu()

@@ -1,4 +1,4 @@
-"""A cell with its parameters evaluated: what is the same at every step, and what follows from it."""
+"""The evaluated parameters of an ADPT cell, and everything that is computed from them."""
 
 import abc
 from collections.abc import Callable
@@ -9,120 +9,154 @@ from torch import Tensor, nn
 
 from .._typing import Matrix, Vector
 from ..ops.linear_scan import linear_scan
-from ..recurrence.conjugates import Conjugate, Eigen, HeadedConjugate, StartedBlocks, Taylor
+from ..recurrence.conjugates import Conjugate, Eigen, MultiHeadConjugate, RotatedBlocks, Taylor
 from ..recurrence.directions import Directions, KeyValue
 from ..recurrence.spectra import BlockDiagonal, Spectrum
-from ..solvers.transitions import Diagonal, InBasis, Transition
+from ..solvers.transitions import BasisTransition, DiagonalTransition, Transition
 from .base import Cell
-from .jacobian import Direction, StepJacobian, rotation_numbers, step_jacobian, taylor_numbers
+from .jacobian import ProjectedDirection, StepJacobian, rotation_coefficients, step_jacobian, taylor_coefficients
 from .spec import ADPTSpec
 
-__all__ = ["Bound", "BoundCell"]
+__all__ = ["BindableCell", "BoundParameters"]
 
 
-class _Parts(NamedTuple):
-    """A slice of the drive, taken apart."""
+class _DriveParts(NamedTuple):
+    """The parts that are concatenated in the drive, see `ADPTCell.prepare_with_arguments`."""
 
-    drive: Tensor
-    planes: list[KeyValue] | None
-    dt: Tensor | None
-    beta: Tensor | None
+    drive: Tensor  # (*b, n)
+    planes: list[KeyValue] | None  # None if the directions come from the state
+    dt: Tensor | None  # (*b, 1)
+    beta: Tensor | None  # (*b, 1)
 
 
-class Bound(NamedTuple):
-    """A cell with its parameters evaluated: what is the same at every step."""
+class BoundParameters(NamedTuple):
+    """The evaluated parameters of an ADPT cell, which are the same at every step of a sequence."""
 
     spec: ADPTSpec
     spectrum: Spectrum
-    blocks: BlockDiagonal | None  # None: depends on the length of the step
-    start: Tensor | None
-    beta: float | Tensor | None  # None: comes with the drive
-    directions: list[Callable[[Tensor], KeyValue]] | None  # None: come with the drive
-    projections: list[nn.Module]
+    blocks: BlockDiagonal | None  # Λ̄; None if it depends on the `dt` in the drive
+    start: Tensor | None  # Q₀
+    beta: float | Tensor | None  # None if it is part of the drive
+    directions: list[Callable[[Tensor], KeyValue]] | None  # None if key and value are part of the drive
+    projections: list[nn.Module]  # the modules that the directions were bound from
 
     def step(self, state: Tensor, drive: Tensor, carried: Tensor | None = None) -> Tensor:
-        """M, that of `state`, applied to it, or to what is `carried` on instead, and the drive."""
-        parts = self.parts(drive)
+        """Return the next state M x + drive.
+
+        Args:
+            state: The state that M is computed from, (*b, n).
+            drive: (*b, features).
+            carried: The vector x that M is applied to; `state` if None.
+        """
+        parts = self.split_drive(drive)
         conjugate = self.conjugate(state, parts)
-        driven = conjugate.turn(parts.drive) if self.spec.rotation_aware else parts.drive
+        driven = conjugate.rotate(parts.drive) if self.spec.rotation_aware else parts.drive
         return conjugate.mv(state if carried is None else carried) + driven
 
-    def conjugate(self, state: Tensor, parts: _Parts) -> Conjugate:
-        operator = self.spec.conjugate.operator(*self.evaluated(state, parts), self.spec.retraction)
-        return operator if self.spec.heads == 1 else HeadedConjugate(operator, self.spec.heads)
+    def conjugate(self, state: Tensor, parts: _DriveParts) -> Conjugate:
+        """Return M at a state.
 
-    def evaluated(self, state: Tensor, parts: _Parts) -> tuple[Eigen, list[KeyValue], float | Tensor]:
-        """Eigenvalues, directions and β at this step, with the heads along a dimension of their own."""
+        Args:
+            state: (*b, n).
+            parts: The parts of the drive at this step.
+        """
+        operator = self.spec.conjugate.operator(*self.evaluate(state, parts), self.spec.retraction)
+        return operator if self.spec.heads == 1 else MultiHeadConjugate(operator, self.spec.heads)
+
+    def evaluate(self, state: Tensor, parts: _DriveParts) -> tuple[Eigen, list[KeyValue], float | Tensor]:
+        """Return eigenvalues, key-value pairs and β at a state. More than one head has a separate dimension, -2.
+
+        Args:
+            state: (*b, n).
+            parts: The parts of the drive at this step.
+        """
         eigen: Eigen = self.spectrum(parts.dt) if self.blocks is None else self.blocks
         beta = parts.beta if self.beta is None else self.beta
         assert beta is not None
         if self.spec.heads > 1:
             assert isinstance(eigen, BlockDiagonal)
-            eigen = eigen.heads(self.spec.heads)
+            eigen = eigen.split_heads(self.spec.heads)
             beta = beta.unsqueeze(-2) if parts.beta is not None and isinstance(beta, Tensor) else beta
         if self.start is not None:
             assert isinstance(eigen, BlockDiagonal)
-            eigen = StartedBlocks(eigen, self.start)
+            eigen = RotatedBlocks(eigen, self.start)
         if self.directions is not None:
             return eigen, [directions(state) for directions in self.directions], beta
         assert parts.planes is not None
         return eigen, parts.planes, beta
 
     def linear_transition(self, drive: Tensor) -> Transition:
-        """Λ̄, or Q₀ Λ̄ Q₀' with a learned start: what M is without turning."""
-        blocks: BlockDiagonal = self.spectrum(self.parts(drive).dt) if self.blocks is None else self.blocks
+        """Return Λ̄, or Q₀ Λ̄ Q₀' with a learned start, as a transition: M without the rotation.
+
+        Args:
+            drive: (*b, features).
+        """
+        blocks: BlockDiagonal = self.spectrum(self.split_drive(drive).dt) if self.blocks is None else self.blocks
         if self.start is None:
-            return Diagonal(blocks)
-        return InBasis(self.start.unsqueeze(0), Diagonal(blocks))
+            return DiagonalTransition(blocks)
+        return BasisTransition(self.start.unsqueeze(0), DiagonalTransition(blocks))
 
     def jacobian(self, state: Tensor, drive: Tensor) -> StepJacobian | Conjugate | None:
-        """The Jacobian in closed form; None where there is none."""
-        parts, spec = self.parts(drive), self.spec
-        if self.directions is None or not spec.conjugate.turns:
+        """Return the Jacobian in closed form, or M if that is the Jacobian; None if there is no closed form.
+
+        Args:
+            state: (*b, n).
+            drive: (*b, features).
+        """
+        parts, spec = self.split_drive(drive), self.spec
+        if self.directions is None or not spec.conjugate.has_directions:
             return self.conjugate(state, parts)  # M does not depend on the state
         direction, conjugate = spec.direction, spec.conjugate
-        plain = direction.heads == 1 and direction.dot is None and not direction.layer_norm
-        if not plain or self.blocks is None or self.start is not None or conjugate.planes > 1:
+        unmodified = direction.heads == 1 and direction.dot is None and not direction.layer_norm
+        if not unmodified or self.blocks is None or self.start is not None or conjugate.planes > 1:
             return None
-        found = self.projections[0]
-        if not isinstance(found, Directions) or not found.is_stock():
-            return None  # the derivative of whatever hooks and other modules do is autograd's
+        module = self.projections[0]
+        if not isinstance(module, Directions) or not module.is_stock():
+            return None  # hooks and other modules are differentiated by autograd
         beta = parts.beta if self.beta is None else self.beta
         assert beta is not None
         if isinstance(conjugate, Taylor):
-            numbers = taylor_numbers(self.blocks, beta, conjugate.order)
+            coefficients = taylor_coefficients(self.blocks, beta, conjugate.order)
         else:
-            turned = parts.drive if spec.rotation_aware else None
-            numbers = rotation_numbers(self.blocks, beta, spec.retraction, turned)
+            rotated = parts.drive if spec.rotation_aware else None
+            coefficients = rotation_coefficients(self.blocks, beta, spec.retraction, rotated)
         dtype = self.blocks.real.dtype
-        pair = (found.key_projection, found.value_projection)
-        directions = [Direction(projection.dense().to(dtype), projection.bound(dtype)) for projection in pair]
-        return step_jacobian(state, self.blocks, direction.source, directions, numbers)
+        pair = (module.key_projection, module.value_projection)
+        directions = [ProjectedDirection(projection.dense().to(dtype), projection.bind(dtype)) for projection in pair]
+        return step_jacobian(state, self.blocks, direction.source, directions, coefficients)
 
     def radius(self, state: Tensor, drive: Tensor, fresh: Tensor, reset: Tensor | None) -> Tensor | None:
-        """‖x_t‖ <= |λ̄|_max ‖x_{t-1}‖ + ‖drive_t‖, whatever β, K and V; not so for Taylor, whose M may stretch."""
+        """Return the bound ‖x_t‖ <= |λ̄|_max ‖x_{t-1}‖ + ‖drive_t‖, which holds for any β, K and V.
+
+        None for `Taylor`, whose M may have a larger norm than |λ̄|_max. Arguments as for `Cell.radius`.
+        """
         if isinstance(self.spec.conjugate, Taylor):
             return None
-        parts = self.parts(drive)
+        parts = self.split_drive(drive)
         blocks: BlockDiagonal = self.spectrum(parts.dt) if self.blocks is None else self.blocks
         largest = blocks.modulus().amax(-1, keepdim=True)
-        pushed = torch.linalg.vector_norm(parts.drive, dim=-1, keepdim=True)
+        added = torch.linalg.vector_norm(parts.drive, dim=-1, keepdim=True)
         if reset is not None:
-            anew = largest * torch.linalg.vector_norm(fresh, dim=-1)[:, None, None]
-            pushed = torch.where(reset.unsqueeze(-1), pushed + anew, pushed)
+            restarted = largest * torch.linalg.vector_norm(fresh, dim=-1)[:, None, None]
+            added = torch.where(reset.unsqueeze(-1), added + restarted, added)
         entering = torch.linalg.vector_norm(state, dim=-1, keepdim=True)
-        return linear_scan(largest, pushed, entering, reset=reset).squeeze(-1)
+        return linear_scan(largest, added, entering, reset=reset).squeeze(-1)
 
-    def parts(self, drive: Tensor) -> _Parts:
+    def split_drive(self, drive: Tensor) -> _DriveParts:
+        """Split the drive into the drive itself and the arguments that follow it.
+
+        Args:
+            drive: (*b, features).
+        """
         if self.directions is not None and self.blocks is not None and self.beta is not None:
-            return _Parts(drive, None, None, None)
+            return _DriveParts(drive, None, None, None)
         size, heads = self.spec.size, self.spec.heads
         count = 0 if self.directions is not None else 2 * self.spec.conjugate.planes
         sizes = [size, *[size] * count, *[1] * (self.blocks is None), *[1] * (self.beta is None)]
         driven, *rest = drive.split(sizes, -1)
         vectors = [v if heads == 1 else v.unflatten(-1, (heads, -1)) for v in rest[:count]]
         planes = [KeyValue(*vectors[i : i + 2]) for i in range(0, count, 2)]
-        return _Parts(
+        return _DriveParts(
             driven,
             None if self.directions is not None else planes,
             rest[count] if self.blocks is None else None,
@@ -130,12 +164,12 @@ class Bound(NamedTuple):
         )
 
 
-class BoundCell(Cell):
-    """A cell that says what it is bound to; all that a solver may ask of it follows."""
+class BindableCell(Cell):
+    """Base class of the cells whose step is computed from `BoundParameters`; implements the interface of solvers."""
 
     @abc.abstractmethod
-    def bind(self) -> Bound:
-        """The cell with its parameters evaluated."""
+    def bind(self) -> BoundParameters:
+        """Evaluate the parameters."""
 
     def step(self, state: Vector, drive: Tensor) -> Vector:
         return self.bind().step(state, drive)
@@ -145,7 +179,7 @@ class BoundCell(Cell):
 
     def conjugate(self, state: Vector, drive: Tensor) -> Conjugate:
         bound = self.bind()
-        return bound.conjugate(state, bound.parts(drive))
+        return bound.conjugate(state, bound.split_drive(drive))
 
     def linear_transition(self, drive: Tensor) -> Transition:
         return self.bind().linear_transition(drive)
@@ -154,11 +188,11 @@ class BoundCell(Cell):
         closed = self.bind().jacobian(state, drive)
         return super().jacobian(state, drive) if closed is None else closed.dense().expand(*state.shape, -1)
 
-    def jacobians(self, states: Tensor, drive: Tensor) -> Callable[[int, int], Tensor]:
+    def jacobian_chunks(self, states: Tensor, drive: Tensor) -> Callable[[int, int], Tensor]:
         closed = self.bind().jacobian(states, drive)
         if not isinstance(closed, StepJacobian):
-            return super().jacobians(states, drive)
-        return lambda start, stop: closed.steps(start, stop).dense()
+            return super().jacobian_chunks(states, drive)
+        return lambda start, stop: closed.slice_steps(start, stop).dense()
 
     def jacobian_blocks(self, state: Vector, drive: Tensor) -> BlockDiagonal:
         closed = self.bind().jacobian(state, drive)

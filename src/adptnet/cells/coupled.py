@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from .._typing import Device, DType, Positions, Vector
-from ..ops._torch_state import transformed
+from ..ops._torch_state import is_transformed
 from ..recurrence.spectra import BlockDiagonal
-from ..solvers.transitions import Coupled, Transition
+from ..solvers.transitions import CoupledTransition, Transition
 from . import fused
 from .adpt import ADPTCell
 from .base import Cell
@@ -19,7 +19,7 @@ __all__ = ["CoupledCell", "Memory"]
 
 
 class Memory(NamedTuple):
-    """What a slow memory is at every step: fast += gain (feedback ⊙ slow), slow ← decay slow + charge ⊙ fast."""
+    """The evaluated parameters of a slow memory: fast += gain (feedback ⊙ slow), slow ← decay slow + charge ⊙ fast."""
 
     gain: BlockDiagonal
     feedback: Tensor
@@ -30,7 +30,12 @@ class Memory(NamedTuple):
 class CoupledCell(Cell):
     """x_t = M x_{t-1} + γ ⊙ (u_t + feedback ⊙ w_{t-1}),  w_t = Γ w_{t-1} + (1 - Γ) x_t.
 
-    The state is x and w in a row.
+    The state is the concatenation of x and w.
+
+    Args:
+        spec: All choices of the model; `spec.memory` is not None.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
     """
 
     def __init__(self, spec: ADPTSpec, *, device: Device = None, dtype: DType = None):
@@ -53,21 +58,26 @@ class CoupledCell(Cell):
         return self.stepper()(state, drive)
 
     def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
-        return self.stepping(lambda fast: fast, lambda fast: fast)
+        return self.make_step(lambda fast: fast, lambda fast: fast)
 
-    def stepping(
-        self, carried: Callable[[Tensor], Tensor], followed: Callable[[Tensor], Tensor]
+    def make_step(
+        self, carry: Callable[[Tensor], Tensor], follow: Callable[[Tensor], Tensor]
     ) -> Callable[[Tensor, Tensor], Tensor]:
-        """A step in which M is applied to `carried(x)`, and the memory follows `followed(x)`."""
+        """Return a step function with changes that spikes may make to it.
+
+        Args:
+            carry: M is applied to `carry(x)` in place of x.
+            follow: The memory follows `follow(x)` in place of x.
+        """
         size = self.spec.size
         bound = self.fast.bind()
-        gain, feedback, decay, charge = self.evaluated()
+        gain, feedback, decay, charge = self.evaluate_memory()
 
         def step(state: Tensor, drive: Tensor) -> Tensor:
             fast, slow = state.split(size, -1)
             fed = drive[..., :size] + gain.mv(feedback * slow)
-            fast = bound.step(fast, torch.cat((fed, drive[..., size:]), -1), carried(fast))
-            return torch.cat((fast, decay.mv(slow) + charge * followed(fast)), -1)
+            fast = bound.step(fast, torch.cat((fed, drive[..., size:]), -1), carry(fast))
+            return torch.cat((fast, decay.mv(slow) + charge * follow(fast)), -1)
 
         return step
 
@@ -80,42 +90,47 @@ class CoupledCell(Cell):
         lengths: Tensor | None = None,
         lean: bool = False,
     ) -> Tensor | None:
-        if not self._scans(drive.dtype, drive.device, log=True):
+        if not self._can_scan(drive.dtype, drive.device, log=True):
             return None
-        constants, form = self.fast.constants(beta=False)
-        gain, feedback, decay, charge = self.evaluated()
-        constants = fused.coupled(constants, gain, feedback, decay.real, charge)
-        factors = fused.factors_of(self.fast.directions, form, drive.dtype)
-        return fused.scan(constants, form, drive, state, reset, lengths, lean, factors)
+        constants, form = self.fast.make_constants(beta=False)
+        gain, feedback, decay, charge = self.evaluate_memory()
+        constants = fused.add_memory(constants, gain, feedback, decay.real, charge)
+        factors = fused.make_factors(self.fast.directions, form, drive.dtype)
+        return fused.run_scan(constants, form, drive, state, reset, lengths, lean, factors)
 
-    def scans(self, device: torch.device | str) -> bool:
-        return self._scans(self.dtype, torch.device(device)) and not transformed(*self.parameters())
+    def can_scan(self, device: torch.device | str) -> bool:
+        return self._can_scan(self.dtype, torch.device(device)) and not is_transformed(*self.parameters())
 
-    def _scans(self, dtype: torch.dtype | None, device: torch.device, *, log: bool = False) -> bool:
-        own = fused.own_steps(self, CoupledCell) and self.fast.is_stock(log=log)
-        return own and fused.covers(self.spec, dtype, device, log=log)
+    def _can_scan(self, dtype: torch.dtype | None, device: torch.device, *, log: bool = False) -> bool:
+        unmodified = fused.has_stock_step(self, CoupledCell) and self.fast.is_stock(log=log)
+        return unmodified and fused.has_kernel(self.spec, dtype, device, log=log)
 
-    def evaluated(self) -> Memory:
-        """The slow memory, with its parameters evaluated."""
+    def evaluate_memory(self) -> Memory:
+        """Evaluate the parameters of the slow memory."""
         decay: BlockDiagonal = self.slow()
         charge = -torch.expm1(self.slow.log_modulus())
         return Memory(self.fast.drive.gain(self.fast.spectrum), self.feedback.to(charge.dtype), decay, charge)
 
-    def define_step(self, state: Vector, drive: Tensor) -> Vector:
-        """`step` by its definition, with dense matrices."""
+    def reference_step(self, state: Vector, drive: Tensor) -> Vector:
+        """Return the next state computed from its definition with dense matrices: the slow reference for `step`.
+
+        Args:
+            state: (..., state_size).
+            drive: (..., features).
+        """
         size = self.spec.size
         fast, slow = state.split(size, -1)
         gain, decay = self.fast.drive.gain(self.fast.spectrum).dense(), self.slow().dense()
         fed = drive[..., :size] + (self.feedback * slow) @ gain.mT
-        fast = self.fast.define_step(fast, torch.cat((fed, drive[..., size:]), -1))
+        fast = self.fast.reference_step(fast, torch.cat((fed, drive[..., size:]), -1))
         return torch.cat((fast, slow @ decay.mT + fast - fast @ decay.mT), -1)
 
     def linear_transition(self, drive: Tensor) -> Transition:
-        """[[Λ̄, γ g], [(1 - Γ)Λ̄, Γ + (1 - Γ) γ g]] for each number, or pair, of the state."""
+        """Return [[Λ̄, γ g], [(1 - Γ)Λ̄, Γ + (1 - Γ) γ g]] for each state dimension or pair, with g the feedback."""
         return self._transition(self.fast.spectrum())
 
     def forward_transition(self, state: Vector, drive: Tensor) -> Transition:
-        """The same with the diagonal of M in the place of Λ̄."""
+        """Return the matrices of `linear_transition` with the (block) diagonal of M in place of Λ̄."""
         fast, slow = state.split(self.spec.size, -1)
         gain = self.fast.drive.gain(self.fast.spectrum)
         fed = drive[..., : self.spec.size] + gain.mv(self.feedback.to(state.dtype) * slow)
@@ -134,18 +149,22 @@ class CoupledCell(Cell):
         above = torch.cat((kept, fed.expand_as(kept)), -1)
         below = torch.cat((charged @ kept, (held + charged @ fed).expand_as(kept)), -1)
         matrices = torch.cat((above, below), -2)
-        return Coupled(matrices if matrices.dim() > 3 else matrices[None, None])
+        return CoupledTransition(matrices if matrices.dim() > 3 else matrices[None, None])
 
     def output(self, state: Tensor) -> Tensor:
         return state[..., : self.spec.size]
 
     def slow_state(self, state: Tensor) -> Tensor:
-        """w."""
+        """Return w.
+
+        Args:
+            state: (..., state_size).
+        """
         return state[..., self.spec.size :]
 
 
 def _matrices(blocks: BlockDiagonal, paired: bool) -> Tensor:
-    """Each number as a 1-by-1 matrix, or each pair as a 2-by-2 one: (*b, blocks, m, m)."""
+    """Return each eigenvalue as a 1-by-1 matrix, or each pair as a 2-by-2 matrix: (*b, blocks, m, m)."""
     if not paired:
         return blocks.real[..., None, None]
     real = blocks.real.unflatten(-1, (-1, 2))

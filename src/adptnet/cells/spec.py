@@ -1,4 +1,4 @@
-"""The description of an ADPT cell: every choice of the model in one place."""
+"""The spec of an ADPT cell: every choice of the model in one place."""
 
 import dataclasses
 import math
@@ -6,7 +6,7 @@ from typing import Any
 
 from .._typing import Device, DType
 from ..errors import IncompatibleError, SpecError
-from ..recurrence.beta import BetaValue, TrainableBeta, heads_of
+from ..recurrence.beta import BetaValue, TrainableBeta, count_heads
 from ..recurrence.conjugates import ConjugateSpec, Exact, Stateful, Taylor
 from ..recurrence.directions import DirectionSpec, FromInput, FromState
 from ..recurrence.drive import EMA, LRU, GainSpec, RoPE, SoftplusGate
@@ -28,8 +28,8 @@ class SlowMemory(Spec):
 
     Attributes:
         spectrum: Γ; real, non-negative eigenvalues, slower than the state's.
-        feedback: Where the feedback starts: one number for all of the state, or a range (low, high) to draw each from.
-            It learns.
+        feedback: Initial feedback: one number for all state dimensions, or a range (low, high) to draw each from. It is
+            trained.
     """
 
     spectrum: SpectrumSpec = Linspace(dt_min=1e-4, dt_max=1e-2)
@@ -41,33 +41,34 @@ class SlowMemory(Spec):
             raise SpecError(
                 f"SlowMemory(spectrum={self.spectrum}): Γ must be real, in [0, 1). Pass spectra.Linspace(...)."
             )
-        given = self.feedback if isinstance(self.feedback, tuple) else (self.feedback, self.feedback)
-        if len(given) != 2 or any(isinstance(end, bool) or not math.isfinite(end) for end in given):
+        ends = self.feedback if isinstance(self.feedback, tuple) else (self.feedback, self.feedback)
+        if len(ends) != 2 or any(isinstance(end, bool) or not math.isfinite(end) for end in ends):
             raise SpecError(
                 f"SlowMemory(feedback={self.feedback!r}): must be a finite number, or two of them: (low, high)."
             )
-        if given[0] > given[1]:
-            raise SpecError(f"SlowMemory(feedback={self.feedback!r}): low is the larger. Exchange the two.")
+        if ends[0] > ends[1]:
+            raise SpecError(f"SlowMemory(feedback={self.feedback!r}): low is larger than high. Exchange the two.")
 
 
 @spec
 class ADPTSpec(CellSpec):
-    """Every choice of the model; what does not fit together is refused here.
+    """Every choice of the model. Choices that do not fit together raise `IncompatibleError` or `SpecError`.
 
     Attributes:
         width: Features of the input.
-        state_size: Numbers in the state; `width` if not given.
-        beta: How far the state may turn itself in a step; 0 is a linear model. A tuple gives one to each head.
+        state_size: State dimension; `width` if None.
+        beta: Strength of the non-linearity, an upper bound of the rotation angle per step; 0 is a linear model. A tuple
+            has one for each head.
         spectrum: The timescales.
-        retraction: How far a step turns.
+        retraction: The map from key and value to the rotation.
         conjugate: How the rotation acts on the timescales.
-        direction: Where key and value come from.
-        projection: What K and V are.
-        input_projection: What B is.
-        gain: What normalises the input.
+        direction: How key and value are computed.
+        projection: The projections K and V.
+        input_projection: The input projection B.
+        gain: The normalisation of the input.
         gate: A gate on the input, or None.
         rope: Rotary positions on the input, or None.
-        rotation_aware: Turn the drive with the state (eq:rotation_aware_normalisation). Outside the lemmas.
+        rotation_aware: Rotate the drive with the state (eq:rotation_aware_normalisation). Outside the lemmas.
         start: Step from a learned rotation Q₀ instead of the identity: M = Q Q₀ Λ̄ Q₀' Q'.
         memory: A slow linear memory beside the state, or None.
     """
@@ -100,28 +101,29 @@ class ADPTSpec(CellSpec):
 
     @property
     def size(self) -> int:
-        """The state size, resolved."""
+        """The state dimension (of x, without a slow memory)."""
         return self.width if self.state_size is None else self.state_size
 
     @property
     def heads(self) -> int:
+        """The number of heads."""
         return self.direction.heads
 
     @property
     def expansion(self) -> int:
-        """Numbers of the state for each channel of the input, if the input is expanded; 1 otherwise."""
+        """State dimensions per channel of the input, if the input is expanded; 1 otherwise."""
         return self.size // self.width if isinstance(self.input_projection, Expand) else 1
 
     @property
     def outside_lemmas(self) -> tuple[str, ...]:
-        """Why no bound of the lemmas' kind holds for this cell, if none does (deviations.md, point 13)."""
-        turning = self.conjugate.turns and not isinstance(self.direction, FromInput)  # otherwise J = M
+        """The reasons why the bounds of the lemmas do not hold for this cell; empty if they do (deviations.md, 13)."""
+        depends = self.conjugate.has_directions and not isinstance(self.direction, FromInput)  # otherwise J = M
         rank = self.projection.rank if isinstance(self.projection, LowRank) else self.size
         reasons = {
-            f"direction={self.direction}": not self.direction.keeps_lemmas and turning,
-            "bias on K and V": self.projection.bias and turning,
-            "singular K and V": rank < self.size // self.heads and turning,
-            "rotation_aware": self.rotation_aware and turning,
+            f"direction={self.direction}": not self.direction.keeps_lemmas and depends,
+            "bias on K and V": self.projection.bias and depends,
+            "singular K and V": rank < self.size // self.heads and depends,
+            "rotation_aware": self.rotation_aware and depends,
             "memory": self.memory is not None,
             f"conjugate={self.conjugate}": self.conjugate in (Stateful(), Taylor(2)),
             "|λ̄| >= 1": self.spectrum.grows,
@@ -129,7 +131,12 @@ class ADPTSpec(CellSpec):
         return tuple(reason for reason, holds in reasons.items() if holds)
 
     def build(self, *, device: Device = None, dtype: DType = None) -> Cell:
-        """Makes the cell: an `ADPTCell`, a `CoupledCell` with a slow memory, or a `StatefulCell`."""
+        """Build the cell: an `ADPTCell`, a `CoupledCell` with a slow memory, or a `StatefulCell`.
+
+        Args:
+            device: Device of the parameters.
+            dtype: Dtype of the parameters.
+        """
         from .adpt import ADPTCell
         from .coupled import CoupledCell
         from .stateful import StatefulCell
@@ -164,23 +171,23 @@ class ADPTSpec(CellSpec):
                 raise SpecError(f"ADPTSpec(beta={value!r}): an angle above 1e6 has no digits left in float32.")
         if values == ():
             raise SpecError("ADPTSpec(beta=()): β is a number, or one for each head. Pass beta=0.125.")
-        given = heads_of(self.beta)
-        if given is not None and given != self.heads:
+        count = count_heads(self.beta)
+        if count is not None and count != self.heads:
             raise IncompatibleError(
-                f"ADPTSpec(beta={self.beta}): {given} numbers for {self.heads} heads. "
-                f"Pass direction={type(self.direction).__name__}(heads={given}), or one number."
+                f"ADPTSpec(beta={self.beta}): {count} numbers for {self.heads} heads. "
+                f"Pass direction={type(self.direction).__name__}(heads={count}), or one number."
             )
-        if not self.conjugate.turns and self.beta != 0:
+        if not self.conjugate.has_directions and self.beta != 0:
             raise IncompatibleError(
-                f"ADPTSpec(conjugate={self.conjugate}, beta={self.beta}): this conjugate does not turn. "
+                f"ADPTSpec(conjugate={self.conjugate}, beta={self.beta}): this conjugate does not rotate. "
                 "Pass beta=0, or conjugate=conjugates.Exact()."
             )
 
     def _check_sizes(self) -> None:
         if isinstance(self.projection, Expand):
             raise IncompatibleError(
-                "ADPTSpec(projection=Expand()): K and V are square; an expansion would only scale each number of the "
-                "state. Pass projection=projections.Dense(), and Expand() as input_projection."
+                "ADPTSpec(projection=Expand()): K and V are square; an expansion would only scale each state "
+                "dimension. Pass projection=projections.Dense(), and Expand() as input_projection."
             )
         if isinstance(self.input_projection, Expand) and self.size % self.width:
             raise IncompatibleError(
@@ -189,7 +196,7 @@ class ADPTSpec(CellSpec):
             )
         if self.size % self.heads:
             raise IncompatibleError(
-                f"ADPTSpec(state_size={self.size}): {self.heads} heads do not divide the state. "
+                f"ADPTSpec(state_size={self.size}): the state size is not a multiple of {self.heads} heads. "
                 f"Pass state_size={(self.size // self.heads + 1) * self.heads}."
             )
         if isinstance(self.projection, (Kronecker, LowParam)):
@@ -197,32 +204,34 @@ class ADPTSpec(CellSpec):
             if a * b != self.size // self.heads:
                 where = "the state has size" if self.heads == 1 else f"each of {self.heads} heads has size"
                 raise IncompatibleError(
-                    f"{type(self.projection).__name__}(factors={(a, b)}) makes {a * b}, but {where} "
+                    f"{type(self.projection).__name__}(factors={(a, b)}) has size {a * b}, but {where} "
                     f"{self.size // self.heads}. Pass factors={square_factors(self.size // self.heads)}, "
                     f"or state_size={a * b * self.heads}."
                 )
         if self.spectrum.is_complex and (self.size // self.heads) % 2:
             raise IncompatibleError(
-                f"ADPTSpec(state_size={self.size}, spectrum={self.spectrum}): complex pairs need an even number in "
-                f"each head. Pass state_size={self.heads * (self.size // self.heads + 1)}."
+                f"ADPTSpec(state_size={self.size}, spectrum={self.spectrum}): complex pairs need an even size of each "
+                f"head. Pass state_size={self.heads * (self.size // self.heads + 1)}."
             )
 
     def _check_fit(self) -> None:
         if self.rope is not None and self.spectrum.is_complex:
             raise IncompatibleError(
-                f"ADPTSpec(rope={self.rope}, spectrum={self.spectrum}): RoPE moves the oscillations into the input, a "
+                f"ADPTSpec(rope={self.rope}, spectrum={self.spectrum}): RoPE puts the oscillations into the input, a "
                 "complex spectrum has them in the state. Pass a real spectrum, spectra.Linspace(), or rope=None."
             )
         if self.rope is not None and self.size % 2:
-            raise IncompatibleError(f"ADPTSpec(rope=...): RoPE turns pairs. Pass state_size={self.size + 1}.")
+            raise IncompatibleError(
+                f"ADPTSpec(rope=...): RoPE rotates pairs and needs an even state size. Pass state_size={self.size + 1}."
+            )
         if self.spectrum.grows and isinstance(self.gain, (EMA, LRU)):
             raise IncompatibleError(
                 f"ADPTSpec(gain={self.gain}): it is defined for |λ̄| < 1, and this spectrum has |λ̄| >= 1. "
                 "Pass gain=drive.ZOH()."
             )
-        if self.rotation_aware and not self.conjugate.rotates:
+        if self.rotation_aware and not self.conjugate.has_rotation:
             raise IncompatibleError(
-                f"ADPTSpec(rotation_aware=True, conjugate={self.conjugate}): there is no rotation to turn with. "
+                f"ADPTSpec(rotation_aware=True, conjugate={self.conjugate}): this conjugate has no rotation. "
                 "Pass conjugate=conjugates.Exact()."
             )
         if self.start and self.heads > 1:
@@ -241,5 +250,5 @@ class ADPTSpec(CellSpec):
 
 
 def axes() -> tuple[str, ...]:
-    """The names of the model axes, as `ADPTNet` takes them."""
+    """Return the names of the model axes, which are keyword arguments of `ADPTNet`."""
     return tuple(f.name for f in dataclasses.fields(ADPTSpec) if f.name != "width")

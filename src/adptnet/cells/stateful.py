@@ -1,4 +1,4 @@
-"""A cell that remembers its rotation (eq:naive_ortho_update): for study, at small sizes."""
+"""A cell whose rotation is part of the state (eq:naive_ortho_update): for study, at small sizes."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,7 +17,13 @@ __all__ = ["StatefulCell"]
 
 
 class StatefulCell(Cell):
-    """x_t = Q_t Λ̄ Q_t' x_{t-1} + drive_t,  Q_t = Q_{t-1} R(k, Q_{t-1} v). The state is x and the rows of Q."""
+    """x_t = Q_t Λ̄ Q_t' x_{t-1} + drive_t,  Q_t = Q_{t-1} R(k, Q_{t-1} v). The state is x, then the rows of Q.
+
+    Args:
+        spec: All choices of the model; `spec.conjugate` is `Stateful()`.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+    """
 
     def __init__(self, spec: ADPTSpec, *, device: Device = None, dtype: DType = None):
         super().__init__()
@@ -45,29 +51,36 @@ class StatefulCell(Cell):
         def step(state: Tensor, drive: Tensor) -> Tensor:
             x, rows = state[..., :size], state[..., size:].unflatten(-1, (size, size))
             key, value = directions(x)
-            turned = (rows @ value.unsqueeze(-1)).squeeze(-1)
-            rotation = retraction(key.unsqueeze(-2), turned.unsqueeze(-2), beta)
+            rotated = (rows @ value.unsqueeze(-1)).squeeze(-1)
+            rotation = retraction(key.unsqueeze(-2), rotated.unsqueeze(-2), beta)
             rows = rotation.apply_transposed(rows)  # each row of Q R is R' times the row of Q
-            remembered = blocks.mv((x.unsqueeze(-2) @ rows).squeeze(-2))
-            x = (rows @ remembered.unsqueeze(-1)).squeeze(-1) + drive
+            decayed = blocks.mv((x.unsqueeze(-2) @ rows).squeeze(-2))
+            x = (rows @ decayed.unsqueeze(-1)).squeeze(-1) + drive
             return torch.cat((x, rows.flatten(-2)), -1)
 
         return step
 
-    def define_step(self, state: Vector, drive: Tensor) -> Vector:
-        """`step` by its definition, with dense matrices."""
+    def reference_step(self, state: Vector, drive: Tensor) -> Vector:
+        """Return the next state computed from its definition with dense matrices: the slow reference for `step`.
+
+        Args:
+            state: (..., state_size).
+            drive: (..., features).
+        """
         bound = self.memoryless.bind()
         assert bound.blocks is not None
         assert bound.beta is not None
         assert bound.directions is not None
         x, old = self.output(state), self.rotation(state)
         key, value = bound.directions[0](x)
-        new = old @ self.spec.retraction.define(bound.beta * skew(key, (old @ value.unsqueeze(-1)).squeeze(-1)))
+        new = old @ self.spec.retraction.reference_matrix(
+            bound.beta * skew(key, (old @ value.unsqueeze(-1)).squeeze(-1))
+        )
         conjugate = new @ bound.blocks.dense() @ new.mT
         return torch.cat(((conjugate @ x.unsqueeze(-1)).squeeze(-1) + drive, new.flatten(-2)), -1)
 
     def initial_state(self, batch: int, *, device: Device = None, dtype: DType = None) -> Tensor:
-        """Zero, and Q = I."""
+        """Return x = 0 and Q = I. Arguments as for `Cell.initial_state`."""
         zero = super().initial_state(batch, device=device, dtype=dtype)
         zero[:, self.spec.size :] = torch.eye(self.spec.size, dtype=zero.dtype, device=zero.device).flatten()
         return zero
@@ -76,6 +89,10 @@ class StatefulCell(Cell):
         return state[..., : self.spec.size]
 
     def rotation(self, state: Tensor) -> Tensor:
-        """Q, (*b, n, n)."""
+        """Return Q, (*b, n, n).
+
+        Args:
+            state: (*b, state_size).
+        """
         rows: Tensor = state[..., self.spec.size :].unflatten(-1, (self.spec.size, self.spec.size))
         return rows

@@ -1,4 +1,4 @@
-"""Cells from what users already have: a cell of `torch.nn`, or any function of state and input."""
+"""Wrappers that make a cell of a `torch.nn` cell, or of any function of state and input."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,14 @@ __all__ = ["FunctionCell", "TorchCell", "from_function", "from_torch"]
 
 
 def from_torch(cell: nn.RNNCellBase) -> Cell:
-    """A `torch.nn.RNNCell`, `GRUCell` or `LSTMCell` as a cell; the LSTM's state is h and c side by side."""
+    """Wrap a `torch.nn.RNNCell`, `GRUCell` or `LSTMCell` as a cell.
+
+    Args:
+        cell: The module. The state of an `LSTMCell` is the concatenation of h and c.
+
+    Raises:
+        IncompatibleError: `cell` is not one of the three.
+    """
     if not isinstance(cell, (nn.RNNCell, nn.GRUCell, nn.LSTMCell)):
         raise IncompatibleError(
             f"from_torch takes an nn.RNNCell, nn.GRUCell or nn.LSTMCell; got {type(cell).__name__}. "
@@ -24,6 +31,12 @@ def from_torch(cell: nn.RNNCellBase) -> Cell:
 
 
 class TorchCell(Cell):
+    """A cell of `torch.nn`.
+
+    Args:
+        cell: The module.
+    """
+
     def __init__(self, cell: nn.RNNCell | nn.GRUCell | nn.LSTMCell):
         super().__init__()
         self.cell = cell
@@ -32,7 +45,7 @@ class TorchCell(Cell):
         self.output_size = cell.hidden_size
 
     def prepare(self, inputs: Tensor, position: Positions) -> Tensor:
-        _refuse_half(self)
+        _check_precision(self)
         return inputs
 
     def step(self, state: Vector, drive: Tensor) -> Vector:
@@ -49,10 +62,16 @@ class TorchCell(Cell):
 
 
 def from_function(function: Callable[[Tensor, Tensor], Tensor], state_size: int, input_size: int | None = None) -> Cell:
-    """Any `function(state, input) -> state` as a cell.
+    """Wrap any `function(state, input) -> state` as a cell.
 
-    It is called with (rows, state_size) and (rows, features), the rows being sequences, steps or both, and must treat
-    each row by itself. If it is an `nn.Module`, its parameters are the cell's.
+    Args:
+        function: Called with (rows, state_size) and (rows, features), where rows are sequences, steps or both; it must
+            treat each row independently. If it is an `nn.Module`, its parameters are those of the cell.
+        state_size: State dimension.
+        input_size: Features of the input; None if any number is accepted.
+
+    Raises:
+        IncompatibleError: `function` is not callable, or is an `nn.RNNCellBase`, whose arguments are in another order.
     """
     if not callable(function):
         raise IncompatibleError(f"from_function({function!r}): needs a function of state and input.")
@@ -66,7 +85,8 @@ def from_function(function: Callable[[Tensor, Tensor], Tensor], state_size: int,
     return cell
 
 
-def _refuse_half(cell: Cell) -> None:
+def _check_precision(cell: Cell) -> None:
+    """Raise `IncompatibleError` if a parameter has half precision."""
     for name, parameter in cell.named_parameters():
         if parameter.dtype in (torch.float16, torch.bfloat16):
             raise IncompatibleError(
@@ -76,6 +96,14 @@ def _refuse_half(cell: Cell) -> None:
 
 
 class FunctionCell(Cell):
+    """A cell whose step is a user's function.
+
+    Args:
+        function: A function of state and input.
+        state_size: State dimension.
+        input_size: Features of the input; None if any number is accepted.
+    """
+
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor], state_size: int, input_size: int | None):
         super().__init__()
         self.function = function
@@ -83,13 +111,13 @@ class FunctionCell(Cell):
         self.state_size = state_size
 
     def prepare(self, inputs: Tensor, position: Positions) -> Tensor:
-        _refuse_half(self)
+        _check_precision(self)
         return inputs
 
     def step(self, state: Tensor, drive: Tensor) -> Tensor:
         if state.dim() == 2:
             return self.function(state, drive)
-        # a function may name its dimensions by number: it always sees two
+        # the function may index dimensions by number, so it always gets two
         flat, inputs = state.reshape(-1, state.shape[-1]), drive.reshape(-1, drive.shape[-1])
         after = self.function(flat, inputs)
         return after.reshape(state.shape) if isinstance(after, Tensor) and after.shape == flat.shape else after

@@ -1,1 +1,1 @@
-"""Bridges to other programs and files. Each imports what it needs when it is used."""
+"""Conversion to and from other programs and file formats. Each module imports its dependencies when it is used."""

@@ -1,8 +1,8 @@
-"""Export to NIR, the neuromorphic intermediate representation, where it is exact.
+"""Exact export to NIR, the neuromorphic intermediate representation.
 
-NIR has leaky integrators, thresholds and linear maps in continuous time; it has no product of two signals. So a state
-that turns itself (β ≠ 0) cannot be written, nor a reset by subtraction. Exact means: with steps of `dt` and the input
-held during each, and the feedback of a slow memory one step late, the graph gives the same spikes.
+NIR has leaky integrators, thresholds and linear maps in continuous time; it has no product of two signals. So it cannot
+express a state-dependent rotation (β ≠ 0) or a reset by subtraction. Exact means: with steps of `dt`, the input held
+constant during each, and the feedback of a slow memory delayed by one step, the graph gives the same spikes.
 """
 
 import math
@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from .._io.files import drafted
+from .._io.files import replace_file
 from ..cells import SpikingADPT, SpikingADPTCell
 from ..cells.coupled import CoupledCell
 from ..cells.spiking import LIFCell, Sigmoid
 from ..errors import IncompatibleError, InputError
 from ..nn.block import Norm
-from ..nn.spiking import SpikingModel
+from ..nn.spiking_model import SpikingModel
 from ..recurrence.conjugates import Diagonal
 from ..recurrence.projections import Projection
 from ..recurrence.projections.base import Biased
@@ -28,15 +28,19 @@ __all__ = ["run_nir", "to_nir", "write_nir"]
 
 
 def to_nir(model: SpikingModel, *, dt: float, allow_approximation: bool = False) -> Any:
-    """The network as a NIR graph: maps with their batch norms folded in, membranes, thresholds, integrators.
+    """Return the network as a NIR graph: maps with folded batch norms, membranes, thresholds, integrators.
 
-    The softmax and its sum over time stay outside.
+    The softmax and its sum over time are not part of the graph.
 
     Args:
-        model: Of `LIF` neurons with reset "zero" or "none", or SpikingADPTNet's at β = 0, without reset and adaptation.
-        dt: Seconds between steps; NIR's time constants are in seconds.
-        allow_approximation: Write SpikingADPTNet at β ≠ 0 as if β were 0, with β, K and V in the metadata, which other
-            programs do not read.
+        model: A network of `LIF` neurons with reset "zero" or "none", or of SpikingADPTNet's neurons at β = 0, without
+            reset and adaptation.
+        dt: Seconds per step; NIR's time constants are in seconds.
+        allow_approximation: Export SpikingADPTNet with β ≠ 0 as if β were 0. The metadata then hold β, K and V, which
+            other programs do not read.
+
+    Raises:
+        IncompatibleError: The network has no exact form in NIR.
     """
     if not isinstance(model, SpikingModel):
         raise InputError(
@@ -44,7 +48,7 @@ def to_nir(model: SpikingModel, *, dt: float, allow_approximation: bool = False)
         )
     if not (math.isfinite(dt) and dt > 0):
         raise InputError(f"to_nir(dt={dt}): must be a positive number of seconds, 0.004 for frames of 4 ms.")
-    nir = _nir()
+    nir = _import_nir()
     with torch.no_grad():
         nodes: dict[str, Any] = {"input": nir.Input({"input": np.array([model.spec.input_size])})}
         edges: list[tuple[str, str]] = []
@@ -52,39 +56,44 @@ def to_nir(model: SpikingModel, *, dt: float, allow_approximation: bool = False)
         before = "input"
         for i, layer in enumerate(model.layers):
             currents: Any = layer.currents
-            nodes[f"currents{i}"] = _affine(nir, currents.projection, currents.norm)
+            nodes[f"currents{i}"] = _make_affine(nir, currents.projection, currents.norm)
             edges.append((before, f"currents{i}"))
-            before = _neurons(nir, nodes, edges, metadata, i, layer.neurons.cell, dt, allow_approximation)  # type: ignore[union-attr]
-        nodes["decoder"] = _affine(nir, model.decoder.projection, model.decoder.norm)
+            before = _add_neurons(nir, nodes, edges, metadata, i, layer.neurons.cell, dt, allow_approximation)  # type: ignore[union-attr]
+        nodes["decoder"] = _make_affine(nir, model.decoder.projection, model.decoder.norm)
         decay: Any = model.integrators.cell.eigenvalues()
-        nodes["integrators"] = _integrator(nir, decay.real, torch.ones_like(decay.real), dt)
+        nodes["integrators"] = _make_integrator(nir, decay.real, torch.ones_like(decay.real), dt)
         nodes["output"] = nir.Output({"output": np.array([model.spec.output_size])})
         edges += [(before, "decoder"), ("decoder", "integrators"), ("integrators", "output")]
     return nir.NIRGraph(nodes, edges, metadata=metadata)
 
 
 def write_nir(graph: Any, path: str | Path) -> None:
-    """Writes a graph, whole or not at all."""
-    with drafted(Path(path)) as draft:
-        _nir().write(draft, graph)
+    """Write a graph to a file, atomically.
+
+    Args:
+        graph: A graph from `to_nir`.
+        path: The file.
+    """
+    with replace_file(Path(path)) as draft:
+        _import_nir().write(draft, graph)
 
 
 def run_nir(graph: Any, frames: Any, *, dt: float | None = None) -> dict[str, Any]:
-    """Compute every node's output as an exact backend does, for checking an export.
+    """Compute the output of every node as an exact backend does, to check an export.
 
     Args:
-        graph: Of `to_nir`, or one that was read from a file.
+        graph: A graph from `to_nir`, or one read from a file.
         frames: One sequence, (time, features), or a batch of them, (batch, time, features).
-        dt: Seconds between steps; the graph's own if not given.
+        dt: Seconds per step; the graph's own by default.
 
     Returns:
-        Arrays laid out as `frames`, by the name of the node.
+        Arrays with the leading dimensions of `frames`, by the name of the node.
 
     Raises:
-        InputError: If `frames` has another shape.
+        InputError: `frames` has another shape.
     """
     given = np.asarray(frames, np.float64)
-    entry = next(node for node in graph.nodes.values() if isinstance(node, _nir().Input))
+    entry = next(node for node in graph.nodes.values() if isinstance(node, _import_nir().Input))
     features = int(np.prod(entry.input_type["input"]))
     if given.ndim not in (2, 3) or given.shape[-1] != features or not given.size:
         raise InputError(
@@ -98,10 +107,10 @@ def run_nir(graph: Any, frames: Any, *, dt: float | None = None) -> dict[str, An
 
 
 def _run_sequence(graph: Any, frames: Any, dt: float | None) -> dict[str, Any]:
-    """Every node's output, (time, features), for one sequence."""
-    nir = _nir()
+    """Return the output of every node, (time, features), for one sequence."""
+    nir = _import_nir()
     dt = float(graph.metadata["dt"]) if dt is None else dt
-    order = _order(graph)
+    order = _sort_nodes(graph)
     known: dict[str, Any] = dict.fromkeys(graph.nodes)
     potential: dict[str, Any] = {}
     shown: dict[str, list[Any]] = {name: [] for name in graph.nodes}
@@ -129,8 +138,8 @@ def _run_sequence(graph: Any, frames: Any, dt: float | None) -> dict[str, Any]:
     return {name: np.stack(values) for name, values in shown.items()}
 
 
-def _order(graph: Any) -> list[str]:
-    """Nodes so that each comes after what it hears in the same step; a feedback is heard a step late."""
+def _sort_nodes(graph: Any) -> list[str]:
+    """Return the nodes in an order in which each follows its inputs of the same step; feedback arrives a step later."""
     left = dict.fromkeys(graph.nodes)
     order: list[str] = []
     while left:
@@ -142,7 +151,7 @@ def _order(graph: Any) -> list[str]:
     return order
 
 
-def _neurons(
+def _add_neurons(
     nir: Any,
     nodes: dict[str, Any],
     edges: list[tuple[str, str]],
@@ -163,7 +172,7 @@ def _neurons(
         spec, decay = cell.spec, cell.decay()
         if spec.recurrent is not None or spec.reset not in ("zero", "none"):
             raise IncompatibleError(
-                f"layer {i}: NIR resets to a value and this export has no recurrent map; the neuron is {spec}. "
+                f"layer {i}: NIR resets to a value, and this export supports no recurrent map; the neuron is {spec}. "
                 "Train with LIF(n, reset='zero') or reset='none' and no recurrent=."
             )
         threshold = np.full(spec.width, spec.threshold)
@@ -173,13 +182,13 @@ def _neurons(
             nodes[f"spikes{i}"] = nir.LIF(tau=tau, r=ones, v_leak=zeros, v_threshold=threshold, v_reset=zeros)
             edges.append((f"currents{i}", f"spikes{i}"))
             return f"spikes{i}"
-        nodes[f"membrane{i}"] = _integrator(nir, decay, torch.ones_like(decay), dt)
+        nodes[f"membrane{i}"] = _make_integrator(nir, decay, torch.ones_like(decay), dt)
     elif isinstance(cell, SpikingADPTCell):
-        metadata.update(_refused(i, cell.spec, cell, allow_approximation))
+        metadata.update(_check_expressible(i, cell.spec, cell, allow_approximation))
         fast = cell.inner.fast if isinstance(cell.inner, CoupledCell) else cell.inner
         decay = fast.spectrum().real
         gain = fast.drive.gain(fast.spectrum).real
-        nodes[f"membrane{i}"] = _integrator(nir, decay, gain.double() / (1 - decay.double()), dt)
+        nodes[f"membrane{i}"] = _make_integrator(nir, decay, gain.double() / (1 - decay.double()), dt)
         threshold = np.full(len(decay), cell.spec.threshold)
         into = fast.drive.input_projection
         folded = nodes[f"currents{i}"]
@@ -188,7 +197,7 @@ def _neurons(
         nodes[f"currents{i}"] = nir.Affine(weight @ folded.weight, weight @ folded.bias + bias)
         if isinstance(cell.inner, CoupledCell):
             slow: Any = cell.inner.slow().real
-            nodes[f"memory{i}"] = _integrator(nir, slow, torch.ones_like(slow), dt)
+            nodes[f"memory{i}"] = _make_integrator(nir, slow, torch.ones_like(slow), dt)
             nodes[f"feedback{i}"] = nir.Linear(torch.diag(cell.inner.feedback).double().numpy())
             edges.append((f"membrane{i}", f"memory{i}"))
             edges.append((f"memory{i}", f"feedback{i}"))
@@ -203,8 +212,8 @@ def _neurons(
     return f"spikes{i}"
 
 
-def _refused(i: int, spec: SpikingADPT, cell: SpikingADPTCell, allow_approximation: bool) -> dict[str, Any]:
-    """Raises where NIR cannot say what a cell does; returns what an approximation leaves out."""
+def _check_expressible(i: int, spec: SpikingADPT, cell: SpikingADPTCell, allow_approximation: bool) -> dict[str, Any]:
+    """Raise `IncompatibleError` if NIR cannot express a cell; return metadata of what an approximation leaves out."""
     axes = spec.cell
     reasons = {
         "spike_reset": spec.reset != "none",
@@ -219,13 +228,13 @@ def _refused(i: int, spec: SpikingADPT, cell: SpikingADPTCell, allow_approximati
         if holds:
             raise IncompatibleError(f"layer {i}: NIR cannot express {reason}. Build the network without it.")
     fast = cell.inner.fast if isinstance(cell.inner, CoupledCell) else cell.inner
-    turns = not isinstance(axes.conjugate, Diagonal) and max(fast.beta.report()["used"]) > 0
-    if not turns:
+    rotates = not isinstance(axes.conjugate, Diagonal) and max(fast.beta.report()["used"]) > 0
+    if not rotates:
         return {}
     if not allow_approximation:
         raise IncompatibleError(
-            f"layer {i} has beta={axes.beta}: a state that turns itself is a product of signals, which NIR has not. "
-            "Train with beta=0, or pass allow_approximation=True to write it as if beta were 0."
+            f"layer {i} has beta={axes.beta}: a state-dependent rotation is a product of signals, which NIR "
+            "cannot express. Train with beta=0, or pass allow_approximation=True to write it as if beta were 0."
         )
     plane: Any = fast.directions[0]
     return {
@@ -237,8 +246,8 @@ def _refused(i: int, spec: SpikingADPT, cell: SpikingADPTCell, allow_approximati
     }
 
 
-def _affine(nir: Any, projection: Projection, norm: Norm) -> Any:
-    """A projection and the batch norm after it, in evaluation, as one map."""
+def _make_affine(nir: Any, projection: Projection, norm: Norm) -> Any:
+    """Return a projection and the batch norm after it, in evaluation mode, as one affine map."""
     batch = norm.norm
     assert isinstance(batch, nn.BatchNorm1d)
     assert batch.running_mean is not None
@@ -249,14 +258,14 @@ def _affine(nir: Any, projection: Projection, norm: Norm) -> Any:
     return nir.Affine((scale.unsqueeze(-1) * projection.dense().double()).numpy(), bias.numpy())
 
 
-def _integrator(nir: Any, decay: torch.Tensor, gain: torch.Tensor, dt: float) -> Any:
+def _make_integrator(nir: Any, decay: torch.Tensor, gain: torch.Tensor, dt: float) -> Any:
     tau = -dt / decay.double().log()
     return nir.LI(tau=tau.numpy(), r=gain.double().numpy(), v_leak=np.zeros(len(decay)))
 
 
-def _nir() -> Any:
+def _import_nir() -> Any:
     try:
         import nir
     except ImportError:
-        raise InputError("an export to NIR needs the package nir: pip install 'adptnet[nir]'.") from None
+        raise InputError("the export to NIR needs the package nir: pip install 'adptnet[nir]'.") from None
     return nir

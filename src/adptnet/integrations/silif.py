@@ -1,4 +1,4 @@
-"""Weights of the SiLIF authors' networks (Maxtimer97/SSM-inspired-LIF), by the names they have there."""
+"""Import of weights from the SiLIF authors' code (Maxtimer97/SSM-inspired-LIF)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from .._io.untrusted import read_npz
 from ..cells import SiLIF
 from ..errors import CheckpointError
-from ..nn.spiking import SpikingModel, SpikingModelSpec
+from ..nn.spiking_model import SpikingModel, SpikingModelSpec
 
 __all__ = ["from_silif"]
 
@@ -18,22 +18,25 @@ _NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
 def from_silif(weights: str | Path | Mapping[str, Any]) -> SpikingModel:
-    """A SiLIF network with trained weights, in evaluation mode.
+    """Return a SiLIF network with the given weights, in evaluation mode.
 
     Args:
-        weights: Their state dict, as a mapping of tensors or arrays, or the path of an `.npz` file of it.
+        weights: A state dict of the authors' code, as a mapping of tensors or arrays, or the path of an `.npz` file.
+
+    Raises:
+        CheckpointError: The file cannot be read, or its arrays are not those of a SiLIF network.
     """
     if isinstance(weights, (str, Path)):
         try:
             weights = read_npz(Path(weights))[0]
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{weights} is no .npz file of arrays: {error}.") from None
+            raise CheckpointError(f"{weights} is not an .npz file of arrays: {error}.") from None
     try:
         arrays = {name: torch.as_tensor(value) for name, value in weights.items()}
-    except (TypeError, ValueError) as error:  # a dtype or byte order that torch has not
+    except (TypeError, ValueError) as error:  # a dtype or byte order that torch does not support
         raise CheckpointError(f"these are not the weights of a SiLIF network: {error}.") from None
     depth = sum(name.endswith(".dt") for name in arrays)
-    named = dict(_names(depth))
+    named = dict(_map_names(depth))
     missing, unknown = sorted(set(named) - set(arrays)), sorted(set(arrays) - set(named))
     if not depth or missing or unknown:
         raise CheckpointError(
@@ -55,8 +58,8 @@ def from_silif(weights: str | Path | Mapping[str, Any]) -> SpikingModel:
     return model.eval()
 
 
-def _names(depth: int) -> list[tuple[str, str]]:
-    """Their names and ours."""
+def _map_names(depth: int) -> list[tuple[str, str]]:
+    """Return pairs of the authors' parameter names and ours."""
     pairs = [(f"snn.{depth}.alpha", "integrators.cell.decay")]
     for i in range(depth + 1):
         currents = f"layers.{i}.currents" if i < depth else "decoder"

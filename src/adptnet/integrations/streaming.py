@@ -1,4 +1,4 @@
-"""One step of a spiking network for other programs: `torch.export` and ONNX, with the state in and out as tensors."""
+"""Export of one step of a spiking network by `torch.export` or ONNX, with the state as explicit tensors."""
 
 import logging
 import warnings
@@ -10,57 +10,72 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from .._io.files import drafted
+from .._io.files import replace_file
 from ..errors import IncompatibleError, InputError
 from ..nn.layer import RecurrentLayer
-from ..nn.spiking import SpikingModel
+from ..nn.spiking_model import SpikingModel
 
 __all__ = ["StreamingStep", "export_step", "run_onnx", "write_onnx"]
 
 
 class StreamingStep(nn.Module):
-    """`model.step` with its state spelled out: a frame, the states and the position in; the answer and those out.
+    """`model.step` with explicit state tensors: frame, states and position in; output, states and position out.
 
-    Frames are (batch, channels), states (batch, numbers), one for each layer and one for the read-out; the position
-    (batch,) counts steps. What it computes is what `model` computes along a whole sequence.
+    Frames are (batch, channels). States are (batch, state_size), one for each layer and one for the read-out. The
+    position, (batch,), counts steps. Results equal those of `model` on the whole sequence.
+
+    Args:
+        model: The network, in evaluation mode.
     """
 
     def __init__(self, model: SpikingModel):
         super().__init__()
         if not isinstance(model, SpikingModel):
             raise InputError(
-                f"a streaming step is made of a SpikingModel; got {type(model).__name__}. "
-                "Build one with nn.SpikingModelSpec."
+                f"a StreamingStep wraps a SpikingModel; got {type(model).__name__}. Build one with nn.SpikingModelSpec."
             )
         if model.training:
-            raise InputError("a batch norm has no statistics of one step. Call model.eval() first.")
+            raise InputError("a batch norm cannot train on one step. Call model.eval() first.")
         self.model = model
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of what goes in, in order; what comes out is `output` and these again, with `next_` before the names."""
+        """Names of the inputs, in order. The outputs are `output`, then the states and position with prefix `next_`."""
         states = (f"state_{i}" for i in range(len(self.model.layers) + 1))
         return "frame", *states, "position"
 
     def initial(self, batch: int = 1) -> tuple[Tensor, ...]:
-        """The states and the position before the first frame."""
+        """Return the states and the position before the first frame, for `batch` sequences.
+
+        Args:
+            batch: Number of sequences.
+        """
         layers: list[Any] = [*(layer.neurons for layer in self.model.layers), self.model.integrators]
         states = [layer.initial_state(batch) for layer in layers]
         return *(state.state for state in states), states[0].position
 
     def forward(self, frame: Tensor, *carried: Tensor) -> tuple[Tensor, ...]:
+        """Run one step.
+
+        Args:
+            frame: (batch, channels).
+            carried: The states and the position.
+
+        Returns:
+            The output (batch, classes), the next states and the next position.
+        """
         *states, position = carried
         after = []
         for layer, state in zip(self.model.layers, states, strict=False):
-            frame, moved = _stepped(layer.neurons, layer.currents(frame), state, position)  # type: ignore[arg-type, operator]
-            after.append(moved)
-        integrated, moved = _stepped(self.model.integrators, self.model.decoder(frame), states[-1], position)
+            frame, following = _run_step(layer.neurons, layer.currents(frame), state, position)  # type: ignore[arg-type, operator]
+            after.append(following)
+        integrated, following = _run_step(self.model.integrators, self.model.decoder(frame), states[-1], position)
         answer = integrated.softmax(-1) if self.model.spec.readout == "softmax" else integrated
-        return answer, *after, moved, position + 1
+        return answer, *after, following, position + 1
 
 
-def _stepped(layer: RecurrentLayer, x: Tensor, state: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    """One step in plain operations: a fused one would be unknown elsewhere."""
+def _run_step(layer: RecurrentLayer, x: Tensor, state: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """Run one step in torch operations alone, because other programs do not have the fused ones."""
     drive = layer.cell.prepare(x.to(state.dtype).unsqueeze(-2), position.unsqueeze(-1)).squeeze(-2)
     after = layer.cell.step(state, drive)
     shown = layer.cell.output(after)
@@ -68,9 +83,12 @@ def _stepped(layer: RecurrentLayer, x: Tensor, state: Tensor, position: Tensor) 
 
 
 def export_step(model: SpikingModel) -> torch.export.ExportedProgram:
-    """A step as a `torch.export` program for any number of sequences, called as `StreamingStep` is.
+    """Return a step as a `torch.export` program for any batch size, with the call signature of `StreamingStep`.
 
-    `torch.export.save(export_step(model), "step.pt2")` writes it; no adptnet is needed to run it.
+    `torch.export.save(export_step(model), "step.pt2")` writes it. Running it does not need adptnet.
+
+    Args:
+        model: The network, in evaluation mode.
     """
     step = StreamingStep(model)
     like = next(model.parameters())
@@ -84,21 +102,29 @@ def export_step(model: SpikingModel) -> torch.export.ExportedProgram:
 
 
 def write_onnx(model: SpikingModel, path: str | Path) -> None:
-    """Writes a step as an ONNX file, whole or not at all: pip install 'adptnet[onnx]'.
+    """Write a step as an ONNX file, atomically. Needs `pip install 'adptnet[onnx]'`.
 
-    Inputs and outputs have the names of `StreamingStep.names`; the first states are zeros.
+    Inputs and outputs have the names of `StreamingStep.names`. The initial states are zeros.
+
+    Args:
+        model: The network, in evaluation mode.
+        path: The file.
+
+    Raises:
+        IncompatibleError: The neurons do not start from zero.
+        InputError: A package is missing.
     """
-    _needed("onnx", "onnxscript")
+    _import_required("onnx", "onnxscript")
     if any(getattr(module, "initial", "zero") != "zero" for module in model.modules()):
         raise IncompatibleError('write_onnx: the neurons start at initial="uniform". Build them with initial="zero".')
     step = StreamingStep(model)
     names = step.names
     registration = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = registration.level
-    registration.setLevel(logging.ERROR)  # it tells of other libraries that are not there
+    registration.setLevel(logging.ERROR)  # it warns of other libraries that are not installed
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of torch about itself
+            warnings.simplefilter("ignore", FutureWarning)  # of torch about its own code
             warnings.simplefilter("ignore", DeprecationWarning)
             program: Any = torch.onnx.export(
                 export_step(model),
@@ -109,13 +135,21 @@ def write_onnx(model: SpikingModel, path: str | Path) -> None:
             )
     finally:
         registration.setLevel(level)
-    with drafted(path) as draft:
+    with replace_file(path) as draft:
         program.save(str(draft), external_data=False)
 
 
 def run_onnx(path: str | Path, frames: npt.ArrayLike) -> npt.NDArray[np.floating]:
-    """The answers at every step, (batch, time, classes), to frames (batch, time, channels): for checking an export."""
-    runtime = _needed("onnxruntime")
+    """Run an exported step along sequences, to check an export.
+
+    Args:
+        path: The file that `write_onnx` wrote.
+        frames: (batch, time, channels).
+
+    Returns:
+        The outputs at every step, (batch, time, classes).
+    """
+    runtime = _import_required("onnxruntime")
     session = runtime.InferenceSession(str(path))
     first, *carried = session.get_inputs()
     kinds = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(int64)": np.int64}
@@ -131,8 +165,8 @@ def run_onnx(path: str | Path, frames: npt.ArrayLike) -> npt.NDArray[np.floating
     return np.stack(answers, 1)
 
 
-def _needed(*names: str) -> Any:
-    """The last of the modules; says how to get them if one is not there."""
+def _import_required(*names: str) -> Any:
+    """Import the modules and return the last; raise `InputError` with the command that installs a missing one."""
     import importlib
 
     for name in names:

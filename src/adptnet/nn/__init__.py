@@ -1,4 +1,4 @@
-"""Modules: the layer, what is built around it, and whole models."""
+"""Modules: recurrent layers, blocks around them, and whole models."""
 
 from .autoencoder import AutoEncoder, AutoEncoderSpec
 from .bidirectional import Bidirectional, BidirectionalSpec
@@ -6,7 +6,9 @@ from .block import BlockSpec, ResidualBlock
 from .layer import ADPTNet, LayerSpec, Recurrent, RecurrentLayer
 from .mixer import Mixer, MixerSpec, MixerState
 from .model import ModelSpec, SequenceModel
-from .spiking import SpikingADPTNet, SpikingModel, SpikingModelSpec, silif_for_speech, spiking_adpt_for_speech
+from .spiking_layer import SpikingADPTNet
+from .spiking_model import SpikingModel, SpikingModelSpec
+from .spiking_presets import silif_for_speech, spiking_adpt_for_speech
 from .stack import Stack, StackSpec
 from .states import LayerStates
 from .swiglu import SwiGLUBlock, SwiGLUBlockSpec

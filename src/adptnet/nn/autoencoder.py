@@ -1,4 +1,4 @@
-"""An auto-encoder: a sequence through the vector at its last step, and every position told from that vector alone."""
+"""An auto-encoder: every position is decoded from the vector at the last step alone."""
 
 import math
 from typing import Any
@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from .._typing import Device, DType
+from .._validate import check_lengths, make_validity_mask
 from ..errors import InputError, SpecError
 from ..ops._fx import Proxy, record_call
-from ..solvers.problem import check_lengths, valid
 from ..spec import ModuleSpec, check_size, reset_from_spec, spec
 from .block import BlockSpec, Norm
 from .packing import check_padded
-from .states import LayerStates, states_of
+from .states import LayerStates, split_states
 from .swiglu import SwiGLUBlockSpec
 
 __all__ = ["AutoEncoder", "AutoEncoderSpec"]
@@ -21,12 +21,12 @@ __all__ = ["AutoEncoder", "AutoEncoderSpec"]
 
 @spec
 class AutoEncoderSpec(ModuleSpec):
-    """The backbone of MAD's compression task.
+    """An auto-encoder for tokens, the backbone of MAD's compression task.
 
     Attributes:
         block: The residual block that is repeated in the encoder.
-        depth: How many times.
-        vocabulary: Number of tokens, in and out.
+        depth: Number of blocks.
+        vocabulary: Number of different tokens, in and out.
     """
 
     block: BlockSpec | SwiGLUBlockSpec
@@ -43,10 +43,16 @@ class AutoEncoderSpec(ModuleSpec):
 
 
 class AutoEncoder(nn.Module):
-    """(batch, time) tokens in, (batch, time, vocabulary) logits out, with the state of every layer.
+    """An auto-encoder from (batch, time) tokens to (batch, time, vocabulary) logits.
 
-    The encoder is that of `SequenceModel`. Its last vector plus a fixed position vector goes through two layers of
-    the same width to the logits of that position. Its own maps start from N(0, 0.02²); the layers keep their start.
+    The encoder is that of `SequenceModel`. Its last vector plus a sinusoidal position vector passes two hidden layers
+    of the same width to the logits of that position. Embedding and decoder weights are initialized from N(0, 0.02²);
+    the recurrent layers keep their own initialization.
+
+    Args:
+        spec: The description of the model.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
     """
 
     def __init__(self, spec: AutoEncoderSpec, *, device: Device = None, dtype: DType = None):
@@ -69,7 +75,14 @@ class AutoEncoder(nn.Module):
     def forward(
         self, x: Tensor, state: tuple[Any, ...] | None = None, *, lengths: Tensor | None = None, **run: Any
     ) -> tuple[Tensor, LayerStates]:
-        """As `SequenceModel.forward`."""
+        """Return logits (batch, time, vocabulary) and the states of all layers.
+
+        Args:
+            x: (batch, time) tokens.
+            state: The states that an earlier call returned.
+            lengths: (batch,) true lengths of right-padded sequences.
+            run: Keyword arguments of `RecurrentLayer.forward` for every layer, such as `solver`.
+        """
         if isinstance(x, Proxy):
             return record_call(self, x, state, run, lengths=lengths)
         check_padded(x)
@@ -79,27 +92,27 @@ class AutoEncoder(nn.Module):
             )
         steps = x.shape[1]
         lengths = check_lengths(lengths, x.shape[0], steps, x.device)
-        keep = None if lengths is None else valid(lengths, steps)
+        keep = None if lengths is None else make_validity_mask(lengths, steps)
         y = self.encoder(x)
         leaving = []
-        for block, before in zip(self.blocks, states_of(self.blocks, state), strict=True):
+        for block, before in zip(self.blocks, split_states(self.blocks, state), strict=True):
             y, after = block(y, before, lengths=lengths, **run)
             leaving.append(after)
         y = y if self.norm is None else self.norm(y, keep)
         code = y[:, -1] if lengths is None else y[torch.arange(x.shape[0], device=x.device), lengths - 1]
-        y = code.unsqueeze(1) + _positions(steps, code)
+        y = code.unsqueeze(1) + _make_position_vectors(steps, code)
         for i, (norm, map) in enumerate(zip(self.norms, self.maps, strict=True)):
             y = map(norm(y, keep))
             y = y if i == len(self.maps) - 1 else nn.functional.gelu(y)
         return y, LayerStates(leaving)
 
     def reset_parameters(self) -> None:
-        """Draw all parameters again, in place, as the constructor does."""
+        """Reinitialize all parameters in place, as the constructor does."""
         reset_from_spec(self, self.spec)
 
 
-def _positions(steps: int, like: Tensor) -> Tensor:
-    """Sines and cosines of each position at geometric frequencies, (steps, width)."""
+def _make_position_vectors(steps: int, like: Tensor) -> Tensor:
+    """Return sines and cosines of each position at geometrically spaced frequencies, (steps, width)."""
     width = like.shape[-1]
     pair = torch.arange(0, width, 2, device=like.device, dtype=like.dtype)
     phase = torch.arange(steps, device=like.device, dtype=like.dtype).unsqueeze(-1) * torch.exp(

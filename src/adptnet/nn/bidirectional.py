@@ -1,4 +1,4 @@
-"""A layer read in both directions of time."""
+"""A bidirectional layer: one layer for each direction of time."""
 
 from typing import Any, NamedTuple
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .._typing import Device, DType
+from .._validate import check_lengths
 from ..cells import ADPTState
 from ..cells.base import register_state
 from ..errors import InputError, SpecError
@@ -13,7 +14,6 @@ from ..ops._fx import Proxy, record_call
 from ..ops._torch_state import without_autocast
 from ..recurrence.projections import Dense
 from ..recurrence.projections.base import apply_map
-from ..solvers.problem import check_lengths
 from ..spec import ModuleSpec, check_kind, reset_from_spec, spec
 from .layer import LayerSpec
 from .packing import check_padded
@@ -23,13 +23,17 @@ __all__ = ["Bidirectional", "BidirectionalSpec", "BidirectionalState"]
 
 @spec
 class BidirectionalSpec(ModuleSpec):
-    """Two layers of one kind, one for each direction of time, and a dense map from both outputs to one."""
+    """Two layers with the same spec, one for each direction of time, and a dense map that merges their outputs.
+
+    Attributes:
+        layer: The spec of both layers.
+    """
 
     layer: LayerSpec
 
     def __post_init__(self) -> None:
         check_kind(self, LayerSpec, "layer.spec", layer=self.layer)
-        refuse_time_major(self, self.layer)
+        check_batch_first(self, self.layer)
 
     @property
     def width(self) -> int:
@@ -41,32 +45,38 @@ class BidirectionalSpec(ModuleSpec):
 
 @register_state
 class BidirectionalState(NamedTuple):
-    """The states of both layers."""
+    """States of the forward layer (`ahead`) and of the backward layer (`back`)."""
 
     ahead: ADPTState
     back: ADPTState
 
     def detach(self) -> "BidirectionalState":
-        """As `ADPTState.detach`."""
+        """Return the states detached from the autograd graph."""
         return BidirectionalState(self.ahead.detach(), self.back.detach())
 
     def to(self, *target: Any, **options: Any) -> "BidirectionalState":
-        """As `ADPTState.to`."""
+        """Return the states moved or cast; arguments as for `ADPTState.to`."""
         return BidirectionalState(self.ahead.to(*target, **options), self.back.to(*target, **options))
 
     def select(self, rows: Any) -> "BidirectionalState":
-        """As `ADPTState.select`."""
+        """Return the states of the sequences `rows`; see `ADPTState.select`.
+
+        Args:
+            rows: Indices or a mask over the batch.
+        """
         return BidirectionalState(self.ahead.select(rows), self.back.select(rows))
 
 
 class Bidirectional(nn.Module):
-    """Runs a layer forward and another one backward in time: (batch, time, width) in and out.
+    """A layer that runs forward in time and another that runs backward: (batch, time, width) in and out.
 
-    A dense map takes both outputs, side by side, to one of `width` features. `nn.GRU(bidirectional=True)` returns them
-    side by side, twice as wide.
+    A dense map merges the concatenated outputs into `width` features. `nn.GRU(bidirectional=True)` instead returns the
+    concatenation, which is twice as wide.
 
     Args:
-        layer: What each direction is: `layer.spec`.
+        layer: The spec of both layers, `layer.spec`.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
     """
 
     def __init__(self, layer: LayerSpec, *, device: Device = None, dtype: DType = None):
@@ -86,7 +96,19 @@ class Bidirectional(nn.Module):
         reset: Tensor | None = None,
         **run: Any,
     ) -> tuple[Tensor, BidirectionalState]:
-        """As `RecurrentLayer.forward`, on (batch, time, width). The backward state is the one at the first step."""
+        """Run both layers along a sequence.
+
+        Args:
+            x: (batch, time, width).
+            state: The state that an earlier call returned.
+            lengths: (batch,) true lengths of right-padded sequences.
+            reset: (batch, time) bool, True where a new sequence begins.
+            run: Further keyword arguments of `RecurrentLayer.forward`, except `cu_seqlens`.
+
+        Returns:
+            Outputs (batch, time, width) and the states of both layers: after the last step for the forward layer, after
+            the first step for the backward layer.
+        """
         if isinstance(x, Proxy):
             return record_call(self, x, state, run, lengths=lengths, reset=reset)
         check_padded(x)
@@ -107,15 +129,16 @@ class Bidirectional(nn.Module):
         return merged, BidirectionalState(final_ahead, final_back)
 
     def reset_parameters(self) -> None:
-        """Draw all parameters again, in place, as the constructor does."""
+        """Reinitialize all parameters in place, as the constructor does."""
         reset_from_spec(self, self.spec)
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        """Raise `InputError`: a bidirectional layer needs the whole sequence."""
         raise InputError("a bidirectional layer needs the whole sequence and has no step. Call the layer itself.")
 
 
-def refuse_time_major(owner: ModuleSpec, layer: LayerSpec) -> None:
-    """What is built around a layer is batch first."""
+def check_batch_first(owner: ModuleSpec, layer: LayerSpec) -> None:
+    """Raise `SpecError` if `layer`, which `owner` contains, takes (time, batch, width)."""
     if not layer.batch_first:
         raise SpecError(
             f"{type(owner).__name__} is batch first, and so must its layer be. Build the layer with batch_first=True."
@@ -123,19 +146,19 @@ def refuse_time_major(owner: ModuleSpec, layer: LayerSpec) -> None:
 
 
 def _ends(reset: Tensor) -> Tensor:
-    """True where the next step is a reset: read backward, a sequence begins there."""
+    """Return a mask that is True where the next step is a reset: in reversed time a sequence begins there."""
     return torch.cat((reset[:, 1:], torch.zeros_like(reset[:, :1])), 1)
 
 
 class _Flip:
-    """Turns each sequence around in place; padding stays at the end."""
+    """Reverses each sequence in time; padding stays at the end."""
 
     def __init__(self, x: Tensor, lengths: Tensor | None):
         batch, steps = x.shape[:2]
         index = torch.arange(steps, device=x.device).expand(batch, steps)
         lengths = check_lengths(lengths, batch, steps, x.device)
         ends = torch.full_like(index[:, :1], steps) if lengths is None else lengths.unsqueeze(-1)
-        self.inside = index < ends - 1  # whether the next step belongs to the sequence
+        self.inside = index < ends - 1  # whether the next step belongs to the same sequence
         self.index = torch.where(index < ends, ends - 1 - index, index)
 
     def __call__(self, values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The residual block: norm, layer, GELU, a gated linear unit, and the input added back."""
+"""A residual block: norm, layer, GELU, gated linear unit, and a skip connection."""
 
 from typing import Any, Literal, get_args
 
@@ -6,13 +6,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .._dtype import compute_dtype
 from .._typing import Device, DType
+from .._validate import check_lengths, make_validity_mask
 from ..errors import SpecError
 from ..ops._fx import Proxy, record_call
 from ..ops._torch_state import has_values
-from ..solvers.problem import check_lengths, valid
-from ..spec import ModuleSpec, check_fraction, nearest, reset_from_spec, spec
-from .bidirectional import BidirectionalSpec, refuse_time_major
+from ..spec import ModuleSpec, check_fraction, reset_from_spec, spec, suggest_name
+from .bidirectional import BidirectionalSpec, check_batch_first
 from .layer import LayerSpec
 from .mixer import MixerSpec
 from .packing import check_padded
@@ -27,11 +28,11 @@ class BlockSpec(ModuleSpec):
     """A residual block around a layer.
 
     Attributes:
-        layer: The layer, two of them in both directions, or a mixer.
+        layer: A recurrent layer, a bidirectional layer, or a mixer.
         norm: "batch", "layer" or "rms".
-        prenorm: Whether the norm comes before the layer or after the sum.
-        glu: Whether the output map is a gated linear unit or a plain linear one.
-        dropout: After the activation and after the output map.
+        prenorm: True for a norm before the layer, False for a norm after the sum.
+        glu: True for a gated linear unit as output map, False for a linear map.
+        dropout: Dropout probability after the activation and after the output map.
     """
 
     layer: LayerSpec | BidirectionalSpec | MixerSpec
@@ -47,9 +48,11 @@ class BlockSpec(ModuleSpec):
                 "layer.spec."
             )
         if isinstance(self.layer, LayerSpec):
-            refuse_time_major(self, self.layer)
+            check_batch_first(self, self.layer)
         if self.norm not in get_args(NormName):
-            raise SpecError(f"BlockSpec(norm={self.norm!r}) is unknown.{nearest(str(self.norm), get_args(NormName))}")
+            raise SpecError(
+                f"BlockSpec(norm={self.norm!r}) is unknown.{suggest_name(str(self.norm), get_args(NormName))}"
+            )
         check_fraction(self, below="at 1 nothing would pass", dropout=self.dropout)
 
     @property
@@ -61,7 +64,13 @@ class BlockSpec(ModuleSpec):
 
 
 class ResidualBlock(nn.Module):
-    """z + W(dropout(GELU(layer(norm(z))))): (batch, time, width) in and out, with the layer's state."""
+    """The residual block z + W(dropout(GELU(layer(norm(z))))): (batch, time, width) in and out.
+
+    Args:
+        spec: The description of the block.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+    """
 
     def __init__(self, spec: BlockSpec, *, device: Device = None, dtype: DType = None):
         super().__init__()
@@ -73,26 +82,41 @@ class ResidualBlock(nn.Module):
         self.dropout = nn.Dropout(spec.dropout)
 
     def forward(self, x: Tensor, state: Any = None, *, lengths: Tensor | None = None, **run: Any) -> tuple[Tensor, Any]:
-        """As `RecurrentLayer.forward`, on (batch, time, width)."""
+        """Run the block along a sequence.
+
+        Args:
+            x: (batch, time, width).
+            state: The state that an earlier call returned.
+            lengths: (batch,) true lengths of right-padded sequences.
+            run: Further keyword arguments of the layer.
+
+        Returns:
+            Outputs (batch, time, width) and the state of the layer.
+        """
         if isinstance(x, Proxy):
             return record_call(self, x, state, run, lengths=lengths)
         check_padded(x)
         lengths = check_lengths(lengths, x.shape[0], x.shape[1], x.device)
-        keep = None if lengths is None else valid(lengths, x.shape[1])
+        keep = None if lengths is None else make_validity_mask(lengths, x.shape[1])
         x = x if keep is None else torch.where(keep.unsqueeze(-1), x, 0.0)
         mixed, after = self.layer(self.norm(x, keep) if self.spec.prenorm else x, state, lengths=lengths, **run)
-        return self._out(x, mixed, keep), after
+        return self._add_residual(x, mixed, keep), after
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        """As `RecurrentLayer.step`."""
+        """Run one step on (batch, width).
+
+        Args:
+            x: (batch, width).
+            state: The state that an earlier call returned.
+        """
         mixed, after = self.layer.step(self.norm(x) if self.spec.prenorm else x, state)
-        return self._out(x, mixed, None), after
+        return self._add_residual(x, mixed, None), after
 
     def reset_parameters(self) -> None:
-        """Draw all parameters again, in place, as the constructor does."""
+        """Reinitialize all parameters in place, as the constructor does."""
         reset_from_spec(self, self.spec)
 
-    def _out(self, x: Tensor, mixed: Tensor, keep: Tensor | None) -> Tensor:
+    def _add_residual(self, x: Tensor, mixed: Tensor, keep: Tensor | None) -> Tensor:
         y: Tensor = self.output(self.dropout(functional.gelu(mixed)))
         y = x + self.dropout(functional.glu(y, -1) if self.spec.glu else y)
         y = y if self.spec.prenorm else self.norm(y, keep)
@@ -100,7 +124,14 @@ class ResidualBlock(nn.Module):
 
 
 class Norm(nn.Module):
-    """A norm over the features; the batch norm takes its statistics over batch and time, padding left out."""
+    """A norm over the features. Statistics of the batch norm are over batch and time, without padding.
+
+    Args:
+        name: "batch", "layer" or "rms".
+        width: Number of features.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+    """
 
     def __init__(self, name: NormName, width: int, *, device: Device = None, dtype: DType = None):
         super().__init__()
@@ -122,9 +153,10 @@ class Norm(nn.Module):
 
 
 def _masked_batch_norm(norm: nn.Module, x: Tensor, keep: Tensor) -> Tensor:
-    """The batch norm of the steps to `keep`, by a mask: a compiled program has no tensor of as many rows as there are.
+    """Apply a batch norm to the steps where `keep` is True, with a mask in place of data-dependent indexing.
 
-    The same numbers up to rounding, with the running statistics.
+    A compiled program cannot have a tensor whose shape depends on the data. Results and running statistics are those
+    of indexing, up to rounding.
     """
     assert isinstance(norm, (nn.BatchNorm1d, nn.SyncBatchNorm))
     inside = keep.unsqueeze(-1)
@@ -132,7 +164,7 @@ def _masked_batch_norm(norm: nn.Module, x: Tensor, keep: Tensor) -> Tensor:
         normed: Tensor = norm(x.reshape(-1, x.shape[-1])).reshape(x.shape)
         return torch.where(inside, normed, 0.0)
     count = inside.sum()
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = x.to(compute_dtype(x.dtype))
     mean = torch.where(inside, wide, 0.0).sum((0, 1)) / count
     variance = torch.where(inside, (wide - mean).square(), 0.0).sum((0, 1)) / count
     if norm.training and norm.running_mean is not None:
@@ -141,9 +173,9 @@ def _masked_batch_norm(norm: nn.Module, x: Tensor, keep: Tensor) -> Tensor:
             norm.num_batches_tracked.add_(1)
             share = 1 / norm.num_batches_tracked if norm.momentum is None else norm.momentum
             unbiased = variance * count / (count - 1)
-            for running, seen in ((norm.running_mean, mean), (norm.running_var, unbiased)):
+            for running, current in ((norm.running_mean, mean), (norm.running_var, unbiased)):
                 assert running is not None
-                running.copy_((1 - share) * running + share * seen)
+                running.copy_((1 - share) * running + share * current)
     normed = (wide - mean) / (variance + norm.eps).sqrt()
     normed = normed if norm.weight is None else normed * norm.weight + norm.bias
     return torch.where(inside, normed, 0.0).to(x.dtype)

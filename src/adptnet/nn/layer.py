@@ -1,4 +1,4 @@
-"""The layer: (batch, time, width) in and out, around any cell."""
+"""Recurrent layers: `ADPTNet`, and `Recurrent` around any other cell."""
 
 import abc
 import warnings
@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from .._typing import Device, DType
+from .._validate import check_dtype, check_finite, check_lengths, make_validity_mask
 from ..cells import ADPTSpec, ADPTState, Cell, CellSpec
 from ..cells.spec import axes as adpt_axes
-from ..errors import IncompatibleError, InputError, NonFiniteError, NotConvergedWarning
+from ..errors import IncompatibleError, InputError, NotConvergedWarning
 from ..ops._fx import Proxy, record_call
 from ..ops._torch_state import without_autocast
 from ..recurrence.beta import BetaValue
@@ -21,22 +22,21 @@ from ..recurrence.spectra import Linspace, SpectrumSpec
 from ..solvers import Result, Return, Sequential, Solution, Solver
 from ..solvers.adjoints import Adjoint, Unrolled
 from ..solvers.parallel import Parallel
-from ..solvers.problem import check_dtype, check_lengths, valid
 from ..spec import ModuleSpec, check_kind, reject_unknown, reset_from_spec, spec
-from .packing import check_padded, packed_sequence, ragged
+from .packing import check_padded, run_packed, run_ragged
 
 __all__ = ["ADPTNet", "LayerSpec", "Recurrent", "RecurrentLayer"]
 
 
 @spec
 class LayerSpec(ModuleSpec):
-    """A layer: a cell and its read-out.
+    """A recurrent layer: a cell and its read-out.
 
     Attributes:
-        cell: What one step is.
-        readout: From the state to the output. If not given: the state itself where it is as wide as the layer, a
+        cell: The cell, which defines one step.
+        readout: Map from the state to the output. If not given: the identity where the state is as wide as the layer, a
             dense map otherwise.
-        batch_first: Whether the layer takes (batch, time, width) or (time, batch, width).
+        batch_first: True for (batch, time, width), False for (time, batch, width).
     """
 
     cell: CellSpec
@@ -54,7 +54,7 @@ class LayerSpec(ModuleSpec):
         return self.cell.width
 
     def build(self, *, device: Device = None, dtype: DType = None) -> "RecurrentLayer":
-        """Makes the layer: an `ADPTNet` if the cell is one, a `Recurrent` layer otherwise."""
+        """Build the layer: an `ADPTNet` for an ADPT cell, a `Recurrent` layer otherwise."""
         kind = ADPTNet if isinstance(self.cell, ADPTSpec) else Recurrent
         layer = kind.__new__(kind)
         cell = self.cell.build(device=device, dtype=dtype)
@@ -63,13 +63,13 @@ class LayerSpec(ModuleSpec):
 
 
 class RecurrentLayer(nn.Module, abc.ABC):
-    """A cell run along a sequence, (batch, time, width) in and out; always returns outputs and state.
+    """Base class of layers that run a cell along a sequence: (batch, time, width) in and out.
 
-    The state is explicit: nothing is kept in the module between calls. `solver` and `adjoint` choose how a call runs
-    and are no part of the model; the constructor only sets their defaults.
+    A call returns outputs and the hidden state. Nothing is kept in the module between calls. `solver` and `adjoint`
+    choose how a call is computed and are not part of the model; the constructor only sets their defaults.
     """
 
-    spec: LayerSpec | None  # None around a cell that was given as it is
+    spec: LayerSpec | None  # None if the layer was made from a cell rather than from its spec
 
     def __init__(
         self,
@@ -92,12 +92,13 @@ class RecurrentLayer(nn.Module, abc.ABC):
         if readout is not None or shown != width:
             like = next(cell.parameters(), torch.empty(0))
             self.readout = (readout or Dense()).build(shown, width, device=like.device, dtype=like.dtype)
-        self.solver: Solver = _solver(solver, Sequential())
+        self.solver: Solver = _check_solver(solver, Sequential())
         self.adjoint = adjoint
         self.batch_first = batch_first
 
     @property
     def state_size(self) -> int:
+        """State dimension."""
         return self.cell.state_size
 
     def forward(
@@ -113,58 +114,70 @@ class RecurrentLayer(nn.Module, abc.ABC):
         solver: Solver | None = None,
         adjoint: Adjoint | None = None,
     ) -> tuple[Any, ADPTState]:
-        """Runs the layer along a sequence.
+        """Run the layer along a sequence.
 
         Args:
             x: (batch, time, width); (time, batch, width) if not `batch_first`; (time, width) for one sequence; or a
-                `PackedSequence`, which comes back packed.
-            state: What an earlier call returned; the initial state if not given. Gradients flow through it.
-            lengths: (batch,) true lengths of right-padded sequences. Outputs past the end are zero, the returned
-                state is the one at the true end, and what is in the padding does not matter.
-            reset: bool, laid out as `x` without its features. True at t: a new sequence begins at t.
-            cu_seqlens: (sequences + 1,) where each sequence begins and the last one ends, in one packed row: `x` is
-                (1, total, width). State in and out has one row for each sequence.
-            dt: The length of each step in units of the usual one, laid out as `reset`: for irregular sampling.
+                `PackedSequence`, for which the output is packed too.
+            state: The state that an earlier call returned; the initial state by default. Gradients flow through it.
+            lengths: (batch,) true lengths of right-padded sequences. Outputs past the end are zero, the returned state
+                is that of the last valid step, and values in the padding have no effect.
+            reset: bool, shaped as `x` without features. True at t means that a new sequence begins at t.
+            cu_seqlens: (sequences + 1,) cumulative lengths of sequences concatenated in one row: `x` is
+                (1, total, width). The state in and out has one row per sequence.
+            dt: Length of each step relative to the usual one, shaped as `reset`: for irregular sampling.
             beta: (batch,) a β for each sequence, in place of the layer's own.
-            solver: How to find the states; the layer's own by default.
-            adjoint: How to differentiate; the layer's own by default.
+            solver: The solver for the states; the layer's own by default.
+            adjoint: The method of differentiation; the layer's own by default.
 
         Returns:
-            The outputs, of the shape and dtype of `x`, and the state after the last step.
+            The outputs, with shape and dtype of `x`, and the state after the last step.
+
+        Raises:
+            InputError: An argument has the wrong type, shape, dtype or device.
         """
         if isinstance(x, Proxy):
             run = {"lengths": lengths, "reset": reset, "cu_seqlens": cu_seqlens, "dt": dt, "beta": beta}
             return record_call(self, x, state, run, solver=solver, adjoint=adjoint)
         if isinstance(x, PackedSequence):
-            _alone("a PackedSequence", lengths=lengths, reset=reset, cu_seqlens=cu_seqlens)
-            _padded_only(dt)
-            cell = self.cell.given(beta=beta)
-            return packed_sequence(x, lambda y, n: self._run(cell, y, state, n, None, solver, adjoint))
+            _check_exclusive("a PackedSequence", lengths=lengths, reset=reset, cu_seqlens=cu_seqlens)
+            _check_no_dt(dt)
+            cell = self.cell.with_arguments(beta=beta)
+            return run_packed(x, lambda y, n: self._run(cell, y, state, n, None, solver, adjoint))
         if cu_seqlens is not None:
-            _alone("cu_seqlens", lengths=lengths, reset=reset)
-            _padded_only(dt)
-            cell = self.cell.given(beta=beta)
-            return ragged(x, cu_seqlens, lambda y, n: self._run(cell, y, state, n, None, solver, adjoint))
+            _check_exclusive("cu_seqlens", lengths=lengths, reset=reset)
+            _check_no_dt(dt)
+            cell = self.cell.with_arguments(beta=beta)
+            return run_ragged(x, cu_seqlens, lambda y, n: self._run(cell, y, state, n, None, solver, adjoint))
         self._check_shape(x)
-        turned = x.dim() == 3 and not self.batch_first
-        if turned:
-            x, reset, dt = x.transpose(0, 1), _turned(reset), _turned(dt)
-        outputs, final = self._run(self.cell.given(dt=dt, beta=beta), x, state, lengths, reset, solver, adjoint)
-        return outputs.transpose(0, 1) if turned else outputs, final
+        is_time_first = x.dim() == 3 and not self.batch_first
+        if is_time_first:
+            x, reset, dt = x.transpose(0, 1), _to_batch_first(reset), _to_batch_first(dt)
+        outputs, final = self._run(
+            self.cell.with_arguments(dt=dt, beta=beta), x, state, lengths, reset, solver, adjoint
+        )
+        return outputs.transpose(0, 1) if is_time_first else outputs, final
 
     def step(
         self, x: Tensor, state: ADPTState | None = None, *, dt: Tensor | None = None, beta: Tensor | None = None
     ) -> tuple[Tensor, ADPTState]:
-        """One step: (batch, width), or (width,) for one sequence. The same numbers as `forward`, O(1) each.
+        """Run one step, with the same result as `forward`. The cost does not depend on the position.
 
-        `dt` and `beta` are (batch,), as in `forward`.
+        Args:
+            x: (batch, width), or (width,) for one sequence.
+            state: The state that an earlier call returned; the initial state by default.
+            dt: (batch,) length of the step, as in `forward`.
+            beta: (batch,) a β for each sequence, as in `forward`.
+
+        Returns:
+            The outputs, shaped as `x`, and the state after the step.
         """
         if x.dim() not in (1, 2) or x.shape[-1] != self.width:
             raise InputError(
                 f"step takes one time step, (batch, {self.width}) or ({self.width},); got {tuple(x.shape)}. "
                 "For a whole sequence call the layer itself."
             )
-        cell = self.cell.given(dt=None if dt is None else torch.as_tensor(dt).unsqueeze(-1), beta=beta)
+        cell = self.cell.with_arguments(dt=None if dt is None else torch.as_tensor(dt).unsqueeze(-1), beta=beta)
         outputs, final = self._run(cell, x.unsqueeze(-2), state, None, None, Sequential(), None)
         return outputs.squeeze(-2), final
 
@@ -181,13 +194,31 @@ class RecurrentLayer(nn.Module, abc.ABC):
         beta: Tensor | None = None,
         adjoint: Adjoint | None = None,
     ) -> Solution:
-        """The states themselves, batch first, with how they were found. Refuses input that is not finite."""
+        """Run the layer and return the states themselves with information about the solver.
+
+        Args:
+            x: As in `forward`, padded.
+            state: The state that an earlier call returned.
+            solver: The solver for the states; the layer's own by default.
+            guess: Initial guess of the states for a parallel solver, (batch, time, state_size).
+            lengths: As in `forward`.
+            reset: As in `forward`.
+            dt: As in `forward`.
+            beta: As in `forward`.
+            adjoint: The method of differentiation; the layer's own by default.
+
+        Returns:
+            The solution. Its states are batch first.
+
+        Raises:
+            NonFiniteError: `x` holds NaN or infinity.
+        """
         self._check_shape(x)
         if x.dim() == 3 and not self.batch_first:
-            x, reset, dt = x.transpose(0, 1), _turned(reset), _turned(dt)
+            x, reset, dt = x.transpose(0, 1), _to_batch_first(reset), _to_batch_first(dt)
         self._check_finite(x, lengths)
-        return _solver(solver, self.solver)(
-            self.cell.given(dt=dt, beta=beta),
+        return _check_solver(solver, self.solver)(
+            self.cell.with_arguments(dt=dt, beta=beta),
             x,
             _as_state(state),
             guess=guess,
@@ -197,12 +228,18 @@ class RecurrentLayer(nn.Module, abc.ABC):
         )
 
     def initial_state(self, batch: int, *, device: Device = None, dtype: DType = None) -> ADPTState:
-        """The state of `batch` sequences that have not begun."""
+        """Return the state before the first step.
+
+        Args:
+            batch: Number of sequences.
+            device: Device of the state; that of the parameters by default.
+            dtype: Dtype of the state; that of the recurrence by default.
+        """
         state = self.cell.initial_state(batch, device=device, dtype=dtype)
         return ADPTState(state, torch.zeros(batch, dtype=torch.int64, device=state.device))
 
     def reset_parameters(self) -> None:
-        """Draw all parameters again, in place, as the constructor does."""
+        """Reinitialize all parameters in place, as the constructor does."""
         if self.spec is not None:
             reset_from_spec(self, self.spec)
             return
@@ -217,12 +254,16 @@ class RecurrentLayer(nn.Module, abc.ABC):
             module.reset_parameters()
         if self.readout is not None:
             sizes = self.cell.output_size or self.cell.state_size, self.width
-            for weight in list(self.readout.parameters())[:1]:  # a read-out without parameters has nothing to draw
+            for weight in list(self.readout.parameters())[:1]:  # none in a read-out without parameters
                 fresh = (self._readout or Dense()).build(*sizes, device=weight.device, dtype=weight.dtype)
                 self.readout.load_state_dict(fresh.state_dict())
 
     def check(self, x: Tensor) -> None:
-        """Raises if `x` has the wrong shape or is not finite. `forward` itself does not look for NaN."""
+        """Raise `InputError` if `x` has the wrong shape or dtype, or is not finite. `forward` does not look for NaN.
+
+        Args:
+            x: Inputs as for `forward`, padded.
+        """
         self._check_shape(x)
         self._check_finite(x.transpose(0, 1) if x.dim() == 3 and not self.batch_first else x, None)
 
@@ -236,11 +277,11 @@ class RecurrentLayer(nn.Module, abc.ABC):
         solver: Solver | None,
         adjoint: Adjoint | None,
     ) -> tuple[Tensor, ADPTState]:
-        solver = _solver(solver, self.solver)
+        solver = _check_solver(solver, self.solver)
         if x.is_meta:  # only shapes are computed, and all solvers return the same ones
             solver, adjoint = Sequential(), Unrolled()
         solution = solver(cell, x, _as_state(state), lengths=lengths, reset=reset, adjoint=adjoint or self.adjoint)
-        _warn_unless_solved(solution)
+        _warn_unless_converged(solution)
         with without_autocast(x.device):
             shown = self.cell.output(solution.states)
             outputs = shown if self.readout is None else apply_map(self.readout, shown)
@@ -254,7 +295,7 @@ class RecurrentLayer(nn.Module, abc.ABC):
                 f"the layer takes {layout.format(w=self.width)}, or (time, {self.width}) for one sequence; got shape "
                 f"{tuple(x.shape)}. Build it with width={x.shape[-1] if x.dim() else 1}, or reshape x."
             )
-        check_dtype(x, self.cell)
+        check_dtype(x, self.cell.dtype)
 
     def _check_finite(self, x: Tensor, lengths: Tensor | None) -> None:
         finite = x.isfinite().all(-1)
@@ -262,36 +303,30 @@ class RecurrentLayer(nn.Module, abc.ABC):
             rows = finite.reshape(-1, finite.shape[-1])
             known = check_lengths(torch.as_tensor(lengths).reshape(-1), rows.shape[0], rows.shape[1], x.device)
             assert known is not None
-            finite = (rows | ~valid(known, rows.shape[1])).reshape(finite.shape)
-        if not bool(finite.all()):
-            where = tuple(int(i) for i in (~finite).nonzero()[0])
-            place = f"sequence {where[0]}, step {where[1]}" if len(where) == 2 else f"step {where[0]}"
-            raise NonFiniteError(
-                f"x is not finite: first at {place}; {int((~finite).sum())} of {finite.numel()} steps hold NaN or "
-                "infinity. Mend the data (x.isfinite() finds it); nothing is repaired here."
-            )
+            finite = (rows | ~make_validity_mask(known, rows.shape[1])).reshape(finite.shape)
+        check_finite(finite, "x is", "Locate them with ~x.isfinite(); adptnet never replaces them.")
 
 
-def _warn_unless_solved(solution: Solution) -> None:
+def _warn_unless_converged(solution: Solution) -> None:
     solver = solution.solver
     if torch.compiler.is_compiling() or not isinstance(solver, Parallel) or not isinstance(solver.on_failure, Return):
-        return  # any other policy deals with it
+        return  # every other policy handles failure itself
     if solution.result != Result.CONVERGED:
         warnings.warn(
-            f"{solver} handed back states that are not solved ({solution.result.name}, residual "
-            f"{float(solution.residual.max()):.1e}), as its policy Return() says. Pass on_failure=solvers.Finish() to "
-            "have them completed.",
+            f"{solver} did not converge ({solution.result.name}, residual {float(solution.residual.max()):.1e}), and "
+            "its policy Return() returns the states as they are. Pass on_failure=solvers.Finish() to complete them "
+            "sequentially.",
             NotConvergedWarning,
             stacklevel=4,
         )
 
 
-def _turned(values: Tensor | None) -> Tensor | None:
+def _to_batch_first(values: Tensor | None) -> Tensor | None:
     if values is None:
         return None
     values = torch.as_tensor(values)
     if values.dim() != 2:
-        raise InputError(f"reset and dt are laid out as x, (time, batch); got shape {tuple(values.shape)}.")
+        raise InputError(f"reset and dt must be (time, batch), as x; got shape {tuple(values.shape)}.")
     return values.transpose(0, 1)
 
 
@@ -299,30 +334,30 @@ def _as_state(state: Any) -> ADPTState | None:
     if state is None or isinstance(state, ADPTState):
         return state
     if isinstance(state, tuple) and len(state) == 2 and all(isinstance(part, Tensor) for part in state):
-        return ADPTState(*state)  # a state that went through a plain pytree
+        return ADPTState(*state)  # a state that passed through a generic pytree
     raise InputError(
         f"state must be the ADPTState an earlier call returned; got {type(state).__name__}. "
-        "Pass layer.initial_state(batch)._replace(state=...) to start from given numbers."
+        "Pass layer.initial_state(batch)._replace(state=...) to start from given values."
     )
 
 
-def _solver(given: Solver | None, default: Solver) -> Solver:
-    if given is None:
+def _check_solver(solver: Solver | None, default: Solver) -> Solver:
+    if solver is None:
         return default
-    if not isinstance(given, Solver):
-        raise InputError(f"solver={given!r}: must be a solver object. Pass solver=solvers.Sequential().")
-    return given
+    if not isinstance(solver, Solver):
+        raise InputError(f"solver={solver!r}: must be a solver object. Pass solver=solvers.Sequential().")
+    return solver
 
 
-def _padded_only(dt: Tensor | None) -> None:
+def _check_no_dt(dt: Tensor | None) -> None:
     if dt is not None:
-        raise InputError("dt= goes with padded sequences. Pass lengths= instead of packing them.")
+        raise InputError("dt= needs padded sequences. Pass lengths= instead of packing them.")
 
 
-def _alone(what: str, **others: Tensor | None) -> None:
+def _check_exclusive(what: str, **others: Tensor | None) -> None:
     for name, value in others.items():
         if value is not None:
-            raise InputError(f"{what} already says where sequences begin and end; {name} does too. Drop {name}=.")
+            raise InputError(f"{what} already defines where sequences begin and end. Drop {name}=.")
 
 
 class ADPTNet(RecurrentLayer):
@@ -330,16 +365,17 @@ class ADPTNet(RecurrentLayer):
 
     Args:
         width: Features in and out.
-        state_size: Numbers in the state; `width` if not given.
-        beta: The dial: 0 is a linear model, about 1 and above tracks states. A number, or `TrainableBeta(...)`.
+        state_size: State dimension; `width` if not given.
+        beta: Strength of the non-linearity. 0 is a linear model; about 1 and above tracks states. A number, or
+            `TrainableBeta(...)`.
         spectrum: The timescales.
-        solver: How a call finds its states, unless the call says otherwise.
-        adjoint: How a call is differentiated, likewise.
-        batch_first: Whether `x` is (batch, time, width) or (time, batch, width).
-        device: Where the parameters live.
-        dtype: Of the parameters. The recurrence runs in at least float32.
-        axes: The other choices: `retraction`, `conjugate`, `direction`, `projection`, `input_projection`, `gain`,
-            `gate`, `rope`, `rotation_aware`, `start`, `memory` (see `cells.ADPTSpec`) and `readout` (see
+        solver: Default solver of a call; sequential if not given.
+        adjoint: Default method of differentiation.
+        batch_first: True for `x` of shape (batch, time, width), False for (time, batch, width).
+        device: Device of the parameters.
+        dtype: Dtype of the parameters. The recurrence runs in at least float32.
+        axes: The other axes of the model: `retraction`, `conjugate`, `direction`, `projection`, `input_projection`,
+            `gain`, `gate`, `rope`, `rotation_aware`, `start`, `memory` (see `cells.ADPTSpec`) and `readout` (see
             `nn.LayerSpec`).
     """
 
@@ -372,13 +408,13 @@ class ADPTNet(RecurrentLayer):
 
 
 class Recurrent(RecurrentLayer):
-    """A layer around any other cell, under the same contract: `Recurrent(cells.ReLURNN(width=64))`.
+    """A recurrent layer around any other cell, with the interface of `ADPTNet`: `Recurrent(cells.ReLURNN(width=64))`.
 
     Args:
-        cell: The description of a cell; or a cell itself, such as `cells.from_torch(nn.GRUCell(64, 64))`, whose layer
-            has no spec and is saved by its state dict.
-        readout: From the state to the output; see `LayerSpec`.
-        solver, adjoint, batch_first, device, dtype: As for `ADPTNet`.
+        cell: The spec of a cell; or a cell itself, such as `cells.from_torch(nn.GRUCell(64, 64))`. A layer around a
+            cell has no spec; save its state dict.
+        readout: Map from the state to the output; see `LayerSpec`.
+        solver, adjoint, batch_first, device, dtype: See `ADPTNet`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A whole model: an encoder, residual blocks and a head."""
+"""A sequence model: encoder, residual blocks and head."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,19 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from .._typing import Device, DType
+from .._validate import check_lengths, make_validity_mask
 from ..errors import InputError, SpecError
 from ..ops._fx import Proxy, record_call
-from ..solvers.problem import check_lengths, valid
-from ..spec import ModuleSpec, check_size, nearest, reject_unknown, reset_from_spec, spec
+from ..spec import ModuleSpec, check_size, reject_unknown, reset_from_spec, spec, suggest_name
 from .bidirectional import BidirectionalSpec
 from .block import BlockSpec, Norm, NormName, ResidualBlock
 from .layer import LayerSpec
 from .mixer import MixerSpec
 from .packing import check_padded
-from .states import LayerStates, states_of
+from .states import LayerStates, split_states
 from .swiglu import SwiGLUBlock, SwiGLUBlockSpec
 
-__all__ = ["HeadName", "ModelSpec", "SequenceModel", "evaluating"]
+__all__ = ["HeadName", "ModelSpec", "SequenceModel", "evaluation_mode"]
 
 HeadName = Literal["token", "last", "mean"]
 
@@ -31,11 +31,11 @@ class ModelSpec(ModuleSpec):
 
     Attributes:
         block: The residual block that is repeated.
-        depth: How many times.
-        vocabulary: Number of tokens, for tokens in; otherwise None.
-        input_size: Features, for real-valued input; otherwise None.
-        output_size: Numbers out at each position or for each sequence; the vocabulary if not given.
-        head: "token": an output at every step. "last": one at the true end. "mean": one of the mean over time.
+        depth: Number of blocks.
+        vocabulary: Number of different tokens, for token input; otherwise None.
+        input_size: Number of features, for real-valued input; otherwise None.
+        output_size: Outputs per step or per sequence; the vocabulary if not given.
+        head: "token": an output at every step. "last": one at the last step. "mean": one from the mean over time.
     """
 
     block: BlockSpec | SwiGLUBlockSpec
@@ -64,7 +64,9 @@ class ModelSpec(ModuleSpec):
         assert self.output_size is not None
         check_size(self, output_size=self.output_size)
         if self.head not in get_args(HeadName):
-            raise SpecError(f"ModelSpec(head={self.head!r}) is unknown.{nearest(str(self.head), get_args(HeadName))}")
+            raise SpecError(
+                f"ModelSpec(head={self.head!r}) is unknown.{suggest_name(str(self.head), get_args(HeadName))}"
+            )
 
     def build(self, *, device: Device = None, dtype: DType = None) -> "SequenceModel":
         model = SequenceModel.__new__(SequenceModel)
@@ -73,13 +75,15 @@ class ModelSpec(ModuleSpec):
 
 
 class SequenceModel(nn.Module):
-    """Tokens or real-valued vectors in, logits out, with the state of every layer.
+    """A model from tokens or real-valued vectors to logits, with the state of every layer.
 
     Args:
-        layer: What the blocks are built around: `layer.spec`.
-        depth: Number of blocks. A `Stack` counts layers, as `num_layers`.
+        layer: The spec of the layer of every block, `layer.spec`.
+        depth: Number of blocks. The argument of a `Stack` is `num_layers`.
         vocabulary, input_size, output_size, head: See `ModelSpec`.
         norm, prenorm, glu, dropout: See `BlockSpec`.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
     """
 
     def __init__(
@@ -123,41 +127,52 @@ class SequenceModel(nn.Module):
     def forward(
         self, x: Tensor, state: tuple[Any, ...] | None = None, *, lengths: Tensor | None = None, **run: Any
     ) -> tuple[Tensor, LayerStates]:
-        """Logits and the states of all layers.
+        """Return logits and the states of all layers.
 
         Args:
             x: (batch, time) tokens, or (batch, time, input_size).
-            state: What an earlier call returned.
-            lengths: True lengths of right-padded sequences.
-            run: `reset`, `solver`, `adjoint`, as `RecurrentLayer.forward` takes them.
+            state: The states that an earlier call returned.
+            lengths: (batch,) true lengths of right-padded sequences.
+            run: Further keyword arguments of `RecurrentLayer.forward` for every layer: `reset`, `solver`, `adjoint`, ….
 
         Returns:
-            (batch, time, output_size) for the token head, (batch, output_size) for the others.
+            Logits (batch, time, output_size) for the token head, (batch, output_size) for the others, and the states.
         """
         if isinstance(x, Proxy):
             return record_call(self, x, state, run, lengths=lengths)
         self._check(x)
         if run.get("cu_seqlens") is not None and self.spec.head != "token":
             raise InputError(
-                f"head={self.spec.head!r} gives one output a sequence. Pass lengths= instead of cu_seqlens=."
+                f"head={self.spec.head!r} gives one output per sequence. Pass lengths= instead of cu_seqlens=."
             )
         lengths = check_lengths(lengths, x.shape[0], x.shape[1], x.device)
         if lengths is not None and x.is_floating_point():
-            x = torch.where(valid(lengths, x.shape[1]).unsqueeze(-1), x, 0.0)
+            x = torch.where(make_validity_mask(lengths, x.shape[1]).unsqueeze(-1), x, 0.0)
         y = self.encoder(x)
-        entering = states_of(self.blocks, state)
+        entering = split_states(self.blocks, state)
         leaving = []
         for block, before in zip(self.blocks, entering, strict=True):
             y, after = block(y, before, lengths=lengths, **run)
             leaving.append(after)
-        return self._decoded(y, lengths), LayerStates(leaving)
+        return self._decode(y, lengths), LayerStates(leaving)
 
     def step(self, x: Tensor, state: tuple[Any, ...] | None = None) -> tuple[Tensor, LayerStates]:
-        """One step: (batch,) tokens or (batch, input_size) to (batch, output_size), with the states."""
+        """Run one step.
+
+        Args:
+            x: (batch,) tokens or (batch, input_size).
+            state: The states that an earlier call returned.
+
+        Returns:
+            Logits (batch, output_size) and the states.
+
+        Raises:
+            InputError: The head is "mean", which needs the whole sequence.
+        """
         if self.spec.head == "mean":
             raise InputError('head="mean" needs the whole sequence and has no step. Call the model itself.')
         y = self.encoder(x)
-        entering = states_of(self.blocks, state)
+        entering = split_states(self.blocks, state)
         leaving = []
         for block, before in zip(self.blocks, entering, strict=True):
             assert isinstance(block, (ResidualBlock, SwiGLUBlock))
@@ -167,7 +182,7 @@ class SequenceModel(nn.Module):
         return logits, LayerStates(leaving)
 
     def reset_parameters(self) -> None:
-        """Draw all parameters again, in place, as the constructor does."""
+        """Reinitialize all parameters in place, as the constructor does."""
         reset_from_spec(self, self.spec)
 
     @torch.no_grad()
@@ -180,14 +195,14 @@ class SequenceModel(nn.Module):
         top_k: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Continues `prompt`, (batch, time) tokens, by `steps` tokens, carrying the state: O(1) a token.
+        """Sample `steps` tokens that continue `prompt`. The cost per token does not grow with the length.
 
         Args:
-            prompt: At least one token each.
-            steps: How many tokens to add.
-            temperature: 0 takes the likeliest token; otherwise logits are divided by it before sampling.
-            top_k: Sample among the k likeliest only.
-            generator: Source of randomness.
+            prompt: (batch, time) tokens, at least one per sequence.
+            steps: Number of tokens to add.
+            temperature: Logits are divided by it before sampling; 0 takes the most likely token.
+            top_k: Sample among the k most likely tokens only.
+            generator: Random number generator.
 
         Returns:
             (batch, time + steps) tokens, the prompt first.
@@ -202,16 +217,16 @@ class SequenceModel(nn.Module):
             raise InputError(f"prompt is (batch, time) with at least one token each; got shape {tuple(prompt.shape)}.")
         if not temperature >= 0 or (top_k is not None and top_k < 1):
             raise InputError(f"temperature={temperature}, top_k={top_k}: temperature is 0 or above, top_k from 1.")
-        with evaluating(self):
+        with evaluation_mode(self):
             logits, state = self(prompt)
             tokens, last = [prompt], logits[:, -1]
             for _ in range(steps):
-                tokens.append(_sampled(last, temperature, top_k, generator))
+                tokens.append(_sample(last, temperature, top_k, generator))
                 last, state = self.step(tokens[-1].squeeze(-1), state)
         return torch.cat(tokens, 1)
 
-    def _decoded(self, y: Tensor, lengths: Tensor | None) -> Tensor:
-        keep = None if lengths is None else valid(lengths, y.shape[1])
+    def _decode(self, y: Tensor, lengths: Tensor | None) -> Tensor:
+        keep = None if lengths is None else make_validity_mask(lengths, y.shape[1])
         y = y if self.norm is None else self.norm(y, keep)
         if self.spec.head == "last":
             last = torch.full((y.shape[0],), y.shape[1], device=y.device) if lengths is None else lengths
@@ -234,19 +249,23 @@ class SequenceModel(nn.Module):
             raise InputError(f"head={self.spec.head!r} needs at least one step; got shape {tuple(x.shape)}.")
 
 
-def _sampled(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     if top_k is not None:
         floor = logits.topk(min(top_k, logits.shape[-1]), -1).values[..., -1:]
         logits = logits.masked_fill(logits < floor, -torch.inf)
-    above = logits - logits.amax(-1, keepdim=True)  # at most 0, so that no temperature makes an infinity
+    above = logits - logits.amax(-1, keepdim=True)  # at most 0, so that no temperature overflows
     return torch.multinomial((above / temperature).softmax(-1), 1, generator=generator)
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards every module is in the mode it was in."""
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put `model` into evaluation mode within a `with` block, and restore the mode of every module afterwards.
+
+    Args:
+        model: Any module.
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""Sequences of different lengths in one row or in torch's packed form, brought to a padded batch and back."""
+"""Conversion of packed and concatenated sequences to a padded batch and back."""
 
 from collections.abc import Callable
 
@@ -6,28 +6,40 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from .._validate import check_not_nested
 from ..cells import ADPTState
 from ..errors import InputError
-from ..solvers.problem import check_not_nested
 
-__all__ = ["check_padded", "packed_sequence", "ragged"]
+__all__ = ["check_padded", "run_packed", "run_ragged"]
 
-# From a padded batch (batch, time, width) and its lengths to outputs and state.
+# Runs a layer on a padded batch (batch, time, width) and its lengths; returns outputs and state.
 Run = Callable[[Tensor, Tensor], tuple[Tensor, ADPTState]]
 
 
 def check_padded(x: object) -> None:
-    """Raise `InputError` on torch's packed and nested forms; only a call of a bare layer takes the packed one."""
+    """Raise `InputError` for a `PackedSequence` or a nested tensor. Only a call of a single layer takes the former.
+
+    Args:
+        x: The inputs of a module.
+    """
     check_not_nested(x)
     if isinstance(x, PackedSequence):
         raise InputError(
-            "a PackedSequence goes to a bare layer only. Unpack it: "
+            "only a single layer takes a PackedSequence. Unpack it: "
             "x, lengths = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True), and pass lengths=lengths."
         )
 
 
-def packed_sequence(packed: PackedSequence, run: Run) -> tuple[PackedSequence, ADPTState]:
-    """Runs on torch's packed form; the output is packed the same way, the state is in the caller's order."""
+def run_packed(packed: PackedSequence, run: Run) -> tuple[PackedSequence, ADPTState]:
+    """Run a layer on a `PackedSequence`.
+
+    Args:
+        packed: The inputs.
+        run: Runs the layer on a padded batch.
+
+    Returns:
+        The outputs, packed in the same way, and the state in the order of the unsorted sequences.
+    """
     padded, lengths = pad_packed_sequence(packed, batch_first=True)
     outputs, state = run(padded, lengths)
     if packed.sorted_indices is not None:
@@ -37,8 +49,17 @@ def packed_sequence(packed: PackedSequence, run: Run) -> tuple[PackedSequence, A
     return PackedSequence(data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices), state
 
 
-def ragged(x: Tensor, cu_seqlens: Tensor, run: Run) -> tuple[Tensor, ADPTState]:
-    """Runs on sequences laid end to end in one row, (1, total, width)."""
+def run_ragged(x: Tensor, cu_seqlens: Tensor, run: Run) -> tuple[Tensor, ADPTState]:
+    """Run a layer on sequences that are concatenated along time.
+
+    Args:
+        x: (1, total, width).
+        cu_seqlens: (sequences + 1,) cumulative lengths, from 0 to `total`.
+        run: Runs the layer on a padded batch.
+
+    Returns:
+        Outputs (1, total, width) and a state with one row for each sequence.
+    """
     lengths = _segment_lengths(x, cu_seqlens)
     row = x[0]
     padded = torch.nn.utils.rnn.pad_sequence(list(row.split(lengths.tolist())), batch_first=True)

@@ -1,4 +1,4 @@
-"""Layers on top of one another, as `num_layers` of `nn.GRU` does."""
+"""A stack of layers, like `num_layers` of `nn.GRU`."""
 
 from typing import Any
 
@@ -8,18 +8,24 @@ from .._typing import Device, DType
 from ..errors import SpecError
 from ..ops._fx import Proxy, record_call
 from ..spec import ModuleSpec, check_fraction, check_size, reject_unknown, reset_from_spec, spec
-from .bidirectional import BidirectionalSpec, refuse_time_major
+from .bidirectional import BidirectionalSpec, check_batch_first
 from .layer import LayerSpec
 from .mixer import MixerSpec
 from .packing import check_padded
-from .states import LayerStates, states_of
+from .states import LayerStates, split_states
 
 __all__ = ["Stack", "StackSpec"]
 
 
 @spec
 class StackSpec(ModuleSpec):
-    """`num_layers` layers of one kind, each on the outputs of the one below, with dropout in between."""
+    """Layers with the same spec, each on the outputs of the one below, with dropout in between.
+
+    Attributes:
+        layer: A recurrent layer, a bidirectional layer, or a mixer.
+        num_layers: Number of layers.
+        dropout: Dropout probability between layers.
+    """
 
     layer: LayerSpec | BidirectionalSpec | MixerSpec
     num_layers: int = 1
@@ -32,7 +38,7 @@ class StackSpec(ModuleSpec):
                 "layer.spec."
             )
         if isinstance(self.layer, LayerSpec):
-            refuse_time_major(self, self.layer)
+            check_batch_first(self, self.layer)
         check_size(self, num_layers=self.num_layers)
         check_fraction(self, below="at 1 nothing would pass", dropout=self.dropout)
 
@@ -45,12 +51,14 @@ class StackSpec(ModuleSpec):
 
 
 class Stack(nn.Module):
-    """Layers on top of one another: (batch, time, width) in and out, a tuple of states.
+    """A stack of layers: (batch, time, width) in and out, with a tuple of states.
 
     Args:
-        layer: What each layer is: `layer.spec`.
-        num_layers: How many, as in `nn.GRU`. A `SequenceModel` counts blocks, as `depth`.
-        dropout: Between layers.
+        layer: The spec of every layer, `layer.spec`.
+        num_layers: Number of layers, as in `nn.GRU`. The argument of a `SequenceModel` is `depth`.
+        dropout: Dropout probability between layers.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
     """
 
     def __init__(
@@ -71,24 +79,38 @@ class Stack(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, state: tuple[Any, ...] | None = None, **run: Any) -> tuple[Tensor, LayerStates]:
-        """As `RecurrentLayer.forward`; `run` holds its keyword arguments and reaches every layer."""
+        """Run all layers along a sequence.
+
+        Args:
+            x: (batch, time, width).
+            state: The states that an earlier call returned.
+            run: Keyword arguments of `RecurrentLayer.forward`, passed to every layer.
+
+        Returns:
+            Outputs (batch, time, width) and the state of each layer.
+        """
         if isinstance(x, Proxy):
             return record_call(self, x, state, run)
-        return self._through(lambda layer: lambda y, s: layer(y, s, **run), x, state)
+        return self._run_layers(lambda layer: lambda y, s: layer(y, s, **run), x, state)
 
     def step(self, x: Tensor, state: tuple[Any, ...] | None = None) -> tuple[Tensor, LayerStates]:
-        """As `RecurrentLayer.step`."""
-        return self._through(lambda layer: layer.step, x, state)
+        """Run one step on (batch, width).
+
+        Args:
+            x: (batch, width).
+            state: The states that an earlier call returned.
+        """
+        return self._run_layers(lambda layer: layer.step, x, state)
 
     def reset_parameters(self) -> None:
-        """Draw all parameters again, in place, as the constructor does."""
+        """Reinitialize all parameters in place, as the constructor does."""
         reset_from_spec(self, self.spec)
 
-    def _through(self, way: Any, x: Tensor, state: tuple[Any, ...] | None) -> tuple[Tensor, LayerStates]:
+    def _run_layers(self, method: Any, x: Tensor, state: tuple[Any, ...] | None) -> tuple[Tensor, LayerStates]:
         check_padded(x)
-        entering = states_of(self.layers, state)
+        entering = split_states(self.layers, state)
         leaving = []
         for i, (layer, before) in enumerate(zip(self.layers, entering, strict=True)):
-            x, after = way(layer)(self.dropout(x) if i else x, before)
+            x, after = method(layer)(self.dropout(x) if i else x, before)
             leaving.append(after)
         return x, LayerStates(leaving)

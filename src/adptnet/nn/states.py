@@ -1,4 +1,4 @@
-"""The state of several layers: one tuple, to be carried from call to call."""
+"""The hidden states of several layers as one tuple."""
 
 from collections.abc import Sized
 from typing import Any
@@ -8,24 +8,36 @@ from torch.utils import _pytree as pytree
 
 from ..errors import InputError
 
-__all__ = ["LayerStates", "states_of"]
+__all__ = ["LayerStates", "split_states"]
 
 
 class LayerStates(tuple[Any, ...]):
-    """The state of each layer of a stack or model, first to last: a tuple that can be detached, moved and selected."""
+    """Tuple of the hidden state of each layer of a stack or model, first to last.
+
+    It can be detached, moved to a device, and indexed by sequence.
+    """
 
     __slots__ = ()
 
     def detach(self) -> "LayerStates":
-        """As `ADPTState.detach`."""
+        """Return the states detached from the autograd graph, for truncated backpropagation."""
         return LayerStates([state.detach() for state in self])
 
     def to(self, *target: Any, **options: Any) -> "LayerStates":
-        """As `ADPTState.to`."""
+        """Return the states moved or cast.
+
+        Args:
+            target: A device or a dtype, as for `Tensor.to`.
+            options: Keyword arguments of `Tensor.to`.
+        """
         return LayerStates([state.to(*target, **options) for state in self])
 
     def select(self, rows: Any) -> "LayerStates":
-        """As `ADPTState.select`."""
+        """Return the states of some sequences.
+
+        Args:
+            rows: Indices or a mask over the batch.
+        """
         return LayerStates([state.select(rows) for state in self])
 
 
@@ -39,8 +51,16 @@ pytree.register_pytree_node(
 )
 
 
-def states_of(layers: Sized, state: tuple[Any, ...] | None) -> tuple[Any, ...]:
-    """One state for each layer: those given, or none."""
+def split_states(layers: Sized, state: tuple[Any, ...] | None) -> tuple[Any, ...]:
+    """Return one state per layer: those of `state`, or None for each layer if there is no state.
+
+    Args:
+        layers: The layers.
+        state: The states that an earlier call returned, or None.
+
+    Raises:
+        InputError: `state` does not have one entry per layer.
+    """
     if state is None:
         return (None,) * len(layers)
     if not isinstance(state, (tuple, list)) or len(state) != len(layers):

@@ -1,4 +1,4 @@
-"""The block of language models: a layer and a SwiGLU unit, each with a norm before and its input added back."""
+"""The block of language models: a layer and a SwiGLU unit, each with a pre-norm and a skip connection."""
 
 from typing import Any, get_args
 
@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .._typing import Device, DType
+from .._validate import check_lengths, make_validity_mask
 from ..errors import SpecError
 from ..ops._fx import Proxy, record_call
-from ..solvers.problem import check_lengths, valid
-from ..spec import ModuleSpec, check_size, nearest, reset_from_spec, spec
-from .bidirectional import BidirectionalSpec, refuse_time_major
+from ..spec import ModuleSpec, check_size, reset_from_spec, spec, suggest_name
+from .bidirectional import BidirectionalSpec, check_batch_first
 from .block import Norm, NormName
 from .layer import LayerSpec
 from .mixer import MixerSpec
@@ -22,12 +22,12 @@ __all__ = ["SwiGLUBlock", "SwiGLUBlockSpec"]
 
 @spec
 class SwiGLUBlockSpec(ModuleSpec):
-    """The block that MAD compares layers in.
+    """A block with a layer and a SwiGLU unit, in which MAD compares layers.
 
     Attributes:
-        layer: The layer, two of them in both directions, or a mixer.
+        layer: A recurrent layer, a bidirectional layer, or a mixer.
         norm: "batch", "layer" or "rms".
-        expansion: The unit is two thirds of this times as wide, rounded up to a multiple of 16.
+        expansion: The width of the unit is 2/3 · expansion · width, rounded up to a multiple of 16.
     """
 
     layer: LayerSpec | BidirectionalSpec | MixerSpec
@@ -41,9 +41,11 @@ class SwiGLUBlockSpec(ModuleSpec):
                 "MixerSpec: layer.spec."
             )
         if isinstance(self.layer, LayerSpec):
-            refuse_time_major(self, self.layer)
+            check_batch_first(self, self.layer)
         if self.norm not in get_args(NormName):
-            raise SpecError(f"SwiGLUBlockSpec(norm={self.norm!r}) is unknown.{nearest(self.norm, get_args(NormName))}")
+            raise SpecError(
+                f"SwiGLUBlockSpec(norm={self.norm!r}) is unknown.{suggest_name(self.norm, get_args(NormName))}"
+            )
         check_size(self, expansion=self.expansion)
 
     @property
@@ -52,7 +54,7 @@ class SwiGLUBlockSpec(ModuleSpec):
 
     @property
     def inner(self) -> int:
-        """Width of the unit."""
+        """Width of the SwiGLU unit."""
         return -(-2 * self.expansion * self.width // (3 * 16)) * 16
 
     @property
@@ -64,7 +66,13 @@ class SwiGLUBlockSpec(ModuleSpec):
 
 
 class SwiGLUBlock(nn.Module):
-    """z = x + layer(norm(x)), then z + W₃(SiLU(W₁ norm(z)) ⊙ W₂ norm(z)): (batch, time, width) in and out."""
+    """The block z = x + layer(norm(x)), then z + W₃(SiLU(W₁ norm(z)) ⊙ W₂ norm(z)): (batch, time, width) in and out.
+
+    Args:
+        spec: The description of the block.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+    """
 
     def __init__(self, spec: SwiGLUBlockSpec, *, device: Device = None, dtype: DType = None):
         super().__init__()
@@ -77,26 +85,41 @@ class SwiGLUBlock(nn.Module):
         self.leave = nn.Linear(spec.inner, width, bias=False, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, state: Any = None, *, lengths: Tensor | None = None, **run: Any) -> tuple[Tensor, Any]:
-        """As `RecurrentLayer.forward`, on (batch, time, width)."""
+        """Run the block along a sequence.
+
+        Args:
+            x: (batch, time, width).
+            state: The state that an earlier call returned.
+            lengths: (batch,) true lengths of right-padded sequences.
+            run: Further keyword arguments of the layer.
+
+        Returns:
+            Outputs (batch, time, width) and the state of the layer.
+        """
         if isinstance(x, Proxy):
             return record_call(self, x, state, run, lengths=lengths)
         check_padded(x)
         lengths = check_lengths(lengths, x.shape[0], x.shape[1], x.device)
-        keep = None if lengths is None else valid(lengths, x.shape[1])
+        keep = None if lengths is None else make_validity_mask(lengths, x.shape[1])
         x = x if keep is None else torch.where(keep.unsqueeze(-1), x, 0.0)
         mixed, after = self.layer(self.norm(x, keep), state, lengths=lengths, **run)
-        return self._out(x + mixed, keep), after
+        return self._apply_unit(x + mixed, keep), after
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        """As `RecurrentLayer.step`."""
+        """Run one step on (batch, width).
+
+        Args:
+            x: (batch, width).
+            state: The state that an earlier call returned.
+        """
         mixed, after = self.layer.step(self.norm(x), state)
-        return self._out(x + mixed, None), after
+        return self._apply_unit(x + mixed, None), after
 
     def reset_parameters(self) -> None:
-        """Draw all parameters again, in place, as the constructor does."""
+        """Reinitialize all parameters in place, as the constructor does."""
         reset_from_spec(self, self.spec)
 
-    def _out(self, x: Tensor, keep: Tensor | None) -> Tensor:
+    def _apply_unit(self, x: Tensor, keep: Tensor | None) -> Tensor:
         gate, value = self.enter(self.unit_norm(x, keep)).chunk(2, -1)
         y = x + self.leave(functional.silu(gate) * value)
         return y if keep is None else torch.where(keep.unsqueeze(-1), y, 0.0)

@@ -1,4 +1,4 @@
-"""The paper's named variants: functions that return an `ADPTNet`, equal to the one spelled out."""
+"""Constructors of the paper's named variants. Each returns an `ADPTNet` with the axis of that variant set."""
 
 from typing import Any
 
@@ -11,15 +11,33 @@ __all__ = ["CoupledADPTNet", "LinearADPTNet", "TaylorADPTNet"]
 
 
 def TaylorADPTNet(width: int, *, order: int = 1, **axes: Any) -> ADPTNet:
-    """The conjugate to first or second order in β (sec:taylor_ADPTNet): cheaper, for small β."""
+    """Return an `ADPTNet` with M expanded in β (sec:taylor_ADPTNet): cheaper, for small β.
+
+    Args:
+        width: Features in and out.
+        order: Order of the Taylor expansion, 1 or 2.
+        axes: Other arguments of `ADPTNet`.
+    """
     return ADPTNet(width, conjugate=Taylor(order), **axes)
 
 
 def LinearADPTNet(width: int, *, direction: FromInput = FromInput(), **axes: Any) -> ADPTNet:
-    """Directions from the input (sec:linear_ADPTNet): time-varying, but linear in the state."""
+    """Return an `ADPTNet` with directions from the input (sec:linear_ADPTNet): time-varying, but linear in the state.
+
+    Args:
+        width: Features in and out.
+        direction: The directions.
+        axes: Other arguments of `ADPTNet`.
+    """
     return ADPTNet(width, direction=direction, **axes)
 
 
 def CoupledADPTNet(width: int, *, memory: SlowMemory = SlowMemory(), **axes: Any) -> ADPTNet:
-    """A slow linear memory beside the state (eq:coupled_ADPTNet)."""
+    """Return an `ADPTNet` coupled to a slow linear memory (eq:coupled_ADPTNet).
+
+    Args:
+        width: Features in and out.
+        memory: The slow memory.
+        axes: Other arguments of `ADPTNet`.
+    """
     return ADPTNet(width, memory=memory, **axes)

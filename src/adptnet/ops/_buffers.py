@@ -1,4 +1,4 @@
-"""Large buffers that are used again: a freshly mapped page costs more than the arithmetic done on it."""
+"""A pool of large buffers, since mapping a fresh page costs more than the arithmetic on it, and settings of malloc."""
 
 import collections
 import contextlib
@@ -13,51 +13,63 @@ import numpy
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "clear", "empty", "give", "keep_freed", "take"]
+__all__ = ["Block", "acquire", "clear", "empty", "keep_freed", "release"]
 
-SMALLEST = 1 << 18  # below this the allocator of the process reuses memory itself
-KEPT = 8  # free blocks
-LINE = 64  # bytes of a cache line
+MIN_POOLED_BYTES = 1 << 18  # smaller allocations are reused by malloc itself
+MAX_FREE_BLOCKS = 8
+CACHE_LINE = 64  # bytes
 _NUMPY = {torch.float32: numpy.float32, torch.float64: numpy.float64, torch.uint8: numpy.uint8}
 
 
 class Block:
-    """Memory that begins with a cache line."""
+    """A block of memory, aligned to a cache line.
+
+    Args:
+        size: In bytes.
+    """
 
     __slots__ = ("address", "memory", "size")
 
     def __init__(self, size: int):
-        raw = numpy.empty(size + LINE, numpy.uint8)
-        start = -raw.ctypes.data % LINE
+        raw = numpy.empty(size + CACHE_LINE, numpy.uint8)
+        start = -raw.ctypes.data % CACHE_LINE
         self.size, self.memory, self.address = size, raw[start : start + size], raw.ctypes.data + start
 
 
-# Blocks that nobody uses, oldest first. Deque operations are atomic, and no lock is taken: a block may come back in the
-# middle of any allocation, whenever the last tensor on it is collected.
-_free: collections.deque[Block] = collections.deque(maxlen=KEPT)
+# Free blocks, oldest first. Deque operations are atomic, and no lock is taken: a block may be released in the middle of
+# any allocation, whenever the last tensor that uses it is collected.
+_free: collections.deque[Block] = collections.deque(maxlen=MAX_FREE_BLOCKS)
 _leased: dict[int, tuple["weakref.ref[Any]", Block]] = {}
 
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Like `torch.empty` on the CPU; the memory goes back to the pool with the last tensor that shares it."""
+    """Return an uninitialised CPU tensor whose memory returns to the pool with the last tensor that uses it.
+
+    Args:
+        shape: The shape.
+        dtype: float32, float64 or uint8.
+    """
     needed = math.prod(shape) * dtype.itemsize
-    if needed < SMALLEST:
+    if needed < MIN_POOLED_BYTES:
         return torch.empty(shape, dtype=dtype, device="cpu")
-    block = take(needed)
+    block = acquire(needed)
     lease = numpy.ndarray(shape, _NUMPY[dtype], block.memory)
-    watch = weakref.ref(lease, _give_back)
+    watch = weakref.ref(lease, _release_lease)
     _leased[id(watch)] = watch, block
-    return torch.from_numpy(lease)  # no view of another tensor, so that it may be changed in place
+    return torch.from_numpy(lease)  # not a view of another tensor, so that it may be modified in place
 
 
-def _give_back(watch: "weakref.ref[Any]") -> None:
-    give(_leased.pop(id(watch))[1])
+def _release_lease(watch: "weakref.ref[Any]") -> None:
+    release(_leased.pop(id(watch))[1])
 
 
-def take(needed: int) -> Block:
-    """Memory until it is given back: the smallest free block that fits, unless it is far too large; else a new one.
+def acquire(needed: int) -> Block:
+    """Return a block: the smallest free one that fits, unless it is more than twice as large as needed; else a new one.
 
-    Of equal ones it is the last that was in use, which may still be in the cache.
+    Among blocks of equal size it is the one released last, which may still be in the cache.
+
+    Args:
+        needed: The size in bytes.
     """
     found = None
     try:
@@ -67,24 +79,28 @@ def take(needed: int) -> Block:
         if found is not None:
             _free.remove(found)
             return found
-    except (RuntimeError, ValueError):  # another thread takes or gives meanwhile
+    except (RuntimeError, ValueError):  # another thread changed the pool meanwhile
         pass
     return Block(needed)
 
 
-def give(block: Block) -> None:
-    """Back to those that nobody uses."""
+def release(block: Block) -> None:
+    """Return a block to the pool.
+
+    Args:
+        block: The block, which must not be used any more.
+    """
     _free.append(block)
 
 
 def keep_freed() -> None:
-    """This process, and those that it starts, keep the memory that they free instead of giving it back to the system.
+    """Make malloc keep freed memory instead of returning it to the system, in this process and those it starts.
 
-    Torch frees what a step of training made and asks for the same again in the next; glibc maps and unmaps large pieces
-    each time. It is for a program to decide, not for a library: the commands that train do. Elsewhere than with glibc
-    nothing happens.
+    Torch frees the tensors of a training step and allocates the same sizes again in the next; glibc maps and unmaps
+    large allocations each time. This is a decision for a program, not for a library: the training commands make it.
+    Without glibc it has no effect.
     """
-    # Names of mallopt's settings, their numbers in malloc.h, and values: nothing is mapped on its own, nothing trimmed.
+    # Names of mallopt's settings, their numbers in malloc.h, and values: no separate mappings, no trimming.
     for name, number, value in (("MMAP_MAX", -4, 0), ("TRIM_THRESHOLD", -1, -1), ("TOP_PAD", -2, 1 << 26)):
         if f"MALLOC_{name}_" in os.environ or sys.platform != "linux":
             continue
@@ -94,5 +110,5 @@ def keep_freed() -> None:
 
 
 def clear() -> None:
-    """Gives the memory that nobody uses back to the system."""
+    """Return the memory of all free blocks to the system."""
     _free.clear()

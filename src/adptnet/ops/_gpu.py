@@ -1,4 +1,4 @@
-"""Kernels for GPUs: Triton programs, compiled by Triton itself when they are first called."""
+"""Availability of the GPU kernels, which are Triton programs that Triton compiles when they are first called."""
 
 import functools
 import importlib.util
@@ -8,58 +8,73 @@ import torch
 from . import _build
 from ._torch_state import constant_when_compiled
 
-__all__ = ["LEAST", "describe", "ready", "shared_memory", "why_not"]
+__all__ = ["MIN_SHARED_MEMORY", "describe_backend", "explain_unavailable", "is_available", "shared_memory"]
 
-# Bytes of shared memory that a block may have on the smallest of the cards the kernels are compiled for.
-LEAST = 65536
+# Bytes of shared memory per block on the smallest of the cards for which the kernels are compiled.
+MIN_SHARED_MEMORY = 65536
 
 
-def ready(device: str) -> bool:
-    """Whether Triton kernels may be used on such a device."""
-    return why_not(device) is None
+def is_available(device: str) -> bool:
+    """Return whether Triton kernels may be used on a type of device.
+
+    Args:
+        device: The type, e.g. "cuda".
+    """
+    return explain_unavailable(device) is None
 
 
 @constant_when_compiled
-def why_not(device: str) -> str | None:
-    """Why there is no kernel for a device; None if there is."""
-    if device != "cuda":  # which is what torch calls those of AMD as well
+def explain_unavailable(device: str) -> str | None:
+    """Return why Triton kernels may not be used on a type of device; None if they may.
+
+    Args:
+        device: The type, e.g. "cuda".
+    """
+    if device != "cuda":  # torch uses this name for AMD devices too
         return f"there is no kernel for {device}."
-    if not _build.wanted():
+    if not _build.kernels_enabled():
         return "ADPTNET_BACKEND=reference."
-    return None if _installed() else "triton is not installed: pip install 'adptnet[triton]'."
+    return None if _has_triton() else "triton is not installed: pip install 'adptnet[triton]'."
 
 
 @constant_when_compiled
 def shared_memory(device: str) -> int:
-    """Return the bytes of shared memory that a block may have; the least of any card if this one is not here to ask."""
+    """Return the bytes of shared memory per block on a device; `MIN_SHARED_MEMORY` if the device is not present.
+
+    Args:
+        device: The device, as a string.
+    """
     if not torch.cuda.is_available():
-        return LEAST
+        return MIN_SHARED_MEMORY
     index = torch.device(device).index
     index = torch.cuda.current_device() if index is None else index
-    return _shared_memory(index) if index < torch.cuda.device_count() else LEAST
+    return _shared_memory(index) if index < torch.cuda.device_count() else MIN_SHARED_MEMORY
 
 
 @functools.cache
 def _shared_memory(index: int) -> int:
     card = torch.cuda.get_device_properties(index)
-    found: int | None = getattr(card, "shared_memory_per_block_optin", None)  # of NVIDIA's only
-    return getattr(card, "shared_memory_per_block", LEAST) if found is None else found
+    opt_in: int | None = getattr(card, "shared_memory_per_block_optin", None)  # NVIDIA only
+    return getattr(card, "shared_memory_per_block", MIN_SHARED_MEMORY) if opt_in is None else opt_in
 
 
-def describe() -> str:
-    """Return what runs for tensors on a GPU here, and why."""
+def describe_backend() -> str:
+    """Return the backend for tensors on a GPU of this machine, and the reason."""
     from .adpt_scan import launch
 
     if not torch.cuda.is_available():
         return "none: torch sees no GPU"
-    reason = why_not("cuda")
+    reason = explain_unavailable("cuda")
     if reason is not None:
         return f"reference: {reason}"
     index = torch.cuda.current_device()
-    largest = max((size for size in launch.SHARED if launch.launch_of(size, f"cuda:{index}") is not None), default=0)
-    return f"triton: linear_scan, adpt_scan of states up to {largest}, on {torch.cuda.get_device_name(index)}"
+    largest = max(
+        (size for size in launch.SHARED_MEMORY if launch.plan_launch(size, f"cuda:{index}") is not None), default=0
+    )
+    name = torch.cuda.get_device_name(index)
+    return f"triton: linear_scan, adpt_scan for state dimensions up to {largest}, on {name}"
 
 
 @functools.cache
-def _installed() -> bool:
+def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None

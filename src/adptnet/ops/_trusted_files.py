@@ -1,8 +1,8 @@
-"""Decide which files may be executed: those that only this user and root can change, with the bytes recorded for them.
+"""Decide which files may be executed: those that only this user and root can write, with the recorded SHA-256.
 
-On POSIX systems every folder on the way to a file is examined, as OpenSSH does for its keys. Windows has no such owners
-and modes: there the SHA-256 is checked and nothing else, and the access control lists of the folders are relied upon,
-which keep the profile of a user to that user.
+On POSIX systems every folder on the path to a file is checked, as OpenSSH does for its keys. Windows has no such owners
+and modes: there only the SHA-256 is checked, and the files are protected by the access control lists of the user's
+profile.
 """
 
 import errno
@@ -21,25 +21,24 @@ __all__ = [
     "find_fault",
     "find_program",
     "find_recorded_fault",
-    "make_private_folder",
-    "record_of",
-    "search_path",
+    "record_path",
+    "trusted_search_path",
     "write_record",
 ]
 
-LINKS = 40  # symbolic links followed in one path, as in Linux
+MAX_LINKS = 40  # symbolic links followed in one path, as in Linux
 
 
 def find_exposure(path: Path) -> str | None:
-    """Return how another user could change what `path` names; None if only this user and root can.
+    """Return how another user could change the file or folder at `path`; None if only this user and root can.
 
-    The path is walked from the root folder and symbolic links are followed one at a time. Every entry on the way must
+    The path is walked from the root folder, and symbolic links are followed one at a time. Every entry on the way must
     belong to this user or root and must not be writable by group or others. A folder above the last entry may be, if it
     has the sticky bit (as `/tmp` has): nobody can replace another user's entry there. Write access through an access
-    control list shows in the bits of the group.
+    control list shows in the group bits.
 
-    There is no race between this check and a later use of the path: an entry is examined only after the folder that
-    holds it, so no other user could change what has been examined.
+    There is no race between this check and a later use of the path: an entry is checked only after the folder that
+    holds it, so no other user can change an entry that has been checked.
 
     Args:
         path: A file or a folder.
@@ -49,7 +48,7 @@ def find_exposure(path: Path) -> str | None:
     """
     if not hasattr(os, "geteuid"):
         return None
-    # Whoever owns the root folder controls every path: root, or what root looks like in a user namespace without it.
+    # The owner of the root folder controls every path: root, or the id that root maps to in a user namespace.
     trusted = {0, os.geteuid(), os.stat("/").st_uid}
     current, links, names = "/", 0, _names(str(path.absolute()))
     while True:
@@ -62,14 +61,14 @@ def find_exposure(path: Path) -> str | None:
             return f"{current} belongs to another user (uid {status.st_uid})"
         if target is not None:
             links += 1
-            if links > LINKS:
-                return f"{path} leads through more than {LINKS} symbolic links"
+            if links > MAX_LINKS:
+                return f"{path} leads through more than {MAX_LINKS} symbolic links"
             names += _names(target)
             current = "/" if os.path.isabs(target) else os.path.dirname(current)
             continue
         if status.st_mode & 0o022 and not (status.st_mode & stat.S_ISVTX and names):
             mode = f"{stat.S_IMODE(status.st_mode):04o}"
-            return f"{current} can be written by other users (mode {mode}; chmod go-w {shlex.quote(current)} ends that)"
+            return f"{current} can be written by other users (mode {mode}; run chmod go-w {shlex.quote(current)})"
         if not names:
             return None
         name = names.pop()
@@ -77,22 +76,22 @@ def find_exposure(path: Path) -> str | None:
 
 
 def _names(path: str) -> list[str]:
-    """Return the entries of a path, the last one first."""
+    """Return the entries of a path, last one first."""
     return [name for name in reversed(path.split("/")) if name not in ("", ".")]
 
 
 def find_fault(path: Path, sha256: str) -> str | None:
     """Return why the library at `path` must not be loaded; None if it may be.
 
-    No other user can change the file after this check (see `find_exposure`), so what is then loaded from the same path
-    has the bytes that were hashed, or those that this user's own processes put there.
+    No other user can change the file after this check (see `find_exposure`), so the library loaded from this path has
+    the bytes that were hashed, or bytes that a process of this user wrote.
 
     Args:
-        path: The library: one that was built here or one that came with the package.
+        path: The library: built on this machine, or shipped with the package.
         sha256: The recorded SHA-256 of its bytes, in hexadecimal.
 
     Returns:
-        A clause that says what is wrong, or None. On Windows only the SHA-256 is checked.
+        A clause that describes the fault, or None. On Windows only the SHA-256 is checked.
     """
     exposure = find_exposure(path)
     if exposure is not None:
@@ -105,8 +104,12 @@ def find_fault(path: Path, sha256: str) -> str | None:
 
 
 def find_recorded_fault(path: Path) -> str | None:
-    """Return what `find_fault` does, with the SHA-256 in the file beside the library, which is protected like it."""
-    record = record_of(path)
+    """Return `find_fault` for the SHA-256 recorded in the file beside the library, which must be as protected.
+
+    Args:
+        path: The library.
+    """
+    record = record_path(path)
     exposure = find_exposure(record)
     if exposure is not None:
         return exposure
@@ -118,14 +121,22 @@ def find_recorded_fault(path: Path) -> str | None:
     return find_fault(path, sha256)
 
 
-def record_of(path: Path) -> Path:
-    """Return the file that holds the SHA-256 of the library at `path`, in the format of `sha256sum`."""
+def record_path(path: Path) -> Path:
+    """Return the path of the file with the SHA-256 of a library, in the format of `sha256sum`.
+
+    Args:
+        path: The library.
+    """
     return path.with_name(f"{path.name}.sha256")
 
 
 def write_record(path: Path) -> Path:
-    """Write the SHA-256 of the library at `path` to the file beside it, which is returned."""
-    record = record_of(path)
+    """Write the SHA-256 of a library to the file beside it, and return the path of that file.
+
+    Args:
+        path: The library.
+    """
+    record = record_path(path)
     record.write_text(f"{_sha256(path)}  {path.name}\n")
     record.chmod(0o600)
     return record
@@ -145,26 +156,21 @@ def _open_regular(path: Path) -> Iterator[BufferedReader]:
         yield file
 
 
-def make_private_folder(folder: Path) -> None:
-    """Make `folder` and those missing above it, each for this user alone (mode 0700). What exists stays as it is."""
-    if not folder.is_dir():
-        if folder.parent != folder:  # a drive that is not there
-            make_private_folder(folder.parent)
-        folder.mkdir(mode=0o700, exist_ok=True)
+def trusted_search_path() -> list[str]:
+    """Return the folders of PATH from which programs may be run.
 
-
-def search_path() -> list[str]:
-    """Return the folders of PATH that programs are run from.
-
-    Relative and empty entries, which stand for the current folder, and folders that another user could change are left
-    out.
+    Relative entries, empty entries (the current folder) and folders that another user can write are left out.
     """
     return [folder for folder in os.get_exec_path() if os.path.isabs(folder) and find_exposure(Path(folder)) is None]
 
 
 def find_program(name: str) -> str | None:
-    """Return the absolute path of the program `name` in `search_path()`; None if there is none that may be run."""
-    for folder in search_path():
+    """Return the absolute path of a program in `trusted_search_path()`; None if there is none that may be run.
+
+    Args:
+        name: The name of the program.
+    """
+    for folder in trusted_search_path():
         path = os.path.join(folder, name + (".exe" if sys.platform == "win32" else ""))
         if os.path.isfile(path) and os.access(path, os.X_OK) and find_exposure(Path(path)) is None:
             return path

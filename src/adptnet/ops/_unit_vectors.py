@@ -1,4 +1,4 @@
-"""From a projection to a direction: unit vectors, a fixed angle between two of them, spikes."""
+"""From projections to directions: unit vectors, a fixed dot product of two of them, and spikes."""
 
 import math
 
@@ -7,22 +7,33 @@ from torch import Tensor
 
 from .._typing import Vector
 
-__all__ = ["mixed", "spike", "unit"]
+__all__ = ["fix_dot_product", "spike", "unit"]
 
 
-def mixed(key: Tensor, value: Tensor, dot: float) -> Tensor:
-    """A unit key in the plane of both, with key·value = `dot` (eq:parametric_kv_dot)."""
-    across = key
-    for _ in range(2):  # what is left of a key that is almost the value is mostly rounding: take its part again
-        across = unit(across - (across * value).sum(-1, keepdim=True) * value)
-    return math.sqrt(1 - dot**2) * across + dot * value
+def fix_dot_product(key: Tensor, value: Tensor, dot: float) -> Tensor:
+    """Return the unit key in the plane of `key` and `value` whose dot product with `value` is `dot`.
+
+    Implements eq:parametric_kv_dot.
+
+    Args:
+        key, value: (..., n), of length one.
+        dot: Between -1 and 1.
+    """
+    orthogonal = key
+    for _ in range(2):  # if the two are nearly parallel, the remainder is mostly rounding error: orthogonalise twice
+        orthogonal = unit(orthogonal - (orthogonal * value).sum(-1, keepdim=True) * value)
+    return math.sqrt(1 - dot**2) * orthogonal + dot * value
 
 
 def unit(x: Vector) -> Vector:
-    """`x` at length one, for any length that floating point can invert; zero stays zero, with zero derivative.
+    """Return `x` scaled to length one; zero stays zero, with zero gradient.
 
-    The largest entry is divided out first, as a constant: the direction does not depend on it, so neither value nor
-    derivative change, and squares neither overflow nor vanish.
+    It works for any length that floating point can invert: `x` is first divided by its largest entry, as a constant.
+    The direction does not depend on it, so neither value nor gradient change, and squares neither overflow nor
+    underflow.
+
+    Args:
+        x: (..., n).
     """
     if x.shape[-1] == 0:
         return x
@@ -33,6 +44,10 @@ def unit(x: Vector) -> Vector:
 
 
 def spike(x: Tensor) -> Tensor:
-    """1 where x >= 0, else 0; the derivative is 1 for |x| < 1/2, else 0 (the boxcar surrogate)."""
+    """Return 1 where x >= 0, else 0; the derivative is 1 for |x| < 1/2, else 0 (the boxcar surrogate).
+
+    Args:
+        x: Any shape.
+    """
     slope = x.clamp(-0.5, 0.5)
     return (x >= 0).to(x.dtype) + (slope - slope.detach())

@@ -1,4 +1,8 @@
-// What the kernels share: vectors of the compiler (GCC and Clang), and threads.
+// Shared by all kernels: SIMD vectors (GCC and Clang vector extensions) and threads.
+//
+// T        the scalar type, float or double; each library is compiled for one of them (-DSCALAR=float or double)
+// Vec<T>   a SIMD register of T: 32 bytes with AVX, otherwise 16
+// lanes<T> the number of T in a Vec<T>
 
 #pragma once
 
@@ -30,6 +34,7 @@ template <> struct Types<double> {
 template <class T> using Vec = typename Types<T>::vector;
 template <class T> constexpr int lanes = VECTOR_BYTES / sizeof(T);
 
+// Unaligned load and store.
 template <class T> INLINE Vec<T> load(const T* from) {
   Vec<T> v;
   std::memcpy(&v, from, sizeof v);
@@ -40,28 +45,30 @@ template <class T> INLINE void store(T* to, Vec<T> v) { std::memcpy(to, &v, size
 #if defined(__clang__) || __GNUC__ >= 12
 #define SHUFFLE(T, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-template <class T> struct IndexVec { typedef typename Types<T>::index type __attribute__((vector_size(VECTOR_BYTES))); };
+template <class T> struct IndexVec {
+  typedef typename Types<T>::index type __attribute__((vector_size(VECTOR_BYTES)));
+};
 #define SHUFFLE(T, a, b, ...) __builtin_shuffle(a, b, typename IndexVec<T>::type{__VA_ARGS__})
 #endif
 
-template <class T, int... I> INLINE Vec<T> swapped(Vec<T> x, std::integer_sequence<int, I...>) {
+template <class T, int... I> INLINE Vec<T> swap_pairs(Vec<T> x, std::integer_sequence<int, I...>) {
   return SHUFFLE(T, x, x, (I ^ 1)...);
 }
-// (p, q) becomes (q, p) in each pair; the sign of the quarter turn is in `imag`.
-template <class T> INLINE Vec<T> swapped(Vec<T> x) { return swapped<T>(x, std::make_integer_sequence<int, lanes<T>>()); }
+// Map (a, b) to (b, a) in each pair of lanes. A complex product needs (-b, a): the multiplier `imag` carries the sign.
+template <class T> INLINE Vec<T> swap_pairs(Vec<T> x) {
+  return swap_pairs<T>(x, std::make_integer_sequence<int, lanes<T>>());
+}
 
-// worker(0) to worker(count - 1), each in a thread. Threads live for one call: nothing is shared between calls, and nothing
-// is lost in a fork.
-template <class Worker> void in_threads(int64_t count, Worker worker) {
+// Call worker(0) to worker(count - 1), each in its own thread; those whose thread cannot be started run in the calling
+// thread. Threads live for one call: calls share no state, and a fork loses none.
+template <class Worker> void run_in_threads(int64_t count, Worker worker) {
   std::vector<std::thread> others;
-  std::vector<int64_t> left;
+  std::vector<int64_t> not_started;
   for (int64_t thread = 1; thread < count; ++thread) try {
       others.emplace_back(worker, thread);
-    } catch (const std::system_error&) {
-      left.push_back(thread);
-    }
+    } catch (const std::system_error&) { not_started.push_back(thread); }
   worker(0);
-  for (int64_t thread : left) worker(thread);
+  for (int64_t thread : not_started) worker(thread);
   for (std::thread& other : others) other.join();
 }
 

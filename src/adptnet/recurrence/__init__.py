@@ -1,11 +1,11 @@
 """The ADPT recurrence x_t = Q(x) Λ̄ Q(x)ᵀ x + drive, one module for each axis of its design.
 
 spectra       Λ̄: the eigenvalues, and so the timescales
-directions    the key and value that span the plane of rotation, from state or input
+directions    the key and value that span the plane of rotation, computed from the state or the input
 projections   the linear maps K, V, B and the read-out
 retractions   from key and value to the rotation Q: exponential or Cayley
-conjugates    how Q Λ̄ Qᵀ acts on the state, without being formed
-drive         how the input enters: gain, gate, rotary positions
+conjugates    how Q Λ̄ Qᵀ acts on the state, without forming the matrix
+drive         how the input enters the state: gain, gate, rotary positions
 beta          β, the strength of the non-linearity
 """
 

@@ -1,4 +1,4 @@
-"""β, the one dial of the non-linearity: a fixed number, or a trainable one with a range; one for each head if asked."""
+"""β, the strength of the non-linearity: fixed, or trainable within a range; one for all heads, or one per head."""
 
 import math
 
@@ -15,12 +15,12 @@ __all__ = ["Beta", "BetaValue", "TrainableBeta"]
 
 @spec
 class TrainableBeta(Spec):
-    """A β that learns. The value used is clipped to [minimum, maximum]; the parameter itself may lie outside.
+    """A trainable β. The value in use is clipped to [minimum, maximum]; the parameter itself may lie outside.
 
-    The gradient passes the clip unchanged, so that a β outside the range can come back.
+    The gradient passes through the clip unchanged, so that a β outside the range can return to it.
 
     Attributes:
-        initial: Where it starts; a tuple for one β a head.
+        initial: Initial value; a tuple for one β per head.
         minimum: Smallest value used.
         maximum: Largest value used; None for no limit.
     """
@@ -44,19 +44,25 @@ class TrainableBeta(Spec):
 BetaValue = float | tuple[float, ...] | TrainableBeta
 
 
-def heads_of(value: BetaValue) -> int | None:
-    """How many heads a β is given for; None if one number serves all."""
+def count_heads(value: BetaValue) -> int | None:
+    """Return the number of heads that `value` lists; None if it is one number for all heads."""
     numbers = value.initial if isinstance(value, TrainableBeta) else value
     return len(numbers) if isinstance(numbers, tuple) else None
 
 
 def is_zero(value: BetaValue) -> bool:
-    """Whether it is fixed at zero, for every head."""
+    """Return whether β is fixed at zero for every head."""
     return not isinstance(value, TrainableBeta) and not any(value if isinstance(value, tuple) else (value,))
 
 
 class Beta(NoDecay):
-    """The β of a cell. Calling it gives the value in use; `parameter` is the raw one, or None when fixed."""
+    """The β of a cell. A call returns the value in use; `parameter` is the unclipped parameter, or None if β is fixed.
+
+    Args:
+        value: A fixed β, a tuple with one per head, or a `TrainableBeta`.
+        device: Device of the parameter.
+        dtype: Dtype of the parameter.
+    """
 
     def __init__(self, value: BetaValue, *, device: Device = None, dtype: DType = None):
         super().__init__()
@@ -67,7 +73,14 @@ class Beta(NoDecay):
             self.parameter = nn.Parameter(torch.tensor(value.initial, device=device, dtype=dtype))
 
     def forward(self, like: Tensor) -> float | Tensor:
-        """The value in use: a number, or a tensor in the dtype of `like`; (heads, 1) for one a head."""
+        """Return the value in use.
+
+        Args:
+            like: A tensor whose dtype and device a fixed tuple of values takes; a parameter takes its dtype.
+
+        Returns:
+            A float if β is one fixed number; otherwise a tensor, () for one β and (heads, 1) for one per head.
+        """
         if isinstance(self.value, TrainableBeta) and self.parameter is not None:
             raw = self.parameter.to(like.dtype)
             used = raw.clamp(self.value.minimum, self.value.maximum).detach() + (raw - raw.detach())
@@ -79,7 +92,7 @@ class Beta(NoDecay):
         return float(self.value)
 
     def report(self) -> dict[str, list[float]]:
-        """The raw numbers and those in use, one for each head."""
+        """Return the unclipped values ("raw") and the values in use ("used"), one for each head."""
         raw = self.value if self.parameter is None else self.parameter.detach()
         used = self(torch.zeros((), dtype=torch.float64))
         flat = [torch.as_tensor(v, dtype=torch.float64).detach().reshape(-1).tolist() for v in (raw, used)]

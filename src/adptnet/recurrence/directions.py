@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from .._typing import Device, DType, Vector
 from ..errors import InputError, SpecError
-from ..ops._unit_vectors import mixed, spike, unit
+from ..ops._unit_vectors import fix_dot_product, spike, unit
 from ..spec import Spec, check_positive, check_size, spec
 from .projections import Projection, ProjectionSpec
 from .projections.base import apply_map, bind_map, is_hooked
@@ -28,24 +28,24 @@ __all__ = [
     "unit",
 ]
 
-LAYER_NORM_EPS = 1e-5  # as torch has it
+LAYER_NORM_EPS = 1e-5  # the default of nn.LayerNorm
 
 
 class KeyValue(NamedTuple):
-    """The pair that spans the plane of a rotation: (*b, n), or (*b, heads, n / heads)."""
+    """The key and value that span the plane of a rotation: (*b, n), or (*b, heads, n / heads)."""
 
     key: Tensor
     value: Tensor
 
 
 class DirectionSpec(Spec, abc.ABC):
-    """The description of the directions.
+    """Base class of the specs of the directions.
 
     Attributes:
-        layer_norm: Apply a LayerNorm to Kx and Vx before they are brought to unit length.
-        dot: Hold key·value at this number (eq:parametric_kv_dot, with the mixing weight √(1 - p²) that keeps the key
-            at unit length): 0 turns furthest, ±1 not at all. None leaves it free.
-        heads: Divide the state into equal parts, each with a K, a V and a plane of its own.
+        layer_norm: Apply a LayerNorm to Kx and Vx before they are normalised to unit length.
+        dot: Fix key·value at this number (eq:parametric_kv_dot, with the mixing weight √(1 - p²) that keeps the key
+            at unit length): 0 rotates furthest, ±1 not at all. None leaves it free.
+        heads: Divide the state into equal parts, each with its own K, V and plane.
     """
 
     layer_norm: bool
@@ -60,17 +60,28 @@ class DirectionSpec(Spec, abc.ABC):
 
     @property
     def keeps_lemmas(self) -> bool:
-        """Whether the paper's lemmas, and certificates, hold with these directions (deviations.md, point 13)."""
+        """True if the paper's lemmas, and the certificates, hold with these directions (deviations.md, point 13)."""
         return not self.layer_norm and self.dot is None
 
     def build(
         self, state_size: int, projection: ProjectionSpec, *, device: Device = None, dtype: DType = None
     ) -> "Directions":
-        """Makes K and V, both described by `projection`."""
+        """Build K and V.
+
+        Args:
+            state_size: State dimension n.
+            projection: The spec of K and of V.
+            device: Device of the parameters.
+            dtype: Dtype of the parameters.
+        """
         return Directions(self, state_size, projection, device, dtype)
 
     def source(self, x: Tensor) -> Tensor:
-        """What K and V are applied to."""
+        """Return the vector that K and V are applied to: `x`, its ReLU or its spikes.
+
+        Args:
+            x: The state, or the projected input, (*b, n).
+        """
         return x
 
 
@@ -79,10 +90,10 @@ class FromState(DirectionSpec):
     """Key and value are unit vectors along K x and V x (eq:details_skew_kv).
 
     Attributes:
-        relu: Take K and V of ReLU(x). Stronger on state tracking; the step is then only positively homogeneous,
-            the certificates do not hold (the paper says otherwise, see deviations.md), and a state with no
-            positive entry takes the identity, where the step is discontinuous.
-        spike: Take K and V of the spikes [x >= spike], with a boxcar surrogate derivative of width one.
+        relu: Apply K and V to ReLU(x). Stronger on state tracking; the step is then only positively homogeneous,
+            the certificates do not hold (the paper says otherwise, see deviations.md), and at a state with no
+            positive entry the rotation is the identity and the step is discontinuous.
+        spike: Apply K and V to the spikes [x >= spike], with a boxcar surrogate derivative of width one.
         layer_norm, dot, heads: See `DirectionSpec`.
     """
 
@@ -97,16 +108,16 @@ class FromState(DirectionSpec):
         if self.spike is not None:
             check_positive(self, spike=self.spike)
             if self.relu:
-                raise SpecError(f"{self}: K and V take either ReLU(x) or spikes. Drop relu=True, or spike=.")
+                raise SpecError(f"{self}: K and V act on either ReLU(x) or spikes. Drop relu=True, or spike=.")
 
     @property
-    def entrywise(self) -> bool:
-        """Whether K and V see each number of the state through a function, so that the basis matters."""
+    def is_entrywise(self) -> bool:
+        """True if an elementwise function is applied to the state before K and V, so that the basis matters."""
         return self.relu or self.spike is not None
 
     @property
     def keeps_lemmas(self) -> bool:
-        return super().keeps_lemmas and not self.entrywise
+        return super().keeps_lemmas and not self.is_entrywise
 
     def source(self, x: Tensor) -> Tensor:
         if self.spike is not None:
@@ -134,7 +145,15 @@ class FromInput(DirectionSpec):
 
 
 class Directions(nn.Module):
-    """K and V, and what happens around them."""
+    """K and V, with the functions around them: ReLU or spikes, LayerNorm, normalisation, fixed dot product.
+
+    Args:
+        spec: The spec of the directions.
+        state_size: State dimension n.
+        projection: The spec of K and of V.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+    """
 
     def __init__(self, spec: DirectionSpec, state_size: int, projection: ProjectionSpec, device: Device, dtype: DType):
         super().__init__()
@@ -152,7 +171,10 @@ class Directions(nn.Module):
         self.key_norm, self.value_norm = norm(), norm()
 
     def is_stock(self) -> bool:
-        """Return whether K, V and the norms are the package's own, without hooks: then no call of them is missed."""
+        """Return whether K, V and the norms are unmodified modules of the package without hooks.
+
+        Only then may a kernel evaluate them without calling the modules.
+        """
         projections, norms = (self.key_projection, self.value_projection), (self.key_norm, self.value_norm)
         return (
             type(self) is Directions
@@ -161,26 +183,36 @@ class Directions(nn.Module):
             and (norms == (None, None) or all(_is_stock_norm(norm) for norm in norms))
         )
 
-    def bound(self, dtype: torch.dtype) -> Callable[[Tensor], KeyValue]:
-        """The directions of a source vector, with the projections evaluated once."""
-        key_of = _normed(_square(self.key_projection, dtype), self.key_norm, self.spec.heads)
-        value_of = _normed(_square(self.value_projection, dtype), self.value_norm, self.spec.heads)
+    def bind(self, dtype: torch.dtype) -> Callable[[Tensor], KeyValue]:
+        """Return a function from a state to its key and value, with the projections evaluated once.
+
+        Args:
+            dtype: The dtype of the states.
+        """
+        key_of = _make_direction(_bind_square(self.key_projection, dtype), self.key_norm, self.spec.heads)
+        value_of = _make_direction(_bind_square(self.value_projection, dtype), self.value_norm, self.spec.heads)
 
         def directions(x: Tensor) -> KeyValue:
             source = self.spec.source(x)
             key, value = key_of(source), value_of(source)
-            return KeyValue(key if self.spec.dot is None else mixed(key, value, self.spec.dot), value)
+            return KeyValue(key if self.spec.dot is None else fix_dot_product(key, value, self.spec.dot), value)
 
         return directions
 
     def forward(self, x: Vector) -> KeyValue:
-        return self.bound(x.dtype)(x)
+        return self.bind(x.dtype)(x)
 
 
 def bind_directions(module: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], KeyValue]:
-    """Return the directions with their projections evaluated once, or the call of a module with hooks."""
+    """Return a function from a state to its key and value.
+
+    Args:
+        module: `Directions`, whose projections are evaluated once; a module with hooks, or of another class, is called
+            every time.
+        dtype: The dtype of the states.
+    """
     if isinstance(module, Directions) and not is_hooked(module):
-        return module.bound(dtype)
+        return module.bind(dtype)
     return lambda x: KeyValue(*module(x))
 
 
@@ -188,25 +220,29 @@ def _is_stock_norm(norm: nn.Module | None) -> bool:
     return type(norm) is nn.LayerNorm and norm.eps == LAYER_NORM_EPS and norm.bias is not None and not is_hooked(norm)
 
 
-def _square(projection: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """The map, which must keep the size of its input: a module in the place of K or V may not."""
+def _bind_square(projection: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Return the map of K or V. A user's module in their place is checked to preserve the size of its input."""
     project = bind_map(projection, dtype)
     if isinstance(projection, Projection):
         return project
 
-    def checked(x: Tensor) -> Tensor:
+    def project_checked(x: Tensor) -> Tensor:
         y = project(x)
         if y.shape != x.shape:
             raise InputError(
-                f"{type(projection).__name__} in the place of K or V made shape {tuple(y.shape)} of {tuple(x.shape)}; "
+                f"{type(projection).__name__}, used as K or V, returned shape {tuple(y.shape)} for {tuple(x.shape)}; "
                 f"key and value are as large as the state. Pass a module from {x.shape[-1]} to {x.shape[-1]} features."
             )
         return y
 
-    return checked
+    return project_checked
 
 
-def _normed(project: Callable[[Tensor], Tensor], norm: nn.Module | None, heads: int) -> Callable[[Tensor], Tensor]:
+def _make_direction(
+    project: Callable[[Tensor], Tensor], norm: nn.Module | None, heads: int
+) -> Callable[[Tensor], Tensor]:
+    """Return the function from a source vector to a unit vector per head: project, normalise, LayerNorm, normalise."""
+
     def direction(x: Tensor) -> Tensor:
         y = project(x)
         if isinstance(norm, nn.LayerNorm) and _is_stock_norm(norm):

@@ -1,6 +1,9 @@
-"""Solvers: how all steps of a sequence are found. The same call for each, and the same `Solution`."""
+"""Solvers, which compute the states of a sequence, sequentially or in parallel over time.
 
-from . import distributed, linearisations
+All solvers are called in the same way and return a `Solution`.
+"""
+
+from . import distributed, linearizations
 from .auto import Auto
 from .base import Result, Solution, Solver
 from .blockwise import BlockWise
@@ -34,5 +37,5 @@ __all__ = [
     "Solver",
     "TrustRegion",
     "distributed",
-    "linearisations",
+    "linearizations",
 ]

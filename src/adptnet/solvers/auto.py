@@ -1,4 +1,4 @@
-"""A choice of solver from the device, the batch, the width and the length, with its reason."""
+"""Automatic choice of a solver by device, batch size, state size and length, with the reason in words."""
 
 from typing import NamedTuple
 
@@ -17,48 +17,58 @@ from .sequential import Sequential
 
 __all__ = ["Auto", "Choice"]
 
-# On a CPU without the compiled operation, a step of the loop costs about as much as one iteration over this many
-# numbers of state, whatever its size: `adptnet bench auto` measures it.
-NUMBERS_A_STEP = 8192
-ITERATIONS = 6  # of Conv-DEER at the paper's initialisation, and the check
-SHORT = 64  # steps below which there is nothing to gain
-BLOCK = 1024  # steps that are solved at a time: longer ones take more iterations, and sometimes fail
+# On a CPU without the compiled operation, one step of the loop costs about as much as one iteration over this many
+# elements of the state, whatever the state size. `adptnet bench auto` measures it.
+ELEMENTS_PER_STEP = 8192
+ITERATIONS = 6  # iterations of Conv-DEER at the paper's initialization, including the convergence test
+SHORT = 64  # below this many steps a parallel solver gains nothing
+BLOCK = 1024  # steps per block: longer blocks take more iterations, and sometimes fail
 
 
 class Choice(NamedTuple):
-    """A solver and why it was chosen."""
+    """A solver and the reason for choosing it."""
 
     solver: Solver
     reason: str
 
 
 class Auto(Solver):
-    """Chooses a solver for each call. The states are the same whichever it is; `solution.solver` tells.
+    """Choose a solver for each call. The states do not depend on the choice; `solution.solver` records it.
 
-    Where a compiled operation runs all steps of the cell, that is taken. Without one, on a CPU, steps are run one after
-    another unless sequences are long, few and narrow, where most of a step would be overhead. On other devices they are
-    solved together. `choose` gives the choice and its reason in words.
+    If a compiled operation runs all steps of the cell, `Auto` uses it. Without one, on a CPU, it runs the steps
+    sequentially, unless the sequences are long and both the batch and the state are small, where most of the time of a
+    step is overhead. On other devices it solves in parallel over time. `choose` returns the choice and its reason.
     """
 
     def choose(self, cell: Cell, batch: int, steps: int, device: torch.device | str) -> Choice:
-        """The solver for `batch` sequences of `steps` steps of `cell` on `device`."""
+        """Choose the solver for a call.
+
+        Args:
+            cell: The cell.
+            batch: The number of sequences.
+            steps: Their length.
+            device: The device of the inputs.
+        """
         check_cell(cell)
         size = cell.state_size
-        what = f"{batch} x {steps} steps of {size} numbers on {torch.device(device).type}"
+        what = f"batch {batch}, {steps} steps, state size {size}, on {torch.device(device).type}"
         if steps < SHORT:
-            return Choice(Sequential(), f"{what}: fewer than {SHORT} steps, nothing to gain.")
-        if cell.scans(device):
+            return Choice(Sequential(), f"{what}: fewer than {SHORT} steps, so a parallel solver gains nothing.")
+        if cell.can_scan(device):
             return Choice(Sequential(), f"{what}: one compiled operation runs all steps.")
         if torch.device(device).type != "cpu":
-            return _together(cell, what, "all steps together fill the device (by rule; not measured here)")
-        if cell.eigenvalues() is None:
-            return Choice(Sequential(), f"{what}: a CPU, and a cell whose Jacobian costs as much as {size} steps.")
-        work = batch * size * ITERATIONS
-        if work > NUMBERS_A_STEP:
-            return Choice(
-                Sequential(), f"{what}: a CPU, and {ITERATIONS} iterations cost more than the overhead of a step."
+            return _choose_parallel(
+                cell, what, "solving in parallel over time fills the device (by rule, not measured)"
             )
-        return _together(cell, what, f"a step of the loop is mostly overhead, {ITERATIONS} iterations cost less")
+        if cell.eigenvalues() is None:
+            return Choice(Sequential(), f"{what}: on a CPU the Jacobian of this cell costs as much as {size} steps.")
+        work = batch * size * ITERATIONS
+        if work > ELEMENTS_PER_STEP:
+            return Choice(
+                Sequential(), f"{what}: on a CPU {ITERATIONS} iterations cost more than the overhead of the loop."
+            )
+        why = f"a step of the loop is mostly overhead, and {ITERATIONS} iterations cost less"
+        return _choose_parallel(cell, what, why)
 
     def __call__(
         self,
@@ -74,17 +84,20 @@ class Auto(Solver):
         batch = inputs.shape[0] if inputs.dim() == 3 else 1
         solver = self.choose(cell, batch, inputs.shape[-2] if inputs.dim() > 1 else 0, inputs.device).solver
         if isinstance(solver, Sequential):
-            guess = None  # it takes none
+            guess = None  # `Sequential` takes no guess
         return solver(cell, inputs, state, guess=guess, lengths=lengths, reset=reset, adjoint=adjoint)
 
     def __repr__(self) -> str:
         return "Auto()"
 
 
-def _together(cell: Cell, what: str, why: str) -> Choice:
+def _choose_parallel(cell: Cell, what: str, why: str) -> Choice:
+    """Choose the parallel-in-time solver that suits the cell."""
     spec = getattr(cell, "spec", None)
     if isinstance(spec, ADPTSpec) and isinstance(spec.direction, FromInput) and cell.state_size <= 16:
-        return Choice(DEER(), f"{what}: {why}; linear in its state, so that one scan of matrices is exact.")
+        return Choice(DEER(), f"{what}: {why}; the cell is linear in its state, so one scan of matrices is exact.")
     if cell.eigenvalues() is None:
-        return Choice(BlockWise(QuasiDEER(), block_length=BLOCK), f"{what}: {why}; no constant eigenvalues.")
+        return Choice(
+            BlockWise(QuasiDEER(), block_length=BLOCK), f"{what}: {why}; the cell has no constant eigenvalues."
+        )
     return Choice(BlockWise(ConvDEER(max_iterations=64), block_length=BLOCK), f"{what}: {why}.")

@@ -1,4 +1,4 @@
-"""What every solver takes and returns."""
+"""Interface of the solvers: `Solver`, its `Solution`, and the `Result` of each sequence."""
 
 import abc
 import dataclasses
@@ -15,42 +15,55 @@ __all__ = ["Result", "Solution", "Solver"]
 
 
 class Result(enum.IntEnum):
-    """How a solve ended, from best to worst."""
+    """Outcome of a solve for one sequence, from best to worst."""
 
-    CONVERGED = 0  # every step is within tolerance; of a sequential solve, exact
-    FINISHED = 1  # the part that did not converge was completed step by step: exact
-    NOT_CONVERGED = 2
-    DIVERGED = 3
+    CONVERGED = 0  # every step is within tolerance; exact for a sequential solve
+    FINISHED = 1  # the steps that did not converge were computed sequentially: exact
+    NOT_CONVERGED = 2  # the maximum number of iterations was reached
+    DIVERGED = 3  # the residual kept rising, or an iterate overflowed
     NON_FINITE = 4  # NaN or infinity among the states
 
 
 @dataclasses.dataclass(frozen=True)
 class Solution:
-    """The states of a sequence and how they were found. Numbers are per sequence, (batch,)."""
+    """The states of a batch of sequences, and per sequence how the solve went.
 
-    states: Tensor  # (batch, time, state_size)
-    final: Tensor  # (batch, state_size): the state at the true end of each sequence
-    position: Tensor  # (batch,) int64: where the step after it would be, counted from the last reset
-    results: Tensor  # (batch,) int64: a `Result` each
+    Attributes:
+        states: (batch, time, state_size).
+        final: (batch, state_size), the state at the true end of each sequence.
+        position: (batch,) int64, the position of the next step, counted from the last reset.
+        results: (batch,) int64, one `Result` per sequence.
+        iterations: (batch,) int64, the number of iterations.
+        residual: (batch,), max |f(s_{t-1}) - s_t|.
+        converged_steps: (batch,) int64, the number of leading steps that have converged.
+        solver: The solver that was used.
+        history: The residuals of each iteration; None for solvers that do not iterate.
+    """
+
+    states: Tensor
+    final: Tensor
+    position: Tensor
+    results: Tensor
     iterations: Tensor
-    residual: Tensor  # max |f(s_{t-1}) - s_t|
+    residual: Tensor
     converged_steps: Tensor
     solver: "Solver"
-    history: History | None = None  # of each iteration; None for solvers that do not iterate
+    history: History | None = None
 
     @property
     def result(self) -> Result:
-        """The worst result of the batch."""
+        """Worst result of the batch."""
         return Result(int(self.results.max())) if self.results.numel() else Result.CONVERGED
 
     def __repr__(self) -> str:
         return (
             f"Solution({self.result.name}, states {tuple(self.states.shape)}, by {self.solver}, "
-            f"iterations {_span(self.iterations)}, residual {_span(self.residual)})"
+            f"iterations {_format_range(self.iterations)}, residual {_format_range(self.residual)})"
         )
 
 
-def _span(values: Tensor) -> str:
+def _format_range(values: Tensor) -> str:
+    """Format the smallest and the largest value."""
     if not values.numel():
         return "-"
     low, high = values.min().item(), values.max().item()
@@ -58,7 +71,7 @@ def _span(values: Tensor) -> str:
 
 
 class Solver(abc.ABC):
-    """Finds the states of a cell along its inputs."""
+    """Base class of solvers, which compute the states of a cell along its inputs."""
 
     @abc.abstractmethod
     def __call__(
@@ -72,21 +85,32 @@ class Solver(abc.ABC):
         reset: Tensor | None = None,
         adjoint: Adjoint | None = None,
     ) -> Solution:
-        """Solves the sequence.
+        """Solve a batch of sequences.
 
         Args:
-            cell: What one step is.
+            cell: The cell, which defines one step.
             inputs: (batch, time, features), or (time, features) for one sequence.
-            state: The state entering the first step, (batch, state_size); the cell's initial state if not given.
-            guess: States to start from, for solvers that iterate.
+            state: The state that enters the first step, (batch, state_size); the cell's initial state if not given.
+            guess: (batch, time, state_size), the states to start from, for solvers that iterate.
             lengths: (batch,) true lengths of right-padded sequences. States past the end are zero, and `final` is the
                 state at the true end.
-            reset: (batch, time) bool. True at t: the state entering step t is the cell's initial state.
-            adjoint: How to differentiate; the solver's own choice if not given.
+            reset: (batch, time) bool. Where True, the cell's initial state enters the step.
+            adjoint: The method of differentiation; the solver's default if not given.
+
+        Returns:
+            The states, and per sequence whether they converged.
+
+        Raises:
+            InputError: If an argument has the wrong type, shape, dtype or device.
+            IncompatibleError: If the cell lacks a method that the solver needs.
         """
 
 
-def finite_steps(states: Tensor) -> Tensor:
-    """Steps before the first that is not finite, (batch,)."""
-    finite = states.amax(-1).isfinite() & states.amin(-1).isfinite()  # a tenth of the time of every number's isfinite
+def count_finite_steps(states: Tensor) -> Tensor:
+    """Return the number of steps before the first with NaN or infinity, (batch,).
+
+    Args:
+        states: (batch, time, n).
+    """
+    finite = states.amax(-1).isfinite() & states.amin(-1).isfinite()  # ten times faster than isfinite of every element
     return finite.long().cumprod(-1).sum(-1) if finite.shape[-1] else torch.zeros_like(finite.sum(-1))

@@ -1,4 +1,4 @@
-"""Block-wise solving (alg:block_wise_deer): a stretch of time after another, each parallel in itself."""
+"""Block-wise solving (alg:block_wise_deer): blocks of time in sequence, each solved in parallel over time."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from ..cells.base import Cell
 from ..errors import InputError
 from ..ops.tolerance import Tolerance
-from .parallel import Parallel, Search, joined
+from .parallel import Parallel, SystemSolution, join_blocks
 from .policies import Policy
 from .system import System
 from .transitions import Transition
@@ -17,15 +17,15 @@ __all__ = ["BlockWise"]
 
 
 class BlockWise(Parallel):
-    """Solves one block of steps after another; the last state of a block enters the next.
+    """Solve one block of steps after another; the last state of a block enters the next.
 
-    A block is short, so it takes fewer iterations, and memory is that of a block. What did not converge is dealt with
-    in each block by the policy of `solver`, before the next begins. `iterations` is the most any block took.
+    A short block takes fewer iterations, and transitions are stored for one block only. The failure policy of `solver`
+    is applied to each block before the next begins. `iterations` is the maximum over the blocks.
 
     Args:
-        solver: What solves a block.
-        num_blocks: How many blocks of equal length (the last may be shorter).
-        block_length: Or how many steps a block has.
+        solver: The parallel-in-time solver of a block.
+        num_blocks: The number of blocks of equal length (the last may be shorter).
+        block_length: The number of steps per block, as an alternative to `num_blocks`.
     """
 
     def __init__(self, solver: Parallel, num_blocks: int | None = None, *, block_length: int | None = None):
@@ -42,8 +42,7 @@ class BlockWise(Parallel):
         self.num_blocks = num_blocks
         self.block_length = block_length
 
-    def length(self, steps: int) -> int:
-        """Steps of a block."""
+    def steps_per_block(self, steps: int) -> int:
         if self.block_length is not None:
             return self.block_length
         assert self.num_blocks is not None
@@ -58,30 +57,30 @@ class BlockWise(Parallel):
         return self.solver.check
 
     @property
-    def fixed(self) -> int | None:
-        return self.solver.fixed
+    def fixed_iterations(self) -> int | None:  # type: ignore[override]
+        return self.solver.fixed_iterations
 
     def tolerance(self, dtype: torch.dtype) -> Tolerance:
         return self.solver.tolerance(dtype)
 
-    def search(self, cell: Cell, system: System, guess: Tensor | None) -> Search:
-        length, steps = self.length(system.steps), system.steps
-        searches: list[Search] = []
-        before, recent = system.initial, system.recent
+    def solve_system(self, cell: Cell, system: System, guess: Tensor | None) -> SystemSolution:
+        length, steps = self.steps_per_block(system.steps), system.steps
+        blocks: list[SystemSolution] = []
+        before, recent = system.initial, system.recent_scale
         for start in range(0, max(1, steps), length):
             stop = min(start + length, steps)
-            part = dataclasses.replace(system.part(None, start, before, stop), whole=steps, recent=recent)
-            searches.append(self.solver.search(cell, part, None if guess is None else guess[:, start:stop]))
+            part = dataclasses.replace(system.part(None, start, before, stop), total_steps=steps, recent_scale=recent)
+            blocks.append(self.solver.solve_system(cell, part, None if guess is None else guess[:, start:stop]))
             if steps:
-                before = _last(part, searches[-1].states, before)
-                recent = part.recent_after(searches[-1].states, stop - start)
-        return joined(searches)
+                before = _last_state(part, blocks[-1].states, before)
+                recent = part.recent_scale_after(blocks[-1].states, stop - start)
+        return join_blocks(blocks)
 
-    def linearise(self, cell: Cell, system: System, entering: Tensor) -> Transition:
-        return self.solver.linearise(cell, system, entering)
+    def linearize(self, cell: Cell, system: System, entering: Tensor) -> Transition:
+        return self.solver.linearize(cell, system, entering)
 
     def iterate(self, cell: Cell, system: System, guess: Tensor | None, count: int) -> Tensor:
-        length, steps = self.length(system.steps), system.steps
+        length, steps = self.steps_per_block(system.steps), system.steps
         blocks: list[Tensor] = []
         before = system.initial
         for start in range(0, max(1, steps), length):
@@ -89,19 +88,16 @@ class BlockWise(Parallel):
             part = system.part(None, start, before, stop)
             blocks.append(self.solver.iterate(cell, part, None if guess is None else guess[:, start:stop], count))
             if steps:
-                before = _last(part, blocks[-1], before)
+                before = _last_state(part, blocks[-1], before)
         return torch.cat(blocks, 1)
-
-    def block(self, steps: int) -> int | None:
-        return self.length(steps)
 
     def __repr__(self) -> str:
         how = f"num_blocks={self.num_blocks}" if self.block_length is None else f"block_length={self.block_length}"
         return f"BlockWise({self.solver}, {how})"
 
 
-def _last(part: System, states: Tensor, before: Tensor) -> Tensor:
-    """The state at the end of a block; of a sequence that had ended, the one it ended with."""
+def _last_state(part: System, states: Tensor, before: Tensor) -> Tensor:
+    """Return the state at the end of a block, (batch, n); `before` for sequences that ended in an earlier block."""
     if part.lengths is None:
         return states[:, -1]
     index = (part.lengths.clamp(1, part.steps) - 1)[:, None, None].expand(-1, 1, states.shape[-1])

@@ -1,4 +1,4 @@
-"""Damping: how an iteration is held back where the plain one would overshoot."""
+"""Damping of the Newton iteration, for problems where the undamped iteration diverges."""
 
 import abc
 
@@ -14,23 +14,40 @@ __all__ = ["Adaptive", "Damping", "Proximal", "Scale", "TrustRegion", "Undamped"
 
 
 class Damping(abc.ABC):
-    """What becomes of a transition and a guess. `strength` is one number for each sequence, (batch,)."""
+    """Base class of dampings. The strength of a damping is (batch,), one number per sequence."""
 
     def begin(self, like: Tensor) -> Tensor:
-        """The strength of the first iteration."""
+        """Return the strength of the first iteration, (batch,).
+
+        Args:
+            like: A tensor (batch, ...) with the dtype and device of the states.
+        """
         return torch.zeros(like.shape[0], dtype=like.dtype, device=like.device)
 
     def adapt(self, strength: Tensor, residual: Tensor, previous: Tensor) -> Tensor:
-        """The strength of the next iteration."""
+        """Return the strength of the next iteration, (batch,).
+
+        Args:
+            strength: (batch,), the strength of this iteration.
+            residual: (batch,), the residual after it.
+            previous: (batch,), the residual before it.
+        """
         return strength
 
     @abc.abstractmethod
     def update(self, transition: Transition, system: System, at: Iterate, strength: Tensor) -> Tensor:
-        """The next states. Without a graph, `at.values` may be overwritten."""
+        """Return the states of the next iteration, (batch, time, n).
+
+        Args:
+            transition: The linearization A.
+            system: The equations.
+            at: The current iterate. Its `values` may be overwritten when gradients are disabled.
+            strength: (batch,), the strength of the damping.
+        """
 
 
 class Undamped(Damping):
-    """The plain iteration."""
+    """No damping."""
 
     def update(self, transition: Transition, system: System, at: Iterate, strength: Tensor) -> Tensor:
         return newton_update(transition, system, at)
@@ -40,10 +57,10 @@ class Undamped(Damping):
 
 
 class Scale(Damping):
-    """Scale-ELK: the transition times a number (eq:damping_error_and_info).
+    """Scale-ELK: multiply the transition by a constant (eq:damping_error_and_info).
 
     Args:
-        scale: 1 leaves it as it is, 0 is Jacobi. In between, what an iteration says of far steps fades.
+        scale: From 0 to 1. 1 is no damping, 0 is Jacobi. In between, the influence of distant steps decays.
     """
 
     def __init__(self, scale: float):
@@ -52,17 +69,17 @@ class Scale(Damping):
         self.scale = float(scale)
 
     def update(self, transition: Transition, system: System, at: Iterate, strength: Tensor) -> Tensor:
-        return newton_update(transition.scaled(self.scale), system, at)
+        return newton_update(transition.scale(self.scale), system, at)
 
     def __repr__(self) -> str:
         return f"Scale({self.scale:g})"
 
 
 class TrustRegion(Damping):
-    """ELK: a pull towards the guess, weighed as a Kalman filter weighs what it observes, parallel in time.
+    """ELK: pull the states towards the guess, as a Kalman filter does towards observations; parallel in time.
 
     Args:
-        strength: 0 is the plain iteration; a large one hardly leaves the guess.
+        strength: 0 is no damping; a large strength keeps the states close to the guess.
     """
 
     def __init__(self, strength: float = 0.1):
@@ -74,9 +91,9 @@ class TrustRegion(Damping):
         return torch.full((like.shape[0],), self.strength, dtype=like.dtype, device=like.device)
 
     def update(self, transition: Transition, system: System, at: Iterate, strength: Tensor) -> Tensor:
-        # of the change, which is pulled towards none: the same as of the states pulled towards the guess
-        none, guess = torch.zeros_like(system.initial), torch.zeros_like(at.states)
-        change = transition.filter(at.values - at.states, guess, strength.unsqueeze(-1), none, system.reset)
+        # Filtering the change towards zero is the same as filtering the states towards the guess.
+        initial, target = torch.zeros_like(system.initial), torch.zeros_like(at.states)
+        change = transition.filter(at.values - at.states, target, strength.unsqueeze(-1), initial, system.reset)
         return at.states + change
 
     def __repr__(self) -> str:
@@ -84,15 +101,15 @@ class TrustRegion(Damping):
 
 
 class Adaptive(Damping):
-    """Scales the transition of a sequence down when its residual rises, and lets go when it falls.
+    """Scale the transition of a sequence down when its residual rises, and back up when it falls.
 
-    The transition is multiplied by 1 - strength, and strength starts at 0: a sequence that converges by itself is left
-    alone. Each rise multiplies the strength by `factor` (from `least` on, up to 1, where nothing is carried over and
-    no iterate can explode), each fall divides it.
+    The transition is multiplied by 1 - strength, and the strength starts at 0, so a sequence that converges without
+    damping is not damped. Each rise multiplies the strength by `factor`, from `least` up to 1. At 1 no step depends on
+    the previous one, and no iterate can grow without bound. Each fall divides the strength by `factor`.
 
     Args:
-        least: The first strength above 0.
-        factor: By which it grows and shrinks.
+        least: The smallest strength above 0.
+        factor: The factor by which the strength grows and shrinks.
     """
 
     def __init__(self, least: float = 1 / 64, factor: float = 4.0):
@@ -107,25 +124,25 @@ class Adaptive(Damping):
         return torch.where(residual > previous, more, torch.where(less < self.least, 0.0, less))
 
     def update(self, transition: Transition, system: System, at: Iterate, strength: Tensor) -> Tensor:
-        return newton_update(transition.scaled(1 - strength[:, None, None]), system, at)
+        return newton_update(transition.scale(1 - strength[:, None, None]), system, at)
 
     def __repr__(self) -> str:
         return f"Adaptive(least={self.least:g}, factor={self.factor:g})"
 
 
 class Proximal(Damping):
-    """Brings each guess back onto the ball that provably holds the state, ‖x_t‖ <= |λ̄|_max ‖x_{t-1}‖ + ‖drive_t‖.
+    """Project each iterate onto the ball that provably contains the state, ‖x_t‖ <= |λ̄|_max ‖x_{t-1}‖ + ‖drive_t‖.
 
-    The trajectory lies in the balls, so nothing that is right is moved.
+    The trajectory lies in these balls, so states that are correct do not change.
 
     Args:
-        damping: What else to do; nothing if not given.
+        damping: A further damping, applied before the projection; none if not given.
     """
 
     def __init__(self, damping: Damping | None = None):
         if damping is not None and not isinstance(damping, Damping):
             raise InputError(
-                f"Proximal({damping!r}): takes another damping, for instance solvers.Scale(0.99), or none."
+                f"Proximal({damping!r}): takes a damping object. Pass for instance solvers.Scale(0.99), or nothing."
             )
         self.damping = Undamped() if damping is None else damping
 

@@ -1,7 +1,6 @@
-"""What the solvers share that are parallel in time: from inputs to a search, from what it found to a solution."""
+"""Base class of the parallel-in-time solvers: input handling, failure policies and attaching gradients."""
 
 import abc
-import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -12,54 +11,93 @@ from ..errors import InputError, NonFiniteError, NotConverged
 from ..ops import _buffers
 from ..ops.tolerance import Tolerance
 from .adjoints import Adjoint, Implicit, LoopAdjoint, Unrolled
-from .base import Result, Solution, Solver, finite_steps
-from .fixed_point import Found, History, Iterate, default_rtol, measured, newton_update, solve
+from .base import Result, Solution, Solver, count_finite_steps
+from .fixed_point import History, Iterate, IterationResult, default_rtol, measure_residual, newton_update, solve
 from .policies import Finish, Policy, Raise, Return
-from .problem import Problem, pose
-from .rowwise import check_step
+from .problem import Problem, make_problem
+from .step_check import check_step
 from .system import System
 from .transitions import Transition
 
-__all__ = ["Parallel", "Search"]
+__all__ = [
+    "Parallel",
+    "SystemSolution",
+    "apply_policy",
+    "check_guess",
+    "full_precision",
+    "is_transform_active",
+    "join_blocks",
+]
 
 
-class Search(NamedTuple):
-    """What a search found, after its policy."""
+class SystemSolution(NamedTuple):
+    """States of a system after the failure policy was applied."""
 
-    states: Tensor
-    results: Tensor  # (batch,), a `Result` each
-    found: Found
+    states: Tensor  # (batch, time, n)
+    results: Tensor  # (batch,), one `Result` per sequence
+    outcome: IterationResult  # where the iteration ended
 
 
 class Parallel(Solver):
-    """A solver that finds all steps together. Subclasses say how to search, and how to linearise for the gradient."""
+    """Base class of solvers that are parallel in time.
+
+    A subclass defines how to solve a system, and the transition that its gradient is computed with.
+
+    Attributes:
+        on_failure: The failure policy.
+        check: Whether to test the step of a user's cell before the solve.
+        fixed_iterations: The number of iterations if it is fixed; None if the residual decides.
+    """
 
     on_failure: Policy
     check: bool
-
-    @property
-    @abc.abstractmethod
-    def fixed(self) -> int | None:
-        """The number of iterations, where it is fixed."""
+    fixed_iterations: int | None
 
     @abc.abstractmethod
     def tolerance(self, dtype: torch.dtype) -> Tolerance:
-        """When a step is right, for states of `dtype`."""
+        """Return the tolerance of a converged step.
+
+        Args:
+            dtype: The dtype of the states.
+        """
 
     @abc.abstractmethod
-    def search(self, cell: Cell, system: System, guess: Tensor | None) -> Search:
-        """States that solve the system, without a graph, its failures dealt with."""
+    def solve_system(self, cell: Cell, system: System, guess: Tensor | None) -> SystemSolution:
+        """Solve the system without an autograd graph, and apply the failure policy.
+
+        Args:
+            cell: The cell of the system.
+            system: The equations.
+            guess: (batch, time, n), the states to start from; the solver's default if None.
+        """
 
     @abc.abstractmethod
-    def linearise(self, cell: Cell, system: System, entering: Tensor) -> Transition:
-        """The transition at what enters each step."""
+    def linearize(self, cell: Cell, system: System, entering: Tensor) -> Transition:
+        """Return the transition A of an iteration.
+
+        Args:
+            cell: The cell of the system.
+            system: The equations.
+            entering: (batch, time, n), the states that enter the steps.
+        """
 
     @abc.abstractmethod
     def iterate(self, cell: Cell, system: System, guess: Tensor | None, count: int) -> Tensor:
-        """`count` iterations from `guess` and nothing else, so that they can be compiled."""
+        """Run `count` iterations without data-dependent control flow, so that they can be compiled.
 
-    def block(self, steps: int) -> int | None:
-        """Steps that are solved at a time; None for all."""
+        Args:
+            cell: The cell of the system.
+            system: The equations.
+            guess: (batch, time, n), the states to start from; the solver's default if None.
+            count: The number of iterations.
+        """
+
+    def steps_per_block(self, steps: int) -> int | None:
+        """Return the number of steps that are solved at a time; None for all.
+
+        Args:
+            steps: The length of the sequences.
+        """
         return None
 
     def __call__(
@@ -75,120 +113,119 @@ class Parallel(Solver):
     ) -> Solution:
         if torch.compiler.is_compiling():
             with torch.autocast(inputs.device.type, enabled=False):
-                return self._compiled(cell, pose(cell, inputs, state, lengths, reset, adjoint), guess)
-        if torch.is_inference_mode_enabled():  # a Jacobian is made of derivatives, which need their graph
+                return self._solve_compiled(cell, make_problem(cell, inputs, state, lengths, reset, adjoint), guess)
+        if torch.is_inference_mode_enabled():  # the Jacobian is computed by autograd, which needs normal tensors
             with torch.inference_mode(False), torch.no_grad():
-                plain = {"guess": None if guess is None else guess.clone(), "lengths": lengths, "reset": reset}
-                return self(cell, inputs.clone(), _plain(state), adjoint=adjoint, **plain)
+                options = {"guess": None if guess is None else guess.clone(), "lengths": lengths, "reset": reset}
+                return self(cell, inputs.clone(), _clone_state(state), adjoint=adjoint, **options)
         with torch.autocast(inputs.device.type, enabled=False), full_precision():
-            problem = pose(cell, inputs, state, lengths, reset, adjoint)
-            guess = _check_guess(guess, problem)
-            system = problem.system(cell)
-            if transformed():
-                return _stepwise(self, problem, system)
+            problem = make_problem(cell, inputs, state, lengths, reset, adjoint)
+            guess = check_guess(guess, problem)
+            system = problem.make_system(cell)
+            if is_transform_active():
+                return _solve_sequentially(self, problem, system)
             if self.check:
                 check_step(cell, system)
             with torch.no_grad():
-                search = self.search(cell, _detached(cell, problem), guess)
-                _buffers.clear()  # what iterations used is not needed again soon, and is as large as the states
-            states = self._attached(cell, problem, system, search, adjoint or Implicit())
-        found = search.found
-        return problem.solution(
+                solved = self.solve_system(cell, problem.make_system(cell).detach(), guess)
+                _buffers.clear()  # the buffers of the iterations are as large as the states and not needed soon
+            states = self._attach_gradient(cell, problem, system, solved.states, adjoint or Implicit())
+        outcome = solved.outcome
+        return problem.make_solution(
             self,
             states,
-            results=search.results,
-            iterations=found.iterations,
-            residual=found.residual,
-            converged_steps=found.converged_steps,
-            history=found.history,
+            results=solved.results,
+            iterations=outcome.iterations,
+            residual=outcome.residual,
+            converged_steps=outcome.converged_steps,
+            history=outcome.history,
         )
 
-    def _compiled(self, cell: Cell, problem: Problem, guess: Tensor | None) -> Solution:
-        """A fixed number of iterations, differentiated as they are."""
-        if self.fixed is None or not isinstance(self.on_failure, Return):
+    def _solve_compiled(self, cell: Cell, problem: Problem, guess: Tensor | None) -> Solution:
+        """Run a fixed number of iterations. Autograd differentiates through them."""
+        if self.fixed_iterations is None or not isinstance(self.on_failure, Return):
             raise InputError(
-                f"{self} decides by values what to run, which torch.compile cannot follow. Pass fixed_iterations=8, "
-                "on_failure=solvers.Return() to the solver, and look at solution.results."
+                f"{self} has data-dependent control flow, which torch.compile cannot trace. Pass fixed_iterations=8, "
+                "on_failure=solvers.Return() to the solver, and check solution.results."
             )
-        system = problem.system(cell)
-        states = self.iterate(cell, system, guess, self.fixed)
+        system = problem.make_system(cell)
+        states = self.iterate(cell, system, guess, self.fixed_iterations)
         with torch.no_grad():
-            residual, excess = measured(system, states, self.tolerance(states.dtype))[2:4]
+            residual, excess = measure_residual(system, states, self.tolerance(states.dtype))[2:4]
             right = excess <= 1
             prefix = right.long().cumprod(-1).sum(-1)
             steps = torch.full_like(prefix, problem.steps) if problem.lengths is None else problem.lengths
             results = torch.where(right.all(-1), int(Result.CONVERGED), int(Result.NOT_CONVERGED))
             results = torch.where(residual.isfinite().all(-1), results, int(Result.NON_FINITE))
-        return problem.solution(
+        return problem.make_solution(
             self,
             states,
             results=results,
-            iterations=torch.full_like(prefix, self.fixed),
+            iterations=torch.full_like(prefix, self.fixed_iterations),
             residual=residual.amax(-1),
             converged_steps=torch.minimum(prefix, steps),
         )
 
-    def _attached(
-        self,
-        cell: Cell,
-        problem: Problem,
-        system: System,
-        search: Search,
-        adjoint: Adjoint,
+    def _attach_gradient(
+        self, cell: Cell, problem: Problem, system: System, solved: Tensor, adjoint: Adjoint
     ) -> Tensor:
+        """Return the states `solved` with the gradient that `adjoint` defines."""
         if not torch.is_grad_enabled():
-            return search.states
+            return solved
         if isinstance(adjoint, Implicit):
-            clean = problem.held(search.states)
             return adjoint.attach(
                 cell,
                 system,
-                clean,
-                lambda part, entering: self.linearise(cell, part, entering),
-                self.block(problem.steps),
+                problem.repeat_last_state(solved),
+                lambda part, entering: self.linearize(cell, part, entering),
+                self.steps_per_block(problem.steps),
             )
         assert isinstance(adjoint, LoopAdjoint)
-        if not search.states.numel():
+        if not solved.numel():
             return system.run()
         with torch.no_grad():
-            found = problem.held(search.states)
-            count = self._derivative_iterations(cell, _detached(cell, problem), found)
-        states = None if count is None else self._iterated(cell, system, found, 2 * count, adjoint)
-        if states is None or not _close(states, found, default_rtol(states.dtype)):
-            return adjoint.run(system.loop(), problem.state, problem.steps)
+            solved = problem.repeat_last_state(solved)
+            count = self._count_derivative_iterations(cell, problem.make_system(cell).detach(), solved)
+        states = None if count is None else self._iterate_at_solution(cell, system, solved, 2 * count, adjoint)
+        if states is None or not _is_close(states, solved, default_rtol(states.dtype)):
+            return adjoint.run(system.make_loop(), problem.state, problem.steps)
         return states
 
-    def _iterated(self, cell: Cell, system: System, found: Tensor, count: int, adjoint: LoopAdjoint) -> Tensor:
-        """Iterations that stay at the states that were found, where each brings derivatives closer: undamped."""
+    def _iterate_at_solution(
+        self, cell: Cell, system: System, solved: Tensor, count: int, adjoint: LoopAdjoint
+    ) -> Tensor:
+        """Run undamped iterations from the solution. The states stay the same; their derivatives converge."""
 
-        def one(states: Tensor) -> Tensor:
-            entering = system.entering(states)
-            with torch.no_grad():  # at the solution A does not matter, so neither does its derivative
-                transition = self.linearise(cell, system, entering)
+        def iterate_once(states: Tensor) -> Tensor:
+            entering = system.entering_states(states)
+            with torch.no_grad():  # at the solution the update does not depend on A, so neither does its derivative
+                transition = self.linearize(cell, system, entering)
             return newton_update(transition, system, Iterate(states, entering, system.evaluate(entering)))
 
-        states = found
+        states = solved
         for _ in range(count):
-            states = adjoint.call(one, states)
+            states = adjoint.call(iterate_once, states)
         return states
 
-    def _derivative_iterations(self, cell: Cell, system: System, states: Tensor) -> int | None:
-        """How many iterations derivatives need once the states are right, found on one of random direction.
+    def _count_derivative_iterations(self, cell: Cell, system: System, states: Tensor) -> int | None:
+        """Return the number of iterations that first derivatives need at the solution; None if they do not converge.
 
-        Second derivatives need as many again. None if iterations do not bring them closer.
+        It is measured on the derivative along one random direction. Second derivatives need as many again.
         """
-        entering = system.entering(states)
-        transition = self.linearise(cell, system, entering)
+        entering = system.entering_states(states)
+        transition = self.linearize(cell, system, entering)
 
-        def along(tangent: Tensor, point: Tensor, drive: Tensor, pushed: Tensor) -> Tensor:
-            moved: Tensor = torch.func.jvp(lambda state: system.step(state, drive), (point,), (tangent,))[1]
-            return moved + pushed
+        def tangent_step(tangent: Tensor, point: Tensor, drive: Tensor, push: Tensor) -> Tensor:
+            product: Tensor = torch.func.jvp(lambda state: system.step(state, drive), (point,), (tangent,))[1]
+            return product + push
 
-        pushed = torch.randn(states.shape, generator=torch.Generator().manual_seed(0)).to(states)
-        none = torch.zeros_like(system.initial)
-        linear = System(along, (entering, *system.givens, pushed), none, none, system.reset, system.lengths)
-        found = solve(
-            linear,
+        push = torch.randn(states.shape, generator=torch.Generator().manual_seed(0)).to(states)
+        zero = torch.zeros_like(system.initial)
+        tangent_system = System(
+            tangent_step, (entering, *system.step_inputs, push), zero, zero, system.reset, system.lengths
+        )
+        outcome = solve(
+            tangent_system,
             torch.zeros_like(states),
             lambda part, rows, start, point: transition.part(rows, start),
             lambda at, part, tangents, _: newton_update(at, part, tangents),
@@ -198,40 +235,35 @@ class Parallel(Solver):
             strength=torch.zeros_like(system.initial[:, 0]),
             adapt=lambda strength, *_: strength,
         )
-        return int(found.iterations.max()) if bool(found.converged.all()) else None
+        return int(outcome.iterations.max()) if bool(outcome.converged.all()) else None
 
 
-def _close(states: Tensor, found: Tensor, rtol: float) -> bool:
-    """Whether iterating further has left every sequence where it was."""
+def _is_close(states: Tensor, solved: Tensor, rtol: float) -> bool:
+    """Return whether further iterations have left every sequence at its solution."""
     with torch.no_grad():
-        moved, size = ((part.abs().amax((1, 2))) for part in (states - found, found))
-        return bool((moved <= 64 * rtol * size).all())
+        difference, size = ((part.abs().amax((1, 2))) for part in (states - solved, solved))
+        return bool((difference <= 64 * rtol * size).all())
 
 
-def _plain(state: Tensor | ADPTState | None) -> Tensor | ADPTState | None:
-    """The same numbers in tensors that autograd can use."""
+def _clone_state(state: Tensor | ADPTState | None) -> Tensor | ADPTState | None:
+    """Copy an inference tensor into a normal one, which autograd can use."""
     if isinstance(state, ADPTState):
         return ADPTState(state.state.clone(), state.position.clone())
     return None if state is None else state.clone()
 
 
-def _detached(cell: Cell, problem: Problem) -> System:
-    drive, initial, fresh = (part.detach() for part in (problem.drive, problem.state, problem.fresh))
-    return dataclasses.replace(problem.system(cell), givens=(drive,), initial=initial, fresh=fresh)
-
-
-def transformed() -> bool:
-    """Whether a transform of `torch.func`, or forward mode, is in force: values cannot then decide what is run."""
+def is_transform_active() -> bool:
+    """Return whether a `torch.func` transform or forward-mode AD is active, where control flow cannot read values."""
     return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
-def _stepwise(solver: Solver, problem: Problem, system: System) -> Solution:
-    """The steps one after another, in plain operations that any transform understands."""
-    states = Unrolled().run(system.loop(), problem.state, problem.steps)
+def _solve_sequentially(solver: Solver, problem: Problem, system: System) -> Solution:
+    """Solve sequentially, in operations that every transform supports."""
+    states = Unrolled().run(system.make_loop(), problem.state, problem.steps)
     batch = problem.state.shape[0]
     zeros = torch.zeros(batch, dtype=torch.int64, device=states.device)
     steps = zeros + problem.steps if problem.lengths is None else problem.lengths
-    return problem.solution(
+    return problem.make_solution(
         solver,
         states,
         results=zeros + int(Result.FINISHED),
@@ -242,7 +274,7 @@ def _stepwise(solver: Solver, problem: Problem, system: System) -> Solution:
 
 
 class full_precision:
-    """Matrix products in their full precision, TF32 off, while it lasts."""
+    """Context manager that computes float32 matrix products in full precision, without TF32."""
 
     def __enter__(self) -> None:
         self.before = torch.get_float32_matmul_precision()
@@ -254,7 +286,13 @@ class full_precision:
             torch.set_float32_matmul_precision(self.before)
 
 
-def _check_guess(guess: Tensor | None, problem: Problem) -> Tensor | None:
+def check_guess(guess: Tensor | None, problem: Problem) -> Tensor | None:
+    """Return the guess, batched and in the dtype of the states, or raise `InputError`.
+
+    Args:
+        guess: (batch, time, state_size), or (time, state_size) for one sequence without a batch dimension.
+        problem: The problem to solve.
+    """
     if guess is None:
         return None
     if not isinstance(guess, Tensor):
@@ -263,117 +301,137 @@ def _check_guess(guess: Tensor | None, problem: Problem) -> Tensor | None:
     guess = guess.unsqueeze(0) if guess.dim() == 2 and not problem.batched else guess
     if guess.shape != shape:
         raise InputError(
-            f"the guess has shape {tuple(guess.shape)}; the states to find are {shape}. "
-            "Pass the states of an earlier Solution."
+            f"the guess has shape {tuple(guess.shape)}; the states have shape {shape}. "
+            "Pass the states of an earlier Solution of the same shape."
         )
     return guess.detach().to(problem.state)
 
 
-def completed(system: System, found: Found, policy: Policy, solver: Solver) -> Search:
-    """What a search found, after its policy."""
-    failed = ~found.converged
-    results = torch.where(found.converged, int(Result.CONVERGED), int(Result.NOT_CONVERGED))
-    results = torch.where(failed & found.rising, int(Result.DIVERGED), results)
-    results = torch.where(failed & ~found.finite, int(Result.DIVERGED), results)
+def apply_policy(system: System, outcome: IterationResult, policy: Policy, solver: Solver) -> SystemSolution:
+    """Apply the failure policy to the sequences that did not converge.
+
+    Args:
+        system: The equations.
+        outcome: Where the iteration ended.
+        policy: The failure policy.
+        solver: The solver, for the message.
+
+    Raises:
+        NotConverged: If a sequence did not converge and the policy is `Raise`.
+        NonFiniteError: The same, if the drive of a sequence is not finite.
+    """
+    failed = ~outcome.converged
+    results = torch.where(outcome.converged, int(Result.CONVERGED), int(Result.NOT_CONVERGED))
+    results = torch.where(failed & outcome.rising, int(Result.DIVERGED), results)
+    results = torch.where(failed & ~outcome.finite, int(Result.DIVERGED), results)
     if not bool(failed.any()):
-        return Search(found.states, results, found)
+        return SystemSolution(outcome.states, results, outcome)
     if isinstance(policy, Raise):
-        _refuse_non_finite(system)
-        raise NotConverged(_message(solver, found, results))
+        _check_finite_drive(system)
+        raise NotConverged(_describe_failure(solver, outcome, results))
     if isinstance(policy, Finish):
-        return _finished(system, found, results)
-    broken = failed & (_finite(system, found.states) < found.states.shape[1])
-    return Search(found.states, torch.where(broken, int(Result.NON_FINITE), results), found)
+        return _finish(system, outcome, results)
+    non_finite = failed & (_count_finite_steps(system, outcome.states) < outcome.states.shape[1])
+    return SystemSolution(outcome.states, torch.where(non_finite, int(Result.NON_FINITE), results), outcome)
 
 
-def _finite(system: System, states: Tensor) -> Tensor:
+def _count_finite_steps(system: System, states: Tensor) -> Tensor:
+    """Return the number of steps before the first with NaN or infinity, (batch,). Padding counts as finite."""
     valid = system.valid
-    return finite_steps(states if valid is None else torch.where(valid.unsqueeze(-1), states, 0.0))
+    return count_finite_steps(states if valid is None else torch.where(valid.unsqueeze(-1), states, 0.0))
 
 
-def _finished(system: System, found: Found, results: Tensor) -> Search:
-    rows = (~found.converged).nonzero().squeeze(-1)
-    start = int(found.converged_steps[rows].min())
-    states, steps = found.states, found.states.shape[1]
+def _finish(system: System, outcome: IterationResult, results: Tensor) -> SystemSolution:
+    """Compute the sequences that did not converge sequentially, from the first step that has not in any of them."""
+    rows = (~outcome.converged).nonzero().squeeze(-1)
+    start = int(outcome.converged_steps[rows].min())
+    states, steps = outcome.states, outcome.states.shape[1]
     if start < steps:
         before = states[rows, start - 1] if start else system.initial.index_select(0, rows)
         states[rows, start:] = system.part(rows, start, before).run()
     results = results.index_fill(0, rows, int(Result.FINISHED))
-    finite = _finite(system, states)
-    right = finite == steps
+    finite = _count_finite_steps(system, states)
+    is_finite = finite == steps
     lengths = torch.full_like(finite, steps) if system.lengths is None else system.lengths
-    finished = torch.where(~found.converged, torch.minimum(finite, lengths), found.converged_steps)
-    results = torch.where(~found.converged & ~right, int(Result.NON_FINITE), results)
-    residual = torch.where(~found.converged & ~right, torch.nan, found.residual)
-    residual[rows] = torch.where(right[rows], _residual(system, rows, states), residual[rows])
-    return Search(states, results, found._replace(residual=residual, converged_steps=finished))
+    finished = torch.where(~outcome.converged, torch.minimum(finite, lengths), outcome.converged_steps)
+    results = torch.where(~outcome.converged & ~is_finite, int(Result.NON_FINITE), results)
+    residual = torch.where(~outcome.converged & ~is_finite, torch.nan, outcome.residual)
+    residual[rows] = torch.where(is_finite[rows], _compute_residual(system, rows, states), residual[rows])
+    return SystemSolution(states, results, outcome._replace(residual=residual, converged_steps=finished))
 
 
-def _residual(system: System, rows: Tensor, states: Tensor) -> Tensor:
+def _compute_residual(system: System, rows: Tensor, states: Tensor) -> Tensor:
+    """Return max |f(s_{t-1}) - s_t| of each sequence in `rows`."""
     part = system.part(rows, 0, system.initial.index_select(0, rows))
     chosen = states.index_select(0, rows)
-    distance = (part.evaluate(part.entering(chosen)) - chosen).abs().amax(-1)
+    distance = (part.evaluate(part.entering_states(chosen)) - chosen).abs().amax(-1)
     valid = part.valid
     return (distance if valid is None else torch.where(valid, distance, 0.0)).amax(-1)
 
 
-def _refuse_non_finite(system: System) -> None:
-    """Names what no solver can mend."""
-    broken = ~system.givens[0].isfinite().all(-1)
+def _check_finite_drive(system: System) -> None:
+    """Raise `NonFiniteError` if the drive is not finite, which no solver can solve."""
+    non_finite = ~system.step_inputs[0].isfinite().all(-1)
     valid = system.valid
-    broken = broken if valid is None else broken & valid
-    if bool(broken.any()):
-        sequence, step = broken.nonzero()[0].tolist()
+    non_finite = non_finite if valid is None else non_finite & valid
+    if bool(non_finite.any()):
+        sequence, step = non_finite.nonzero()[0].tolist()
         raise NonFiniteError(
-            f"what drives sequence {sequence} is not finite at step {step}: NaN or infinity in the inputs, or inputs "
-            "so large that they overflow. Mend or drop them; no solver can."
+            f"the drive of sequence {sequence} is not finite at step {step}: the inputs hold NaN or infinity, or are "
+            "so large that they overflow. Fix or drop them; adptnet never replaces them."
         )
 
 
-def _message(solver: Solver, found: Found, results: Tensor) -> str:
-    failed = (~found.converged).nonzero().squeeze(-1).tolist()
+def _describe_failure(solver: Solver, outcome: IterationResult, results: Tensor) -> str:
+    """Return the message of `NotConverged`: how far the solver came, and what to try."""
+    failed = (~outcome.converged).nonzero().squeeze(-1).tolist()
     shown = ", ".join(map(str, failed[:8])) + (", …" if len(failed) > 8 else "")
     kinds = sorted({Result(int(results[i])).name for i in failed})
-    steps = found.states.shape[1]
+    steps = outcome.states.shape[1]
     return (
-        f"{solver} stopped after {int(found.iterations.max())} iterations ({', '.join(kinds)}): residual "
-        f"{float(found.residual[failed].max()):.1e} in {len(failed)} of {len(found.converged)} sequences ({shown}); "
-        f"steps before {int(found.converged_steps[failed].min())} of {steps} have converged. Wrap it in "
+        f"{solver} stopped after {int(outcome.iterations.max())} iterations ({', '.join(kinds)}): residual "
+        f"{float(outcome.residual[failed].max()):.1e} in {len(failed)} of {len(outcome.converged)} sequences ({shown});"
+        f" steps before {int(outcome.converged_steps[failed].min())} of {steps} have converged. Wrap it in "
         "solvers.BlockWise(..., num_blocks=8), damp it with solvers.Adaptive(), raise max_iterations (or patience, if "
-        "it was given up), or pass on_failure=solvers.Finish()."
+        "the residual kept rising), or pass on_failure=solvers.Finish()."
     )
 
 
-def joined(parts: list[Search]) -> Search:
-    """Of searches of one block after another, one of the whole. Iterations are the most any block took."""
+def join_blocks(parts: list[SystemSolution]) -> SystemSolution:
+    """Join the solutions of consecutive blocks. The number of iterations is the maximum over the blocks.
+
+    Args:
+        parts: The solutions of the blocks, in the order of time.
+    """
     states = torch.cat([part.states for part in parts], 1)
-    found = [part.found for part in parts]
-    complete = torch.ones_like(found[0].converged)
-    reached = torch.zeros_like(found[0].converged_steps)
-    for part, each in zip(parts, found, strict=True):
+    outcomes = [part.outcome for part in parts]
+    complete = torch.ones_like(outcomes[0].converged)
+    reached = torch.zeros_like(outcomes[0].converged_steps)
+    for part, each in zip(parts, outcomes, strict=True):
         reached = torch.where(complete, reached + each.converged_steps, reached)
         complete = complete & (part.results <= int(Result.FINISHED))
-    longest = max(len(each.history.residual) for each in found)
-    residuals = torch.stack([_padded(each.history.residual, longest) for each in found]).amax(0)
-    prefixes = torch.zeros_like(found[0].history.converged_steps[:1]).repeat(longest, 1)
-    unbroken = torch.ones_like(prefixes, dtype=torch.bool)  # whether all blocks before are right after so many each
-    for each in found:
-        prefix = _padded(each.history.converged_steps, longest)
+    longest = max(len(each.history.residual) for each in outcomes)
+    residuals = torch.stack([_pad_history(each.history.residual, longest) for each in outcomes]).amax(0)
+    prefixes = torch.zeros_like(outcomes[0].history.converged_steps[:1]).repeat(longest, 1)
+    unbroken = torch.ones_like(prefixes, dtype=torch.bool)  # whether all blocks before have converged by that iteration
+    for each in outcomes:
+        prefix = _pad_history(each.history.converged_steps, longest)
         prefixes += torch.where(unbroken, prefix, 0)
         unbroken &= prefix == torch.where(each.converged, each.converged_steps, -1)
-    whole = Found(
+    whole = IterationResult(
         states,
-        torch.stack([each.converged for each in found]).all(0),
-        torch.stack([each.finite for each in found]).all(0),
-        torch.stack([each.rising for each in found]).any(0),
-        torch.stack([each.iterations for each in found]).amax(0),
-        torch.stack([each.residual for each in found]).amax(0),
+        torch.stack([each.converged for each in outcomes]).all(0),
+        torch.stack([each.finite for each in outcomes]).all(0),
+        torch.stack([each.rising for each in outcomes]).any(0),
+        torch.stack([each.iterations for each in outcomes]).amax(0),
+        torch.stack([each.residual for each in outcomes]).amax(0),
         reached,
         History(residuals, prefixes),
     )
-    return Search(states, torch.stack([part.results for part in parts]).amax(0), whole)
+    return SystemSolution(states, torch.stack([part.results for part in parts]).amax(0), whole)
 
 
-def _padded(values: Tensor, length: int) -> Tensor:
+def _pad_history(values: Tensor, length: int) -> Tensor:
+    """Repeat the last row of `values` up to `length` rows."""
     missing = length - len(values)
     return torch.cat((values, values[-1:].expand(missing, -1))) if missing else values

@@ -1,24 +1,24 @@
-"""Policies: what becomes of the sequences that an iteration did not solve."""
+"""Failure policies: how a solver handles sequences that did not converge."""
 
 import abc
 
 __all__ = ["Finish", "Policy", "Raise", "Return"]
 
 
-class Policy(abc.ABC):  # noqa: B024 - solvers ask which it is
-    """What to do with a sequence that has not converged."""
+class Policy(abc.ABC):  # noqa: B024 - solvers test for the subclass
+    """Base class of failure policies."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
 
 class Finish(Policy):
-    """Completes it step by step from where it is right: always exact. The result says FINISHED."""
+    """Compute the steps that did not converge sequentially: always exact. The result is `FINISHED`."""
 
 
 class Raise(Policy):
-    """Raises `errors.NotConverged`."""
+    """Raise `errors.NotConverged`."""
 
 
 class Return(Policy):
-    """Hands it back as it is. The result says what it is; look at it."""
+    """Return the last iterate as it is. Check `Solution.results`."""

@@ -1,4 +1,4 @@
-"""One step after another: exact by construction, and what every other solver is compared with."""
+"""The sequential solver: exact by construction, and the reference for all other solvers."""
 
 import torch
 from torch import Tensor
@@ -7,14 +7,14 @@ from ..cells.base import ADPTState, Cell
 from ..errors import InputError
 from ..ops._torch_state import without_autocast
 from .adjoints import Adjoint, Checkpointed, Implicit, LoopAdjoint, Unrolled
-from .base import Result, Solution, Solver, finite_steps
-from .problem import Problem, pose
+from .base import Result, Solution, Solver, count_finite_steps
+from .problem import Problem, make_problem
 
 __all__ = ["Sequential"]
 
 
 class Sequential(Solver):
-    """Runs the cell step by step."""
+    """Run the cell sequentially over time, in one fused operation if the cell has one."""
 
     def __call__(
         self,
@@ -30,26 +30,27 @@ class Sequential(Solver):
         if guess is not None:
             raise InputError("Sequential computes every step once and takes no guess. Drop guess=.")
         with without_autocast(inputs.device):
-            problem = pose(cell, inputs, state, lengths, reset, adjoint)
-            states = self._states(cell, problem, adjoint or Unrolled())
-        finite = finite_steps(problem.masked(states.detach()))
-        broken = finite < problem.steps
-        return problem.solution(
+            problem = make_problem(cell, inputs, state, lengths, reset, adjoint)
+            states = self._run(cell, problem, adjoint or Unrolled())
+        finite = count_finite_steps(problem.zero_padding(states.detach()))
+        non_finite = finite < problem.steps
+        return problem.make_solution(
             self,
             states,
-            results=torch.where(broken, int(Result.NON_FINITE), int(Result.CONVERGED)),
+            results=torch.where(non_finite, int(Result.NON_FINITE), int(Result.CONVERGED)),
             iterations=torch.ones_like(finite),
-            residual=torch.where(broken, torch.nan, 0.0),
+            residual=torch.where(non_finite, torch.nan, 0.0),
             converged_steps=finite if problem.lengths is None else torch.minimum(finite, problem.lengths),
         )
 
-    def _states(self, cell: Cell, problem: Problem, adjoint: Adjoint) -> Tensor:
-        fused = _fused(cell, problem, adjoint)
+    def _run(self, cell: Cell, problem: Problem, adjoint: Adjoint) -> Tensor:
+        """Return the states, with the gradient that `adjoint` defines."""
+        fused = _run_fused(cell, problem, adjoint)
         if fused is not None:
             return fused
-        system = problem.system(cell)
+        system = problem.make_system(cell)
         if isinstance(adjoint, LoopAdjoint):
-            return adjoint.run(system.loop(), problem.state, problem.steps)
+            return adjoint.run(system.make_loop(), problem.state, problem.steps)
         assert isinstance(adjoint, Implicit)
         with torch.no_grad():
             states = system.run()
@@ -59,8 +60,8 @@ class Sequential(Solver):
         return "Sequential()"
 
 
-def _fused(cell: Cell, problem: Problem, adjoint: Adjoint) -> Tensor | None:
-    """All states in one operation, if the cell has one."""
+def _run_fused(cell: Cell, problem: Problem, adjoint: Adjoint) -> Tensor | None:
+    """Return all states, computed in one fused operation; None if the cell or the adjoint has none."""
     if not isinstance(adjoint, (Unrolled, Checkpointed)):
         return None
     lean = isinstance(adjoint, Checkpointed)

@@ -1,11 +1,13 @@
-"""Sequence mixers that are not cells, to compare with: attention, selective state spaces, fast weights.
+"""Baselines to compare ADPTNet with, by name and at a matched number of parameters.
 
-Plain and short rather than fast. They have the contract of a layer, (batch, time, width) in and out with an explicit
-state, and so go into the same residual block.
+`catalog` lists them all: recurrent cells, diagonal state-space models and sequence mixers. The mixers (attention,
+Mamba, Hawk, gated linear attention, DeltaNet) are defined here, as short reference implementations rather than fast
+ones. Every baseline has the interface of a layer, (batch, time, width) in and out with an explicit state, and so fits
+into the same residual block.
 """
 
 from .attention import Attention, AttentionMixer
-from .catalog import BASELINES, baseline, lru, matched, parameter_count, s4d
+from .catalog import BASELINES, baseline, count_parameters, lru, match_parameters, s4d
 from .delta import DeltaNet, DeltaNetMixer, GatedDeltaNet, GatedDeltaNetMixer
 from .gated_linear_attention import GatedLinearAttention, GatedLinearAttentionMixer
 from .hawk import Hawk, HawkMixer
@@ -26,8 +28,8 @@ __all__ = [
     "Mamba",
     "MambaMixer",
     "baseline",
+    "count_parameters",
     "lru",
-    "matched",
-    "parameter_count",
+    "match_parameters",
     "s4d",
 ]

@@ -1,4 +1,4 @@
-"""What ADPTNet is compared with, by name and at a given number of parameters, all for the same block."""
+"""Baselines by name and at a matched number of parameters, all for the same residual block."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -11,7 +11,7 @@ from adptnet.recurrence.conjugates import Diagonal
 from adptnet.recurrence.drive import LRU, ZOH
 from adptnet.recurrence.projections import Dense, Expand
 from adptnet.recurrence.spectra import LRURing, S4DInv
-from adptnet.spec import ModuleSpec, nearest
+from adptnet.spec import ModuleSpec, suggest_name
 
 from .attention import Attention
 from .delta import DeltaNet, GatedDeltaNet
@@ -19,11 +19,16 @@ from .gated_linear_attention import GatedLinearAttention
 from .hawk import Hawk
 from .mamba import Mamba
 
-__all__ = ["BASELINES", "baseline", "lru", "matched", "parameter_count", "s4d"]
+__all__ = ["BASELINES", "baseline", "count_parameters", "lru", "match_parameters", "s4d"]
 
 
 def s4d(width: int, *, expansion: int = 64) -> LayerSpec:
-    """S4D: each channel has `expansion` numbers of state, half as many complex pairs; β = 0 of the same program."""
+    """Return the spec of S4D, an ADPT cell at β = 0.
+
+    Args:
+        width: Features in and out.
+        expansion: State dimensions per channel, half as many complex modes.
+    """
     cell = ADPTSpec(
         width,
         state_size=expansion * width,
@@ -37,14 +42,19 @@ def s4d(width: int, *, expansion: int = 64) -> LayerSpec:
 
 
 def lru(width: int, *, state_size: int | None = None) -> LayerSpec:
-    """The linear recurrent unit: complex pairs on a ring, dense maps in and out; β = 0 of the same program."""
+    """Return the spec of the linear recurrent unit, an ADPT cell at β = 0 with dense input and output maps.
+
+    Args:
+        width: Features in and out.
+        state_size: State dimensions, half as many complex modes on a ring; twice the width by default.
+    """
     size = 2 * width if state_size is None else state_size
     cell = ADPTSpec(width, state_size=size, beta=0, conjugate=Diagonal(), spectrum=LRURing(), gain=LRU(tied=False))
     return LayerSpec(cell, readout=Dense())
 
 
-def _heads(width: int, *, size: int = 1) -> int:
-    """The most of 8, 4 and 2 heads that divide `width` into multiples of `size`; otherwise one."""
+def _choose_heads(width: int, *, size: int = 1) -> int:
+    """Return the largest of 8, 4 and 2 heads that divides `width` into multiples of `size`; otherwise 1."""
     return next((n for n in (8, 4, 2) if width % (n * size) == 0), 1)
 
 
@@ -56,44 +66,59 @@ BASELINES: dict[str, Callable[[int], LayerSpec | MixerSpec]] = {
     "lstm": lambda width: LayerSpec(LSTM(width)),
     "s4d": s4d,
     "lru": lru,
-    "hawk": lambda width: Hawk(width, num_heads=_heads(width)),
+    "hawk": lambda width: Hawk(width, num_heads=_choose_heads(width)),
     "mamba": Mamba,
-    "gated-linear-attention": lambda width: GatedLinearAttention(width, _heads(width, size=2)),
-    "delta-net": lambda width: DeltaNet(width, _heads(width)),
-    "gated-delta-net": lambda width: GatedDeltaNet(width, _heads(width)),
-    "attention": lambda width: Attention(width, _heads(width, size=2)),
+    "gated-linear-attention": lambda width: GatedLinearAttention(width, _choose_heads(width, size=2)),
+    "delta-net": lambda width: DeltaNet(width, _choose_heads(width)),
+    "gated-delta-net": lambda width: GatedDeltaNet(width, _choose_heads(width)),
+    "attention": lambda width: Attention(width, _choose_heads(width, size=2)),
 }
 
 
 def baseline(name: str, width: int) -> LayerSpec | MixerSpec:
-    """A baseline of that name and width, for `BlockSpec`; the names are those of `BASELINES`."""
+    """Return the spec of a baseline, for `BlockSpec`.
+
+    Args:
+        name: One of `BASELINES`.
+        width: Features in and out.
+
+    Raises:
+        InputError: There is no such baseline.
+    """
     if name not in BASELINES:
-        raise InputError(f"there is no baseline {name!r}.{nearest(str(name), BASELINES)}")
+        raise InputError(f"there is no baseline {name!r}.{suggest_name(str(name), BASELINES)}")
     return BASELINES[name](width)
 
 
-def parameter_count(spec: ModuleSpec) -> int:
-    """Numbers that a module of this spec learns, counted without making them."""
+def count_parameters(spec: ModuleSpec) -> int:
+    """Return the number of trainable parameters of a module of this spec, without allocating them.
+
+    Args:
+        spec: The spec of a layer or model.
+    """
     return sum(p.numel() for p in spec.build(device="meta").parameters() if p.requires_grad)
 
 
-_Described = TypeVar("_Described", bound=ModuleSpec)
+_SpecT = TypeVar("_SpecT", bound=ModuleSpec)
 
 
-def matched(make: Callable[[int], _Described], parameters: int, *, multiple_of: int = 1) -> _Described:
-    """The model, among those of every width, whose number of parameters is nearest to `parameters`.
+def match_parameters(make: Callable[[int], _SpecT], parameters: int, *, multiple_of: int = 1) -> _SpecT:
+    """Return the spec, over all widths, whose number of parameters is nearest to `parameters`.
 
     Args:
-        make: The spec of a model for a width, such as
+        make: Function from a width to the spec of a model, such as
             `lambda width: task.model(BlockSpec(baseline("gru", width)), depth=2)`.
-        parameters: How many it should have: `parameter_count(spec)` of the model to compare with.
+        parameters: Number to match: `count_parameters(spec)` of the model to compare with.
         multiple_of: Try only widths that are multiples of this, for heads or pairs.
+
+    Raises:
+        InputError: The number of parameters does not grow with the width.
     """
     counts: dict[int, int] = {}
 
     def count(step: int) -> int:
         if step not in counts:
-            counts[step] = parameter_count(make(step * multiple_of))
+            counts[step] = count_parameters(make(step * multiple_of))
         return counts[step]
 
     if parameters < 1 or multiple_of < 1:
@@ -101,9 +126,11 @@ def matched(make: Callable[[int], _Described], parameters: int, *, multiple_of: 
     low, high = 1, 2
     while count(high) < parameters:
         if count(high) <= count(low):
-            raise InputError(f"a width of {high * multiple_of} gives no more parameters than half of it. Use it.")
+            raise InputError(
+                f"a width of {high * multiple_of} gives no more parameters than half of it. Let make use the width."
+            )
         low, high = high, 2 * high
-    while high - low > 1:  # more width, more parameters
+    while high - low > 1:  # bisection: the number of parameters grows with the width
         middle = (low + high) // 2
         low, high = (middle, high) if count(middle) < parameters else (low, middle)
     best = min((low, high), key=lambda step: abs(count(step) - parameters))

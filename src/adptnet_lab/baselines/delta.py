@@ -1,4 +1,4 @@
-"""DeltaNet and Gated DeltaNet: fast weights written by the delta rule (eq:delta_rule)."""
+"""DeltaNet and Gated DeltaNet: fast weights updated by the delta rule (eq:delta_rule)."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ from adptnet.optim import NoDecay
 from adptnet.spec import check_size, spec
 
 from .convolution import ShortConvolution
-from .fast_weights import fast_weights
+from .fast_weights import scan_fast_weights
 
 __all__ = ["DeltaNet", "DeltaNetMixer", "GatedDeltaNet", "GatedDeltaNetMixer"]
 
@@ -23,9 +23,9 @@ class DeltaNet(MixerSpec):
     """S_t = (I - β_t k_t k_t') S_{t-1} + β_t k_t v_t' with unit keys and queries (Yang et al., 2024).
 
     Attributes:
-        width: Features in and out, and of all keys and values together.
-        num_heads: Heads.
-        taps: Of the convolutions on query, key and value.
+        width: Features in and out, and total size of the keys and of the values.
+        num_heads: Number of heads.
+        taps: Kernel length of the convolutions on query, key and value.
     """
 
     width: int
@@ -42,10 +42,12 @@ class DeltaNet(MixerSpec):
 
 @spec
 class GatedDeltaNet(MixerSpec):
-    """DeltaNet whose matrix decays, S_t = α_t (I - β_t k_t k_t') S_{t-1} + β_t k_t v_t', with an output gate.
+    """DeltaNet with a decaying matrix, S_t = α_t (I - β_t k_t k_t') S_{t-1} + β_t k_t v_t', with an output gate.
 
     Attributes:
-        width, num_heads, taps: As for `DeltaNet`.
+        width: Features in and out, and total size of the keys and of the values.
+        num_heads: Number of heads.
+        taps: Kernel length of the convolutions on query, key and value.
     """
 
     width: int
@@ -60,8 +62,8 @@ class GatedDeltaNet(MixerSpec):
         return GatedDeltaNetMixer(self, device=device, dtype=dtype)
 
 
-class _Written(nn.Module):
-    """Query, key, value and strength from the input; query and key of unit length in each head."""
+class _DeltaRuleInputs(nn.Module):
+    """Query, key, value and strength β of the delta rule; query and key have unit norm in each head."""
 
     def __init__(self, spec: DeltaNet | GatedDeltaNet, device: Device, dtype: DType):
         super().__init__()
@@ -78,53 +80,53 @@ class _Written(nn.Module):
 
 
 class DeltaNetMixer(Mixer):
-    """y_t = W norm(S_t' q_t)."""
+    """Module of `DeltaNet`: y_t = W norm(S_t' q_t)."""
 
     def __init__(self, spec: DeltaNet, *, device: Device = None, dtype: DType = None):
         super().__init__()
         self.spec = spec
-        self.written = _Written(spec, device, dtype)
+        self.written = _DeltaRuleInputs(spec, device, dtype)
         self.norm = nn.RMSNorm(spec.width // spec.num_heads, device=device, dtype=dtype)
         self.leave = nn.Linear(spec.width, spec.width, bias=False, device=device, dtype=dtype)
 
     def mix(self, x: Tensor, parts: tuple[Tensor, ...] | None, steps: Steps) -> tuple[Tensor, tuple[Tensor, ...]]:
         before, memory = (None, None) if parts is None else parts
         query, key, value, strength, recent = self.written(x, before, steps)
-        read, memory = fast_weights(query, key, value, memory, steps, strength=strength)
+        read, memory = scan_fast_weights(query, key, value, memory, steps, strength=strength)
         outputs: Tensor = self.leave(self.norm(read).flatten(-2).to(x.dtype))
         return outputs, (recent, memory)
 
 
 class GatedDeltaNetMixer(Mixer):
-    """y_t = W (norm(S_t' q_t) ⊙ SiLU(G x_t)), α_t = exp(-a softplus(U x_t + b)), one for each head."""
+    """Module of `GatedDeltaNet`: y_t = W (norm(S_t' q_t) ⊙ SiLU(G x_t)), α_t = exp(-a softplus(U x_t + b)) per head."""
 
     def __init__(self, spec: GatedDeltaNet, *, device: Device = None, dtype: DType = None):
         super().__init__()
         self.spec = spec
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.written = _Written(spec, device, dtype)
-        self.step_size = nn.Linear(spec.width, spec.num_heads, bias=False, **made)
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.written = _DeltaRuleInputs(spec, device, dtype)
+        self.step_size = nn.Linear(spec.width, spec.num_heads, bias=False, **factory_kwargs)
         self.rates = _Rates(spec.num_heads, device, dtype)
-        self.gate = nn.Linear(spec.width, spec.width, bias=False, **made)
-        self.norm = nn.RMSNorm(spec.width // spec.num_heads, **made)
-        self.leave = nn.Linear(spec.width, spec.width, bias=False, **made)
+        self.gate = nn.Linear(spec.width, spec.width, bias=False, **factory_kwargs)
+        self.norm = nn.RMSNorm(spec.width // spec.num_heads, **factory_kwargs)
+        self.leave = nn.Linear(spec.width, spec.width, bias=False, **factory_kwargs)
 
     def mix(self, x: Tensor, parts: tuple[Tensor, ...] | None, steps: Steps) -> tuple[Tensor, tuple[Tensor, ...]]:
         before, memory = (None, None) if parts is None else parts
         query, key, value, strength, recent = self.written(x, before, steps)
         dt = functional.softplus(self.step_size(x) + self.rates.bias)
         decay = (-self.rates.log_rate.exp() * dt).exp().unsqueeze(-1)
-        read, memory = fast_weights(query, key, value, memory, steps, decay=decay, strength=strength)
+        read, memory = scan_fast_weights(query, key, value, memory, steps, decay=decay, strength=strength)
         outputs: Tensor = self.leave((self.norm(read).flatten(-2) * functional.silu(self.gate(x))).to(x.dtype))
         return outputs, (recent, memory)
 
 
 class _Rates(NoDecay):
-    """How fast each head forgets: rates from 1 to 16, step sizes from 0.001 to 0.1."""
+    """Decay of each head: initial rates from 1 to 16, step sizes from 0.001 to 0.1."""
 
     def __init__(self, num_heads: int, device: Device, dtype: DType):
         super().__init__()
         rate = torch.empty(num_heads, device=device, dtype=dtype).uniform_(1, 16)
         self.log_rate = nn.Parameter(rate.log())
         dt = torch.empty(num_heads, device=device, dtype=dtype).uniform_(math.log(1e-3), math.log(1e-1)).exp()
-        self.bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus makes dt of it
+        self.bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # inverse softplus of dt

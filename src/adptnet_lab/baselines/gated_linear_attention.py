@@ -1,4 +1,4 @@
-"""Gated linear attention: fast weights that forget, each row at a rate that depends on the input."""
+"""Gated linear attention: fast weights with an input-dependent decay of each row."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from adptnet._typing import Device, DType
 from adptnet.nn.mixer import Mixer, MixerSpec, Steps, check_heads
 from adptnet.spec import check_size, spec
 
-from .fast_weights import fast_weights
+from .fast_weights import scan_fast_weights
 
 __all__ = ["GatedLinearAttention", "GatedLinearAttentionMixer"]
 
-SLOWNESS = 16.0  # the root that is taken of the gate, so that it starts near 1
+SLOWNESS = 16.0  # order of the root taken of the gate, so that it starts near 1
 
 
 @spec
@@ -21,10 +21,10 @@ class GatedLinearAttention(MixerSpec):
     """S_t = diag(α_t) S_{t-1} + k_t v_t' (Yang et al., 2023).
 
     Attributes:
-        width: Features in and out, and of all values together.
-        num_heads: Heads.
-        key_width: Of all keys together; half the width if not given.
-        rank: Of the gate's map.
+        width: Features in and out, and total size of the values.
+        num_heads: Number of heads.
+        key_width: Total size of the keys; half the width by default.
+        rank: Rank of the gate's matrix.
     """
 
     width: int
@@ -46,21 +46,26 @@ class GatedLinearAttention(MixerSpec):
 
 
 class GatedLinearAttentionMixer(Mixer):
-    """y_t = W (norm(S_t' q_t / √d) ⊙ SiLU(G x_t)), α_t = sigmoid(U V x_t + b)^(1/16)."""
+    """Module of `GatedLinearAttention`: y_t = W (norm(S_t' q_t / √d) ⊙ SiLU(G x_t)).
+
+    The decay is α_t = sigmoid(U V x_t + b)^(1/16).
+    """
 
     def __init__(self, spec: GatedLinearAttention, *, device: Device = None, dtype: DType = None):
         super().__init__()
         self.spec = spec
         width, keys = spec.width, spec.key_width
         assert keys is not None
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.query = nn.Linear(width, keys, bias=False, **made)
-        self.key = nn.Linear(width, keys, bias=False, **made)
-        self.value = nn.Linear(width, width, bias=False, **made)
-        self.forget = nn.Sequential(nn.Linear(width, spec.rank, bias=False, **made), nn.Linear(spec.rank, keys, **made))
-        self.gate = nn.Linear(width, width, bias=False, **made)
-        self.norm = nn.RMSNorm(width // spec.num_heads, **made)
-        self.leave = nn.Linear(width, width, bias=False, **made)
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.query = nn.Linear(width, keys, bias=False, **factory_kwargs)
+        self.key = nn.Linear(width, keys, bias=False, **factory_kwargs)
+        self.value = nn.Linear(width, width, bias=False, **factory_kwargs)
+        self.forget = nn.Sequential(
+            nn.Linear(width, spec.rank, bias=False, **factory_kwargs), nn.Linear(spec.rank, keys, **factory_kwargs)
+        )
+        self.gate = nn.Linear(width, width, bias=False, **factory_kwargs)
+        self.norm = nn.RMSNorm(width // spec.num_heads, **factory_kwargs)
+        self.leave = nn.Linear(width, width, bias=False, **factory_kwargs)
 
     def mix(self, x: Tensor, parts: tuple[Tensor, ...] | None, steps: Steps) -> tuple[Tensor, tuple[Tensor, ...]]:
         assert isinstance(self.spec, GatedLinearAttention)
@@ -68,6 +73,6 @@ class GatedLinearAttentionMixer(Mixer):
         query, key, value = (part(x).unflatten(-1, heads) for part in (self.query, self.key, self.value))
         decay = (functional.logsigmoid(self.forget(x)) / SLOWNESS).exp().unflatten(-1, heads)
         before = None if parts is None else parts[0]
-        read, state = fast_weights(query * query.shape[-1] ** -0.5, key, value, before, steps, decay=decay)
+        read, state = scan_fast_weights(query * query.shape[-1] ** -0.5, key, value, before, steps, decay=decay)
         outputs: Tensor = self.leave((self.norm(read).flatten(-2) * functional.silu(self.gate(x))).to(x.dtype))
         return outputs, (state,)

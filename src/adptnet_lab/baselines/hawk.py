@@ -6,18 +6,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from adptnet._dtype import compute_dtype
 from adptnet._typing import Device, DType
 from adptnet.nn.mixer import Mixer, MixerSpec, Steps, check_heads
 from adptnet.ops.linear_scan import linear_scan
 from adptnet.optim import NoDecay
-from adptnet.recurrence.spectra.base import compute_dtype
 from adptnet.spec import check_size, spec
 
 from .convolution import ShortConvolution
 
 __all__ = ["Hawk", "HawkMixer"]
 
-SHARPNESS = 8.0  # c: a gate of 1 decays by the eighth power of a
+SHARPNESS = 8.0  # c: at a gate of 1 the decay is the eighth power of a
 STEEPEST = 1000.0  # largest derivative of the square root
 
 
@@ -29,9 +29,9 @@ class Hawk(MixerSpec):
 
     Attributes:
         width: Features in and out.
-        state_size: Numbers of the state; `width` if not given.
-        num_heads: Blocks of the gates' matrices.
-        taps: Of the convolution before the recurrence.
+        state_size: State dimensions; `width` by default.
+        num_heads: Blocks of the block-diagonal gate matrices.
+        taps: Kernel length of the convolution before the recurrence.
     """
 
     width: int
@@ -51,43 +51,46 @@ class Hawk(MixerSpec):
 
 
 class HawkMixer(Mixer):
-    """h_t = a_t ⊙ h_{t-1} + √(1 - a_t²) ⊙ i_t ⊙ x_t, a_t = a^(8 r_t); a sequence begins with h_0 = i_0 ⊙ x_0."""
+    """Module of `Hawk`: h_t = a_t ⊙ h_{t-1} + √(1 - a_t²) ⊙ i_t ⊙ x_t, a_t = a^(8 r_t).
+
+    A sequence begins with h_0 = i_0 ⊙ x_0.
+    """
 
     def __init__(self, spec: Hawk, *, device: Device = None, dtype: DType = None):
         super().__init__()
         self.spec = spec
         size = spec.state_size
         assert size is not None
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.branch = nn.Linear(spec.width, size, **made)
-        self.enter = nn.Linear(spec.width, size, **made)
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.branch = nn.Linear(spec.width, size, **factory_kwargs)
+        self.enter = nn.Linear(spec.width, size, **factory_kwargs)
         self.convolution = ShortConvolution(size, spec.taps, bias=True, device=device, dtype=dtype)
         nn.init.normal_(self.convolution.weight, std=(0.01 / spec.taps) ** 0.5)
         block = size // spec.num_heads
-        shape = (2, spec.num_heads, block, block)  # for the input gate and for the decay
-        self.gate_weight = nn.Parameter(torch.empty(shape, **made).normal_(std=block**-0.5))
-        self.gate_bias = nn.Parameter(torch.zeros(2, size, **made))
+        shape = (2, spec.num_heads, block, block)  # input gate and decay gate
+        self.gate_weight = nn.Parameter(torch.empty(shape, **factory_kwargs).normal_(std=block**-0.5))
+        self.gate_bias = nn.Parameter(torch.zeros(2, size, **factory_kwargs))
         self.decay = _Decay(size, device, dtype)
-        self.leave = nn.Linear(size, spec.width, **made)
+        self.leave = nn.Linear(size, spec.width, **factory_kwargs)
 
     def mix(self, x: Tensor, parts: tuple[Tensor, ...] | None, steps: Steps) -> tuple[Tensor, tuple[Tensor, ...]]:
         u, recent = self.convolution(self.enter(x), None if parts is None else parts[0], steps)
         heads = u.unflatten(-1, (self.gate_weight.shape[1], -1))
         gates = torch.einsum("bthi,ghij->gbthj", heads, self.gate_weight).flatten(-2)
-        wide = compute_dtype(u.dtype)  # of the recurrence, also where weights or autocast are narrower
-        on, fading = torch.sigmoid((gates + self.gate_bias[:, None, None]).to(wide))
-        log_decay = -SHARPNESS * fading * functional.softplus(self.decay.raw.to(wide))
+        wide = compute_dtype(u.dtype)  # dtype of the recurrence, also if weights or autocast are narrower
+        input_gate, decay_gate = torch.sigmoid((gates + self.gate_bias[:, None, None]).to(wide))
+        log_decay = -SHARPNESS * decay_gate * functional.softplus(self.decay.raw.to(wide))
         beginning = (steps.position == 0).unsqueeze(-1)
         gain = torch.where(beginning, 1.0, _BoundedSqrt.apply(-torch.expm1(2 * log_decay)))  # type: ignore[no-untyped-call]
         before = None if parts is None else parts[1]
-        states = linear_scan(log_decay.exp(), gain * on * u, before, reset=steps.reset)
+        states = linear_scan(log_decay.exp(), gain * input_gate * u, before, reset=steps.reset)
         branch = functional.gelu(self.branch(x), approximate="tanh")
         outputs: Tensor = self.leave((states * branch).to(x.dtype))
         return outputs, (recent, steps.last(states).clone())
 
 
 class _Decay(NoDecay):
-    """a = exp(-softplus(raw)), spread evenly by area over the ring from 0.9 to 0.999."""
+    """Decay a = exp(-softplus(raw)), initialised uniformly by area over the ring from 0.9 to 0.999."""
 
     def __init__(self, size: int, device: Device, dtype: DType):
         super().__init__()
@@ -96,7 +99,7 @@ class _Decay(NoDecay):
 
 
 class _BoundedSqrt(torch.autograd.Function):
-    """The square root with a derivative of at most `STEEPEST`, as the model is defined."""
+    """Square root whose derivative is at most `STEEPEST`, which is part of the model's definition."""
 
     generate_vmap_rule = True
 

@@ -1,4 +1,4 @@
-"""Mamba's selective state-space model."""
+"""Mamba: the selective state-space model."""
 
 import math
 from typing import Any
@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from adptnet._dtype import compute_dtype
 from adptnet._typing import Device, DType
 from adptnet.nn.mixer import Mixer, MixerSpec, Steps
 from adptnet.ops.linear_scan import linear_scan
 from adptnet.optim import NoDecay
-from adptnet.recurrence.spectra.base import compute_dtype
 from adptnet.spec import check_size, spec
 
 from .convolution import ShortConvolution
@@ -21,14 +21,14 @@ __all__ = ["Mamba", "MambaMixer"]
 
 @spec
 class Mamba(MixerSpec):
-    """A diagonal state-space model whose step size, input and read-out depend on the input (Gu and Dao, 2023).
+    """Diagonal state-space model whose step size, input and output maps depend on the input (Gu and Dao, 2023).
 
     Attributes:
         width: Features in and out.
-        state_size: Numbers of the state for each inner channel.
-        expand: Inner channels for each feature.
-        taps: Of the convolution before it.
-        rank: Of the step sizes; a sixteenth of the width, rounded up, if not given.
+        state_size: State dimensions per inner channel.
+        expand: Inner channels per feature.
+        taps: Kernel length of the convolution before the recurrence.
+        rank: Rank of the step sizes; a sixteenth of the width, rounded up, by default.
     """
 
     width: int
@@ -48,24 +48,24 @@ class Mamba(MixerSpec):
 
 
 class MambaMixer(Mixer):
-    """h_t = exp(Δ_t A) h_{t-1} + Δ_t u_t B_t, y_t = C_t · h_t + D u_t, between two gated maps."""
+    """Module of `Mamba`: h_t = exp(Δ_t A) h_{t-1} + Δ_t u_t B_t, y_t = C_t · h_t + D u_t, between two gated maps."""
 
     def __init__(self, spec: Mamba, *, device: Device = None, dtype: DType = None):
         super().__init__()
         self.spec = spec
         assert spec.rank is not None
         inner = spec.expand * spec.width
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.enter = nn.Linear(spec.width, 2 * inner, bias=False, **made)
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.enter = nn.Linear(spec.width, 2 * inner, bias=False, **factory_kwargs)
         self.convolution = ShortConvolution(inner, spec.taps, bias=True, device=device, dtype=dtype)
-        self.select = nn.Linear(inner, spec.rank + 2 * spec.state_size, bias=False, **made)
-        self.step_size = nn.Linear(spec.rank, inner, **made)
+        self.select = nn.Linear(inner, spec.rank + 2 * spec.state_size, bias=False, **factory_kwargs)
+        self.step_size = nn.Linear(spec.rank, inner, **factory_kwargs)
         self.modes = _Modes(inner, spec.state_size, device, dtype)
-        self.leave = nn.Linear(inner, spec.width, bias=False, **made)
+        self.leave = nn.Linear(inner, spec.width, bias=False, **factory_kwargs)
         with torch.no_grad():
             nn.init.uniform_(self.step_size.weight, -(spec.rank**-0.5), spec.rank**-0.5)
             dt = (torch.rand_like(self.step_size.bias) * math.log(100) + math.log(1e-3)).exp()  # from 0.001 to 0.1
-            self.step_size.bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus makes dt of it
+            self.step_size.bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # inverse softplus of dt
 
     def mix(self, x: Tensor, parts: tuple[Tensor, ...] | None, steps: Steps) -> tuple[Tensor, tuple[Tensor, ...]]:
         assert isinstance(self.spec, Mamba)
@@ -74,7 +74,7 @@ class MambaMixer(Mixer):
         u, recent = self.convolution(u, None if parts is None else parts[0], steps)
         u = functional.silu(u)
         low, write, read = self.select(u).split((self.spec.rank, self.spec.state_size, self.spec.state_size), -1)
-        wide = compute_dtype(u.dtype)  # of the recurrence, also where weights or autocast are narrower
+        wide = compute_dtype(u.dtype)  # dtype of the recurrence, also if weights or autocast are narrower
         dt = functional.softplus(self.step_size(low).to(wide))
         transition = (dt.unsqueeze(-1) * -self.modes.log_decay.to(wide).exp()).exp()
         offset = (dt * u).unsqueeze(-1) * write.unsqueeze(-2)
@@ -87,7 +87,7 @@ class MambaMixer(Mixer):
 
 
 class _Modes(NoDecay):
-    """The decay of every mode, 1 to n in each channel (S4D-Real), and the way past the state."""
+    """Decay rates of the modes, 1 to n in each channel (S4D-Real), and the skip connection."""
 
     def __init__(self, channels: int, state_size: int, device: Device, dtype: DType):
         super().__init__()

@@ -1,22 +1,22 @@
-"""Benchmarks that can be trusted: `adptnet bench`, its subjects, and what they are held to."""
+"""Benchmarks: `adptnet bench`, its subjects, and the goals that they are measured against."""
 
 from .command import Bench, run
-from .goals import Found, Goal, Verdict, judged, slope
+from .goals import Goal, GoalVerdict, Measurements, fit_slope, judge_goals
 from .subject import Case, Size, Subject
-from .timing import Side, Timed, interleaved
+from .timing import Side, Timing, time_interleaved
 
 __all__ = [
     "Bench",
     "Case",
-    "Found",
     "Goal",
+    "GoalVerdict",
+    "Measurements",
     "Side",
     "Size",
     "Subject",
-    "Timed",
-    "Verdict",
-    "interleaved",
-    "judged",
+    "Timing",
+    "fit_slope",
+    "judge_goals",
     "run",
-    "slope",
+    "time_interleaved",
 ]

@@ -1,7 +1,7 @@
-"""Whether an operation is right, here and now: each against its reference, values and gradients.
+"""Checks of the operations on this machine: values and gradients against the reference implementation.
 
-A wrong answer is easily fast. These checks take a second, come with the package, and are run before anything is timed;
-the tests of the library are many times as many.
+A wrong result is easily fast. These checks take a second and are run before anything is timed. They do not replace the
+tests of the library, which are far more thorough.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +13,9 @@ from torch import Tensor
 from adptnet import solvers
 from adptnet.errors import WrongResultError
 from adptnet.nn import ADPTNet
-from adptnet.ops import _build, plane_rotation
-from adptnet.ops._linalg import solve
-from adptnet.ops.adpt_scan import Constants, Form, Retracted, adpt_scan
+from adptnet.ops import _backends, plane_rotation
+from adptnet.ops._linalg import solve_linear
+from adptnet.ops.adpt_scan import Constants, Form, RetractionKind, adpt_scan
 from adptnet.ops.adpt_scan.reference import adpt_scan as loop
 from adptnet.ops.adpt_step import Jacobians, newton_pass
 from adptnet.ops.adpt_step.reference import newton_pass as pass_in_torch
@@ -25,16 +25,20 @@ from adptnet.ops.matrix_chain import matrix_chain
 from adptnet.ops.matrix_chain.reference import matrix_chain as products_in_turn
 from adptnet.ops.tolerance import Tolerance
 
-from .timing import on_threads
+from .timing import use_threads
 
-__all__ = ["CHECKS", "missing", "red"]
+__all__ = ["CHECKS", "find_error", "find_missing_kernel"]
 
-EXACT = 1e-10  # of the largest number, in float64
-SHAPES = [(1, 9, 13), (5, 7, 50), (33, 8, 64)]  # batch, steps, state; the last is work for two threads
+EXACT = 1e-10  # relative to the largest element, in float64
+SHAPES = [(1, 9, 13), (5, 7, 50), (33, 8, 64)]  # batch, steps, state; the last is large enough for two threads
 
 
-def red(operation: str) -> str | None:
-    """How an operation is wrong; None if it is right."""
+def find_error(operation: str) -> str | None:
+    """Return how an operation differs from its reference; None if it agrees.
+
+    Args:
+        operation: One of `CHECKS`.
+    """
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(0)
@@ -44,34 +48,38 @@ def red(operation: str) -> str | None:
     return None
 
 
-def missing(operation: str) -> str | None:
-    """Why there is no kernel to time; None if there is one, or none is needed."""
-    what = _build.backends().get(operation, "cpu")
-    return None if what.startswith("cpu") else f"there is no compiled kernel here ({what})"
+def find_missing_kernel(operation: str) -> str | None:
+    """Return why there is no kernel to time; None if there is one, or none is needed.
+
+    Args:
+        operation: One of `CHECKS`.
+    """
+    backend = _backends.backends().get(operation, "cpu")
+    return None if backend.startswith("cpu") else f"there is no compiled kernel here ({backend})"
 
 
-def _adpt_scan() -> None:
-    for dtype, batch, steps, size in _shapes():
-        for retracted in (Retracted.EXPONENTIAL, Retracted.CAYLEY):
-            drive, state, constants = _recurrence(dtype, batch, steps, size)
-            form = Form(retracted=int(retracted))
+def _check_adpt_scan() -> None:
+    for dtype, batch, steps, size in _iterate_shapes():
+        for retraction in (RetractionKind.EXPONENTIAL, RetractionKind.CAYLEY):
+            drive, state, constants = _make_recurrence(dtype, batch, steps, size)
+            form = Form(retraction=int(retraction))
             leaves = [drive, state, constants.real, constants.weight, constants.beta]
-            names = ["states", *_gradients("drive", "state", "eigenvalues", "K and V", "beta")]
+            names = ["states", *_name_gradients("drive", "state", "eigenvalues", "K and V", "beta")]
             slow = _values_and_gradients(partial(loop, drive, state, constants, form), leaves)
             for lean in (False, True):
                 fast = _values_and_gradients(partial(adpt_scan, drive, state, constants, form, lean=lean), leaves)
-                _agree(names[:3], fast[:3], slow[:3], _bound(dtype, steps))
-                _agree(names[3:], fast[3:], slow[3:], _bound(dtype, batch * steps))  # sums over all sequences
+                _assert_agree(names[:3], fast[:3], slow[:3], _bound(dtype, steps))
+                _assert_agree(names[3:], fast[3:], slow[3:], _bound(dtype, batch * steps))  # sums over all sequences
 
 
-def _linear_scan() -> None:
-    for dtype, batch, steps, size in _shapes():
+def _check_linear_scan() -> None:
+    for dtype, batch, steps, size in _iterate_shapes():
         for pairs in (False, True):
             kind = {torch.float32: torch.complex64, torch.float64: torch.complex128}[dtype] if pairs else dtype
             constant = _leaf(torch.rand(size, dtype=kind) * 0.9)
             varying = _leaf(torch.rand(batch, steps, size, dtype=kind) * 0.9)
             offset, initial = (_leaf(torch.randn(*s, size, dtype=kind)) for s in ((batch, steps), (batch,)))
-            names = ["states", *_gradients("transition", "offset", "initial")]
+            names = ["states", *_name_gradients("transition", "offset", "initial")]
             for transition in (constant, varying):
                 for reverse in (False, True):
                     leaves = [transition, offset, initial]
@@ -79,28 +87,28 @@ def _linear_scan() -> None:
                         _values_and_gradients(partial(run, *leaves, reverse=reverse), leaves)
                         for run in (linear_scan, linear_loop)
                     )
-                    _agree(names, fast, slow, _bound(dtype, batch * steps))
+                    _assert_agree(names, fast, slow, _bound(dtype, batch * steps))
 
 
-def _adpt_step() -> None:
+def _check_adpt_step() -> None:
     with torch.no_grad():
-        for dtype, batch, steps, size in _shapes():
-            drive, state, constants = _recurrence(dtype, batch, steps, size)
+        for dtype, batch, steps, size in _iterate_shapes():
+            drive, state, constants = _make_recurrence(dtype, batch, steps, size)
             states = loop(drive, state, constants) + 0.1 * torch.randn(batch, steps, size, dtype=dtype)
 
             real = constants.real.detach()
             given, limits = (states, drive, state, torch.zeros_like(state), None), Tolerance(1.0, 1.0)
             fast = newton_pass(*given, constants, Form(), diagonal=False, tolerance=limits)
             slow = pass_in_torch(*given, partial(_step, constants), _constant(real), real, tolerance=limits)
-            _agree(fast._fields, fast, slow, _bound(dtype, steps))
+            _assert_agree(fast._fields, fast, slow, _bound(dtype, steps))
             found = Jacobians(states, constants, Form())(0, steps)
             row, push = states[:, 0], drive[:, 0]
             expected = torch.func.vmap(torch.func.jacrev(partial(_step, constants)))(row, push)
-            _agree(["Jacobian"], [found[:, 0]], [expected], _bound(dtype, size))
+            _assert_agree(["Jacobian"], [found[:, 0]], [expected], _bound(dtype, size))
 
 
 def _step(constants: Constants, state: Tensor, drive: Tensor) -> Tensor:
-    """One step of the reference, of states and drives (..., n)."""
+    """Run one step of the reference on states and drives (..., n)."""
     size = state.shape[-1]
     return loop(drive.reshape(-1, 1, size), state.reshape(-1, size), constants).reshape(state.shape)
 
@@ -109,52 +117,54 @@ def _constant(values: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda state, drive: values
 
 
-def _plane_rotation() -> None:
-    rows, names = plane_rotation.turn.LEAST // 61 + 1, ("x", "key", "offset", "turn", "shrink_key", "shrink_offset")
+def _check_plane_rotation() -> None:
+    rows = plane_rotation.apply.MIN_ELEMENTS // 61 + 1
+    names = ("x", "key", "offset", "skew_coefficient", "key_coefficient", "offset_coefficient")
     for threads, dtype in ((1, torch.float64), (2, torch.float64), (2, torch.float32)):
         leaves = [_leaf(torch.randn(rows, 61 if k < 3 else 1, dtype=dtype)) for k in range(6)]
-        with on_threads(threads):
+        with use_threads(threads):
             fast, slow = (
                 _values_and_gradients(partial(run, *leaves), leaves)
-                for run in (plane_rotation.turned, plane_rotation.reference.turned)
+                for run in (plane_rotation.rotate, plane_rotation.reference.rotate)
             )
-        _agree(["what is turned", *_gradients(*names)], fast, slow, _bound(dtype, 61))
+        _assert_agree(["rotated", *_name_gradients(*names)], fast, slow, _bound(dtype, 61))
     for size in (3, 50):
         key, value, x = (_leaf(torch.randn(4, size, dtype=torch.float64)) for _ in range(3))
         leaves = [key, value, x]
         for coefficients in (plane_rotation.exponential, plane_rotation.cayley):
             fast, slow = (
-                _values_and_gradients(partial(turned, coefficients, *leaves), leaves) for turned in (_turned, _densely)
+                _values_and_gradients(partial(rotate, coefficients, *leaves), leaves)
+                for rotate in (_rotate_closed_form, _rotate_dense)
             )
-            _agree(["Q x", *_gradients("key", "value", "x")], fast, slow, EXACT)
+            _assert_agree(["Q x", *_name_gradients("key", "value", "x")], fast, slow, EXACT)
 
 
 Coefficients = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-def _turned(coefficients: Coefficients, key: Tensor, value: Tensor, x: Tensor) -> Tensor:
+def _rotate_closed_form(coefficients: Coefficients, key: Tensor, value: Tensor, x: Tensor) -> Tensor:
     return plane_rotation.plane_rotation(key, value, 0.1, coefficients).apply(x)
 
 
-def _densely(coefficients: Coefficients, key: Tensor, value: Tensor, x: Tensor) -> Tensor:
+def _rotate_dense(coefficients: Coefficients, key: Tensor, value: Tensor, x: Tensor) -> Tensor:
     skew, eye = 0.1 * plane_rotation.skew(key, value), torch.eye(x.shape[-1], dtype=x.dtype)
     exact = coefficients is plane_rotation.exponential
-    dense = torch.matrix_exp(skew) if exact else solve(eye - skew / 2, eye + skew / 2)
+    dense = torch.matrix_exp(skew) if exact else solve_linear(eye - skew / 2, eye + skew / 2)
     return (dense @ x.unsqueeze(-1)).squeeze(-1)
 
 
-def _matrix_chain() -> None:
-    for dtype, batch, steps, size in _shapes():
+def _check_matrix_chain() -> None:
+    for dtype, batch, steps, size in _iterate_shapes():
         matrices, frame = torch.randn(batch, steps, size, size, dtype=dtype) / size**0.5, torch.eye(size, dtype=dtype)
         slow = products_in_turn(matrices, frame.expand(batch, -1, -1))
-        _agree(["frames"], [matrix_chain(matrices, frame.expand(batch, -1, -1))], [slow], _bound(dtype, steps))
+        _assert_agree(["frames"], [matrix_chain(matrices, frame.expand(batch, -1, -1))], [slow], _bound(dtype, steps))
 
 
-def _solvers() -> None:
+def _check_solvers() -> None:
     layer = ADPTNet(12, beta=0.5, dtype=torch.float64)
     x = torch.randn(3, 40, 12, dtype=torch.float64)
     leaves = [p for p in layer.parameters() if p.requires_grad]
-    names = ["states", *_gradients(*(name for name, p in layer.named_parameters() if p.requires_grad))]
+    names = ["states", *_name_gradients(*(name for name, p in layer.named_parameters() if p.requires_grad))]
 
     def outputs(solver: solvers.Solver) -> Tensor:
         y: Tensor = layer(x, solver=solver)[0]
@@ -163,34 +173,34 @@ def _solvers() -> None:
     exact = _values_and_gradients(partial(outputs, solvers.Sequential()), leaves)
     for solver in (solvers.ConvDEER(), solvers.ForwardDEER(), solvers.QuasiDEER(), solvers.KoopmanDEER()):
         found = _values_and_gradients(partial(outputs, solver), leaves)
-        _agree([f"{solver}: {name}" for name in names], found, exact, 1e-8)  # to its own tolerance, ε^⅚ a step
+        _assert_agree([f"{solver}: {name}" for name in names], found, exact, 1e-8)  # to its own tolerance, ε^⅚ per step
 
 
 CHECKS: dict[str, Callable[[], None]] = {
-    "adpt_scan": _adpt_scan,
-    "linear_scan": _linear_scan,
-    "adpt_step": _adpt_step,
-    "matrix_chain": _matrix_chain,
-    "plane_rotation": _plane_rotation,
-    "solvers": _solvers,
+    "adpt_scan": _check_adpt_scan,
+    "linear_scan": _check_linear_scan,
+    "adpt_step": _check_adpt_step,
+    "matrix_chain": _check_matrix_chain,
+    "plane_rotation": _check_plane_rotation,
+    "solvers": _check_solvers,
 }
 
 
-def _shapes() -> Iterator[tuple[torch.dtype, int, int, int]]:
-    """Both precisions; with one thread, and with two where there is work for them."""
+def _iterate_shapes() -> Iterator[tuple[torch.dtype, int, int, int]]:
+    """Yield dtypes and shapes: both precisions, on one thread, and on two if there is enough work for them."""
     for threads, shapes in ((1, SHAPES), (2, SHAPES[-1:])):
-        with on_threads(threads):
+        with use_threads(threads):
             for dtype in (torch.float64, torch.float32):
                 for shape in shapes:
                     yield dtype, *shape
 
 
 def _bound(dtype: torch.dtype, terms: int) -> float:
-    """Both sides round at every term, and neither is right: in float32 they differ by what that may add up to."""
+    """Return the allowed difference; in float32 a bound of the rounding errors, since both sides round each term."""
     return EXACT if dtype == torch.float64 else 8 * terms * torch.finfo(dtype).eps
 
 
-def _recurrence(dtype: torch.dtype, batch: int, steps: int, size: int) -> tuple[Tensor, Tensor, Constants]:
+def _make_recurrence(dtype: torch.dtype, batch: int, steps: int, size: int) -> tuple[Tensor, Tensor, Constants]:
     real = _leaf(torch.linspace(0.3, 0.99, size, dtype=dtype))
     weight = _leaf((torch.rand(1, 2, size, size, dtype=dtype) * 2 - 1) / size**0.5)
     drive, state = _leaf(torch.randn(batch, steps, size, dtype=dtype)), _leaf(torch.randn(batch, size, dtype=dtype))
@@ -201,7 +211,7 @@ def _leaf(values: Tensor) -> Tensor:
     return values.clone().requires_grad_()
 
 
-def _gradients(*names: str) -> list[str]:
+def _name_gradients(*names: str) -> list[str]:
     return [f"gradient of {name}" for name in names]
 
 
@@ -212,7 +222,7 @@ def _values_and_gradients(run: Callable[[], Tensor], leaves: Sequence[Tensor | N
     return [values.detach(), *found]
 
 
-def _agree(names: Sequence[str], found: Sequence[Tensor], expected: Sequence[Tensor], bound: float) -> None:
+def _assert_agree(names: Sequence[str], found: Sequence[Tensor], expected: Sequence[Tensor], bound: float) -> None:
     for name, fast, slow in zip(names, found, expected, strict=True):
         distance, scale = float((fast - slow).abs().max()), float(slow.abs().max())
         if not distance <= bound * max(1.0, scale):

@@ -1,4 +1,4 @@
-"""`adptnet bench`: what things take on this machine, beside the machine, and whether that is what was expected."""
+"""`adptnet bench`: measure operations, layers and solvers on this machine, and compare them with stated goals."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,42 +9,42 @@ from typing import Any
 import torch
 from tyro.conf import Positional
 
-from adptnet._io.files import write_whole
-from adptnet.analysis import plot
+from adptnet._io.files import write_atomic
 from adptnet.errors import AdptnetError, InputError, WrongResultError
-from adptnet.spec import nearest
+from adptnet.spec import suggest_name
 
-from . import checks, machine, picture, record, report
-from .goals import Found, judged
-from .subject import Size, Subject, parsed
+from ..paper import svg
+from . import checks, machine, report, result_files, summary_figure
+from .goals import Measurements, judge_goals
+from .subject import Size, Subject, parse_size
 from .subjects import SUBJECTS
-from .timing import interleaved
+from .timing import time_interleaved
 
 __all__ = ["Bench", "run"]
 
 REPEATS, FAST_REPEATS = 7, 3
-SECONDS = 20.0  # of a size: longer than most of what disturbs a shared machine
+SECONDS = 20.0  # per size: longer than most disturbances of a shared machine
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Measure CPU and wall time of operations, layers and solvers in turn, and hold them to stated goals.
+    """Measure CPU and wall time of operations, layers and solvers in turn, and compare them with stated goals.
 
-    Every operation is first compared with its reference, values and gradients; one that is wrong is refused, and the
-    others go on. Results are JSON and Markdown for each subject and a picture; what is in the folder already, of this
-    machine and these versions, stays.
+    Every operation is first compared with its reference, values and gradients; one that disagrees is not timed.
+    Results are JSON and Markdown for each subject, and a figure. Earlier results in the folder are kept if they are of
+    the same machine and versions.
     """
 
     subjects: Positional[tuple[str, ...]] = ()
-    """What to measure; all if none is named. --list shows them."""
+    """Subjects to measure; all if none is named. --list shows them."""
     list: bool = False
-    """Show the subjects, and measure nothing."""
+    """Show the subjects and measure nothing."""
     fast: bool = False
-    """Small sizes, three repeats, nothing that takes minutes: a look, not a result."""
+    """Small sizes, three repeats, and nothing that takes minutes: for a first impression."""
     sizes: tuple[str, ...] = ()
-    """Sizes to measure at, batch,steps,state each (8,1024,128), instead of the subject's own."""
+    """Sizes to measure at, each batch,steps,state (8,1024,128), instead of the subject's own."""
     repeats: int | None = None
-    """Times that each side is run; if not given 7, and more until 20 seconds have passed; 3 with --fast."""
+    """Repeats of each side. By default at least 7, and more until 20 seconds have passed; 3 with --fast."""
     threads: tuple[int, ...] = (1, 2)
     """Numbers of threads to measure with."""
     output: Path = Path("runs/bench")
@@ -52,66 +52,75 @@ class Bench:
 
 
 def run(options: Bench) -> None:
-    """Measures, writes and prints; raises if an operation was wrong."""
+    """Measure the subjects, write the results and print the verdicts.
+
+    Args:
+        options: The options.
+
+    Raises:
+        InputError: A subject, a size or a number is not valid.
+        WrongResultError: An operation disagrees with its reference; the other subjects were measured.
+    """
     if options.list:
         for name, subject in SUBJECTS.items():
             print(f"{name}: {subject.about}\n  sizes {'; '.join(map(str, subject.sizes))}")
         return
-    chosen = {name: _subject(name) for name in options.subjects or SUBJECTS}
-    sizes = [parsed(size) for size in options.sizes]
+    chosen = {name: _find_subject(name) for name in options.subjects or SUBJECTS}
+    sizes = [parse_size(size) for size in options.sizes]
     if (options.repeats is not None and options.repeats < 1) or not options.threads or min(options.threads) < 1:
         raise InputError(f"--repeats {options.repeats} --threads {options.threads}: both are whole numbers from 1.")
     options.output.mkdir(parents=True, exist_ok=True)
-    facts = machine.facts()  # once: a result that is written may itself change the state of the repository
-    refused: dict[str, str] = {}
-    verdicts: dict[str, str | None] = {}  # on operations: each is looked at once
+    description = machine.describe_machine()  # once, because writing a result may change the state of the repository
+    rejected: dict[str, str] = {}
+    errors: dict[str, str | None] = {}  # by operation, each of which is checked once
     for name, subject in chosen.items():
         print(f"{name}: {subject.about}", flush=True)
         for operation in subject.operations:
-            if operation not in verdicts:
-                verdicts[operation] = checks.missing(operation) or checks.red(operation)
-        why = "; ".join(f"{name}: {verdicts[name]}" for name in subject.operations if verdicts[name])
-        if why:
-            print(f"  refused: {why}", flush=True)
-            refused[name] = why
-            record.write(options.output, name, subject.about, [], refused=why)
-            _written(options.output, name)
+            if operation not in errors:
+                errors[operation] = checks.find_missing_kernel(operation) or checks.find_error(operation)
+        reason = "; ".join(f"{operation}: {errors[operation]}" for operation in subject.operations if errors[operation])
+        if reason:
+            print(f"  not timed: {reason}", flush=True)
+            rejected[name] = reason
+            result_files.write_results(options.output, name, subject.about, [], refused=reason)
+            _write_page(options.output, name)
             continue
-        for size in sizes or (subject.quick if options.fast else subject.sizes):
-            _measured(name, subject, size, options, facts)
-    for path in _summarised(options.output):
+        for size in sizes or (subject.fast_sizes if options.fast else subject.sizes):
+            _measure(name, subject, size, options, description)
+    for path in _write_summary(options.output):
         print(f"wrote {path}")
-    if refused:
-        raise WrongResultError("refused: " + "; ".join(f"{name}: {why}" for name, why in refused.items()))
+    if rejected:
+        raise WrongResultError("not timed: " + "; ".join(f"{name}: {reason}" for name, reason in rejected.items()))
 
 
-def _subject(name: str) -> Subject:
+def _find_subject(name: str) -> Subject:
     if name not in SUBJECTS:
-        raise InputError(f"there is no subject {name!r}.{nearest(name, SUBJECTS)}")
+        raise InputError(f"there is no subject {name!r}.{suggest_name(name, SUBJECTS)}")
     return SUBJECTS[name]
 
 
-def _measured(name: str, subject: Subject, size: Size, options: Bench, facts: dict[str, Any]) -> None:
-    """One case, written as soon as it is there."""
+def _measure(name: str, subject: Subject, size: Size, options: Bench, description: dict[str, Any]) -> None:
+    """Measure one case, write it and print its verdicts."""
     threads = [count for count in options.threads if subject.threads is None or count in subject.threads]
     repeats = options.repeats or (FAST_REPEATS if options.fast else REPEATS)
     seconds = 0.0 if options.repeats or options.fast else SECONDS
-    with machine.watched() as neighbours, _single_precision():
-        case = subject.case(size, options.fast)
-        times = interleaved(case.sides, repeats=repeats, seconds=seconds, threads=threads or [1])
-    found = Found(times, case.numbers)
-    verdicts = judged(case.goals, found, neighbours.others)
-    how = {"fast": options.fast, "repeats": max((len(spent.cpu.every) for spent in times.values()), default=repeats)}
-    row = record.row(size, found, verdicts, dict(case.skipped), neighbours, facts, **how)
-    before = record.read(options.output, name)
-    record.write(options.output, name, subject.about, record.merged(before["cases"] if before else [], row))
-    _written(options.output, name)
-    print(report.line(size, row["verdicts"]), flush=True)
+    with machine.watch_load() as load, _default_float32():
+        case = subject.make_case(size, options.fast)
+        times = time_interleaved(case.sides, repeats=repeats, seconds=seconds, threads=threads or [1])
+    measurements = Measurements(times, case.numbers)
+    verdicts = judge_goals(case.goals, measurements, load.others)
+    done = max((len(timing.cpu.values) for timing in times.values()), default=repeats)
+    how = {"fast": options.fast, "repeats": done}
+    new = result_files.describe_case(size, measurements, verdicts, dict(case.skipped), load, description, **how)
+    before = result_files.read_results(options.output, name)
+    cases = result_files.merge_cases(before["cases"] if before else [], new)
+    result_files.write_results(options.output, name, subject.about, cases)
+    _write_page(options.output, name)
+    print(report.format_case(size, new["verdicts"]), flush=True)
 
 
 @contextmanager
-def _single_precision() -> Iterator[None]:
-    """float32 wherever nothing else is said."""
+def _default_float32() -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -120,19 +129,21 @@ def _single_precision() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _written(folder: Path, name: str) -> None:
-    found = record.read(folder, name)
-    assert found is not None
-    write_whole(folder / f"{name}.md", (report.page(found) + "\n").encode())
+def _write_page(folder: Path, name: str) -> None:
+    result = result_files.read_results(folder, name)
+    assert result is not None
+    write_atomic(folder / f"{name}.md", (report.render_page(result) + "\n").encode())
 
 
-def _summarised(folder: Path) -> list[Path]:
-    """The page and the picture of all that is in the folder."""
-    results: list[dict[str, Any]] = [found for name in SUBJECTS if (found := record.read(folder, name)) is not None]
-    page = folder / "summary.md"
-    write_whole(page, (report.summary(results) + "\n").encode())
+def _write_summary(folder: Path) -> list[Path]:
+    """Write the page and the figure of all results in the folder, and return their paths."""
+    results = [result for name in SUBJECTS if (result := result_files.read_results(folder, name)) is not None]
+    page, figure = folder / "summary.md", folder / "summary.svg"
+    write_atomic(page, (report.render_summary(results) + "\n").encode())
     try:
-        return [page, *plot.save(picture.drawn(results), folder / "summary")]
+        drawing = svg.render_svg(summary_figure.draw_summary(results), "summary")
     except AdptnetError as error:
-        print(f"no picture: {error}")
+        print(f"no figure: {error}")
         return [page]
+    write_atomic(figure, svg.add_background(drawing).encode())
+    return [page, figure]

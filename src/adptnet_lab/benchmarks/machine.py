@@ -1,4 +1,4 @@
-"""What stands beside every number: the machine, versions, and who else was at work."""
+"""The machine, the versions and the load, which are recorded beside every number."""
 
 import os
 import platform
@@ -12,33 +12,33 @@ from typing import Any
 import numpy
 import torch
 
-from adptnet.ops import _build
+from adptnet.ops import _backends, _build
 
-from ..training import environment
+from .._runtime import describe_environment
 
-__all__ = ["Neighbours", "facts", "last_cache", "processor", "watched"]
+__all__ = ["MachineLoad", "describe_machine", "find_processor", "last_cache_size", "watch_load"]
 
 
-def facts() -> dict[str, Any]:
-    """Versions and machine; the same dictionary as long as numbers may stand side by side."""
-    found = environment()
-    del found["threads"]  # sides have their own
-    folder = re.compile(r"\S*" + re.escape(os.sep))  # of a kernel: wherever it was built, it is the same
-    backends = _build.backends()
+def describe_machine() -> dict[str, Any]:
+    """Return the versions and the machine. Numbers can be compared as long as these are equal."""
+    description = describe_environment()
+    del description["threads"]  # sides have their own
+    folder = re.compile(r"\S*" + re.escape(os.sep))  # of a kernel: it does not matter where it was compiled
+    backends = _backends.backends()
     kernels = {name: folder.sub("", backends[name]) for name in _build.OPERATIONS}
     return {
-        **found,
+        **description,
         "numpy": numpy.__version__,
         "blas": "MKL" if torch.backends.mkl.is_available() else "not MKL",
-        "processor": processor(),
+        "processor": find_processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
-        "last_cache": last_cache(),
+        "last_cache": last_cache_size(),
         "kernels": kernels,
     }
 
 
-def processor() -> str:
-    """The name of the processor."""
+def find_processor() -> str:
+    """Return the name of the processor."""
     try:
         named = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
@@ -46,50 +46,56 @@ def processor() -> str:
     return named[1].strip() if named else platform.processor() or platform.machine()
 
 
-def last_cache() -> int | None:
-    """Bytes of the largest cache, where the system tells."""
+def last_cache_size() -> int | None:
+    """Return the bytes of the largest cache; None where the system does not report it."""
     sizes = []
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        told = re.fullmatch(r"(\d+)([KMG]?)", path.read_text().strip())
-        if told:
-            sizes.append(int(told[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[told[2]])
+        size = re.fullmatch(r"(\d+)([KMG]?)", path.read_text().strip())
+        if size:
+            sizes.append(int(size[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[size[2]])
     return max(sizes, default=None)
 
 
 @dataclass
-class Neighbours:
-    """Who else was at work while something was measured."""
+class MachineLoad:
+    """The load of the machine during a measurement.
 
-    load_before: float | None = None  # average over a minute, this process included
+    Attributes:
+        load_before: Load average over a minute before it, this process included.
+        load_after: The same after it.
+        others: Cores that other processes kept busy, on average; None where the system does not report it.
+    """
+
+    load_before: float | None = None
     load_after: float | None = None
-    others: float | None = None  # cores that other processes kept busy, on average; None where the system does not tell
+    others: float | None = None
 
 
 @contextmanager
-def watched() -> Iterator[Neighbours]:
-    """Filled in when the measurement is over."""
-    found = Neighbours(load_before=_load())
-    busy, mine = _busy()
-    yield found
-    busy_after, mine_after = _busy()
-    found.load_after = _load()
+def watch_load() -> Iterator[MachineLoad]:
+    """Measure the load inside the block. The yielded object is filled in at the end."""
+    load = MachineLoad(load_before=_load_average())
+    busy, own = _read_busy_seconds()
+    yield load
+    busy_after, own_after = _read_busy_seconds()
+    load.load_after = _load_average()
     if busy is not None and busy_after is not None and busy_after[1] > busy[1]:
-        total = busy_after[0] - busy[0] - (mine_after - mine)
+        total = busy_after[0] - busy[0] - (own_after - own)
         cores = os.cpu_count() or 1
-        found.others = round(max(0.0, total / ((busy_after[1] - busy[1]) / cores)), 3)
+        load.others = round(max(0.0, total / ((busy_after[1] - busy[1]) / cores)), 3)
 
 
-def _load() -> float | None:
+def _load_average() -> float | None:
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
-def _busy() -> tuple[tuple[float, float] | None, float]:
-    """Seconds that all cores were busy, and that they were there; and CPU time of this process and its children."""
+def _read_busy_seconds() -> tuple[tuple[float, float] | None, float]:
+    """Return (busy seconds, all seconds) of all cores, and the CPU time of this process and its children."""
     spent = os.times()
-    mine = spent.user + spent.system + spent.children_user + spent.children_system
+    own = spent.user + spent.system + spent.children_user + spent.children_system
     try:
         ticks = [int(number) for number in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     except (OSError, ValueError):
-        return None, mine
+        return None, own
     second = os.sysconf("SC_CLK_TCK")
-    return ((sum(ticks) - ticks[3] - ticks[4]) / second, sum(ticks) / second), mine
+    return ((sum(ticks) - ticks[3] - ticks[4]) / second, sum(ticks) / second), own

@@ -1,4 +1,4 @@
-"""Results in words: a page for each subject and one for all of them, with the machine beside the numbers."""
+"""Results as Markdown: a page for each subject and one for all of them, with the machine beside the numbers."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 from .subject import Size
 
-__all__ = ["line", "page", "summary"]
+__all__ = ["format_case", "render_page", "render_summary"]
 
 NOTE = (
     "CPU time is user and system time of the whole process, all threads together. Sides of a size are timed in turn, "
@@ -14,21 +14,29 @@ NOTE = (
 )
 
 
-def page(result: Mapping[str, Any]) -> str:
-    """One subject: verdicts, then every time."""
+def render_page(result: Mapping[str, Any]) -> str:
+    """Return the page of a subject: its verdicts, then all numbers and times.
+
+    Args:
+        result: The content of its file, as `read_results` returns it.
+    """
     lines = [f"# {result['subject']}", "", result["about"], "", f"`adptnet bench {result['subject']}`", ""]
     if result["refused"]:
-        return "\n".join([*lines, f"**Refused: {result['refused']}**", ""])
-    lines += [*_machine(result["cases"]), ""]
-    lines += _verdicts(result["cases"])
-    lines += _numbers(result["cases"])
-    lines += _times(result["cases"])
-    lines += _skipped(result["cases"])
+        return "\n".join([*lines, f"**Not timed: {result['refused']}**", ""])
+    lines += [*_describe_machines(result["cases"]), ""]
+    lines += _render_verdicts(result["cases"])
+    lines += _render_numbers(result["cases"])
+    lines += _render_times(result["cases"])
+    lines += _render_skipped(result["cases"])
     return "\n".join(lines)
 
 
-def summary(results: Sequence[Mapping[str, Any]]) -> str:
-    """All subjects: what was expected and what was found."""
+def render_summary(results: Sequence[Mapping[str, Any]]) -> str:
+    """Return the page of all subjects: for every goal what was expected and what was measured.
+
+    Args:
+        results: The contents of their files, as `read_results` returns them.
+    """
     every = Counter(v["outcome"] for result in results for case in result["cases"] for v in case["verdicts"])
     lines = ["# Benchmarks", "", "Written by `adptnet bench`; a page and a JSON file for each subject beside this one."]
     lines += ["**Measured on a CPU. The speed on GPUs is not measured.**", "", "![Goals and times](summary.svg)", ""]
@@ -36,41 +44,46 @@ def summary(results: Sequence[Mapping[str, Any]]) -> str:
     for result in results:
         lines += [f"## [{result['subject']}]({result['subject']}.md)", "", result["about"], ""]
         if result["refused"]:
-            lines += [f"**Refused: {result['refused']}**", ""]
+            lines += [f"**Not timed: {result['refused']}**", ""]
             continue
-        lines += [*_machine(result["cases"]), ""]
-        lines += _verdicts(result["cases"])
+        lines += [*_describe_machines(result["cases"]), ""]
+        lines += _render_verdicts(result["cases"])
     return "\n".join(lines)
 
 
-def line(size: Size, verdicts: Sequence[Mapping[str, Any]]) -> str:
-    """What is printed when a case is done."""
+def format_case(size: Size, verdicts: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text that is printed when a case is done: its size and its verdicts.
+
+    Args:
+        size: The size.
+        verdicts: The verdicts, as dictionaries.
+    """
     shown = "\n".join(
-        f"    {v['outcome']:12s} {v['goal']}: {_number(v['value'])} ({v['expected']})"
+        f"    {v['outcome']:12s} {v['goal']}: {_format_number(v['value'])} ({v['expected']})"
         + (f", {v['remark']}" if v["remark"] else "")
         for v in verdicts
     )
     return f"  {size}\n{shown}" if shown else f"  {size}"
 
 
-def _machine(cases: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One line for each machine and version."""
+def _describe_machines(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each machine and version, and one on the load."""
     lines = []
     for case in cases:
         m = case["machine"]
         kernels = sorted({what.split(", ", 1)[-1] for what in m["kernels"].values()})
         cache = "" if m["last_cache"] is None else f", last cache {m['last_cache'] >> 20} MiB"
-        said = (
+        line = (
             f"{m['processor']} ({m['machine']}, {m['cores']} cores, {m['instructions']}{cache}), {m['system']}; "
             f"Python {m['python']}, torch {m['torch']} ({m['blas']}), numpy {m['numpy']}, adptnet {m['adptnet']}"
             f"{' at ' + m['git'][:12] if m['git'] else ''}; kernels {', '.join(kernels)}"
-            f"{'; **--fast: a look, not a result**' if case['fast'] else ''}."
+            f"{'; **--fast: a first impression, not a result**' if case['fast'] else ''}."
         )
-        if said not in lines:
-            lines.append(said)
+        if line not in lines:
+            lines.append(line)
     loads = [case["neighbours"] for case in cases]
     if loads:
-        spans = [_span([n[key] for n in loads]) for key in ("load_before", "load_after", "others")]
+        spans = [_format_range([n[key] for n in loads]) for key in ("load_before", "load_after", "others")]
         least, most = (pick(case["repeats"] for case in cases) for pick in (min, max))
         repeats = f"{least}" if least == most else f"{least} to {most}"
         load = f"Load average {spans[0]} before and {spans[1]} after a case"
@@ -78,64 +91,70 @@ def _machine(cases: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def _span(values: Sequence[float | None]) -> str:
+def _format_range(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
     if not known:
         return "unknown"
     return f"{min(known):.1f}" if min(known) == max(known) else f"{min(known):.1f} to {max(known):.1f}"
 
 
-def _verdicts(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+def _render_verdicts(cases: Sequence[Mapping[str, Any]]) -> list[str]:
     rows = [
-        [_size(case), _claimed(v), v["expected"], _number(v["value"]), v["outcome"] + _remark(v)]
+        [
+            _format_size(case),
+            _format_goal(v),
+            v["expected"],
+            _format_number(v["value"]),
+            _format_outcome(v),
+        ]
         for case in cases
         for v in case["verdicts"]
     ]
-    return _table(["batch x steps x state", "", "expected", "found", "verdict"], rows) if rows else []
+    return _render_table(["batch x steps x state", "", "expected", "found", "verdict"], rows) if rows else []
 
 
-def _claimed(verdict: Mapping[str, Any]) -> str:
+def _format_goal(verdict: Mapping[str, Any]) -> str:
     return f"{verdict['goal']} (paper, {verdict['claim']})" if verdict["claim"] else str(verdict["goal"])
 
 
-def _remark(verdict: Mapping[str, Any]) -> str:
-    return f" ({verdict['remark']})" if verdict["remark"] else ""
+def _format_outcome(verdict: Mapping[str, Any]) -> str:
+    return f"{verdict['outcome']} ({verdict['remark']})" if verdict["remark"] else str(verdict["outcome"])
 
 
-def _numbers(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+def _render_numbers(cases: Sequence[Mapping[str, Any]]) -> list[str]:
     names = list(dict.fromkeys(name for case in cases for name in case["numbers"]))
     if not names:
         return []
-    rows = [[name, *(_number(case["numbers"].get(name)) for case in cases)] for name in names]
-    return _table(["", *map(_size, cases)], rows)
+    rows = [[name, *(_format_number(case["numbers"].get(name)) for case in cases)] for name in names]
+    return _render_table(["", *map(_format_size, cases)], rows)
 
 
-def _times(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+def _render_times(cases: Sequence[Mapping[str, Any]]) -> list[str]:
     rows = []
     for case in cases:
-        load, others = (_number(case["neighbours"][key]) for key in ("load_after", "others"))
+        load, others = (_format_number(case["neighbours"][key]) for key in ("load_after", "others"))
         for side in case["sides"]:
             times = [f"{1e3 * side[clock][which]:.4g}" for clock in ("cpu", "wall") for which in ("least", "median")]
-            rows.append([_size(case), side["side"], str(side["threads"]), *times, load, others])
+            rows.append([_format_size(case), side["side"], str(side["threads"]), *times, load, others])
     if not rows:
         return []
     head = ["batch x steps x state", "ms", "threads", "CPU least", "CPU median", "wall least", "wall median", "load"]
-    return [NOTE, "", *_table([*head, "others"], rows)]
+    return [NOTE, "", *_render_table([*head, "others"], rows)]
 
 
-def _skipped(cases: Sequence[Mapping[str, Any]]) -> list[str]:
-    said = dict.fromkeys(f"Not run: {name}: {why}." for case in cases for name, why in case["skipped"].items())
-    return [*said, ""] if said else []
+def _render_skipped(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = dict.fromkeys(f"Not run: {name}: {why}." for case in cases for name, why in case["skipped"].items())
+    return [*lines, ""] if lines else []
 
 
-def _size(case: Mapping[str, Any]) -> str:
+def _format_size(case: Mapping[str, Any]) -> str:
     return str(Size(**case["size"]))
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3g}"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def _render_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     lines = [head, ["---"] * len(head), *rows]
     return [*("| " + " | ".join(cells) + " |" for cells in lines), ""]

@@ -1,4 +1,4 @@
-"""What is measured together, and the sizes it is measured at."""
+"""Subjects: programs that are compared with each other, and the sizes at which they are."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,11 +9,11 @@ from adptnet.errors import InputError
 from .goals import Goal
 from .timing import Side
 
-__all__ = ["SIX", "Case", "Size", "Subject", "parsed"]
+__all__ = ["STANDARD_SIZES", "Case", "Size", "Subject", "parse_size"]
 
 
 class Size(NamedTuple):
-    """Sequences, steps of each, and numbers in the state."""
+    """The shape of a trajectory: batch, time and state dimension."""
 
     batch: int
     steps: int
@@ -23,20 +23,27 @@ class Size(NamedTuple):
         return f"{self.batch} x {self.steps} x {self.state}"
 
     @property
-    def numbers(self) -> int:
-        """In a trajectory."""
+    def elements(self) -> int:
+        """The number of elements of a trajectory."""
         return self.batch * self.steps * self.state
 
 
 # From one long and narrow sequence to many short and wide ones.
-SIX = tuple(
+STANDARD_SIZES = tuple(
     Size(*size)
     for size in [(1, 16384, 64), (8, 1024, 128), (64, 1024, 128), (64, 128, 256), (512, 8, 512), (16, 4096, 256)]
 )
 
 
-def parsed(text: str) -> Size:
-    """A size as it is typed: 8,1024,128."""
+def parse_size(text: str) -> Size:
+    """Return the size that was typed as batch,steps,state, such as 8,1024,128.
+
+    Args:
+        text: What was typed.
+
+    Raises:
+        InputError: The text is not three whole numbers from 1.
+    """
     try:
         numbers = [int(number) for number in text.split(",")]
     except ValueError:
@@ -48,30 +55,37 @@ def parsed(text: str) -> Size:
 
 @dataclass(frozen=True)
 class Case:
-    """The sides of one size, which are timed in turn, and what is expected of them."""
+    """A subject at one size.
+
+    Attributes:
+        sides: The programs to time in turn.
+        goals: What is expected of them.
+        numbers: Numbers that were measured otherwise than by a clock.
+        skipped: Sides that cannot be run here, and why.
+    """
 
     sides: Sequence[Side] = ()
     goals: Sequence[Goal] = ()
-    numbers: Mapping[str, float] = field(default_factory=dict)  # measured otherwise than by a clock
-    skipped: Mapping[str, str] = field(default_factory=dict)  # sides that cannot be run here, and why
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    skipped: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A question to ask of this machine.
+    """Programs that are compared with each other.
 
     Attributes:
         about: What is compared with what.
-        sizes: What it is asked at.
-        quick: What it is asked at with --fast.
-        operations: Whose answers must be right for its times to mean anything.
-        case: The sides of a size; with `fast` without those that take minutes.
-        threads: Numbers of threads that make sense; every number that is asked for if None.
+        sizes: The sizes to measure at.
+        fast_sizes: The sizes to measure at with --fast.
+        operations: The operations that must be correct for the times to mean anything.
+        make_case: Returns the case of a size; with the second argument True without sides that take minutes.
+        threads: The numbers of threads that make sense; None for every requested number.
     """
 
     about: str
     sizes: tuple[Size, ...]
-    quick: tuple[Size, ...]
+    fast_sizes: tuple[Size, ...]
     operations: tuple[str, ...]
-    case: Callable[[Size, bool], Case]
+    make_case: Callable[[Size, bool], Case]
     threads: tuple[int, ...] | None = None

@@ -1,4 +1,4 @@
-"""Times that can be compared: all sides in turn, in one process, again and again."""
+"""Comparable times: all sides are run in turn, in one process, many times."""
 
 import gc
 import math
@@ -11,72 +11,96 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Side", "Spent", "Timed", "interleaved", "on_threads"]
+__all__ = ["Samples", "Side", "Timing", "time_interleaved", "use_threads"]
 
-SHORTEST = 5e-3  # seconds of a sample: shorter runs are repeated within one
+SHORTEST = 5e-3  # seconds of a sample; shorter runs are repeated within one
 MOST = 1000  # runs in a sample
-PAUSE = 5e-3  # seconds until threads that wait for more work have stopped turning
+PAUSE = 5e-3  # seconds until threads that wait for more work stop spinning
 
-Now = Callable[[], tuple[float, float]]
+Clocks = Callable[[], tuple[float, float]]  # CPU and wall time, in seconds
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the things that are compared."""
+    """One of the programs that are compared.
+
+    Attributes:
+        name: Its name in the results.
+        run: The program.
+        scale: The work that is reported over the work that is run; a slow loop is run for some of its steps.
+        threads: The only number of threads to run it with; None for every requested number.
+        warm: Whether to run it once more before each sample, because sides of other sizes have taken its workspaces.
+    """
 
     name: str
     run: Callable[[], object]
-    scale: float = 1.0  # what is meant, over what is run: a slow loop is run for some of its steps
-    threads: int | None = None  # the only number of threads it is run with; every one that is asked for if None
-    warm: bool = False  # run once more before each sample: sides of other sizes have taken its workspaces
+    scale: float = 1.0
+    threads: int | None = None
+    warm: bool = False
 
 
-class Spent(NamedTuple):
-    """Seconds, one number for each repeat."""
+class Samples(NamedTuple):
+    """Seconds per run, one number for each repeat."""
 
-    every: tuple[float, ...]
+    values: tuple[float, ...]
 
     @property
     def least(self) -> float:
-        return min(self.every)
+        """The smallest sample."""
+        return min(self.values)
 
     @property
     def median(self) -> float:
-        return median(self.every)
+        """The median of the samples."""
+        return median(self.values)
 
 
-class Timed(NamedTuple):
-    """What a run of one side took: CPU time of the whole process, and time on the wall."""
+class Timing(NamedTuple):
+    """Times of one side at one number of threads."""
 
-    cpu: Spent
-    wall: Spent
-    calls: int  # runs in a sample, whose mean a sample is
-    scale: float
+    cpu: Samples  # user and system time of the whole process
+    wall: Samples
+    calls: int  # runs in a sample, which is their mean
+    scale: float  # of the side
 
 
-def _now() -> tuple[float, float]:
+def _read_clocks() -> tuple[float, float]:
     return time.process_time(), time.perf_counter()
 
 
-def interleaved(
-    sides: Sequence[Side], *, repeats: int, seconds: float = 0.0, threads: Sequence[int] = (1,), now: Now = _now
-) -> dict[tuple[str, int], Timed]:
-    """Times of each side at each number of threads, by name and threads.
+def time_interleaved(
+    sides: Sequence[Side],
+    *,
+    repeats: int,
+    seconds: float = 0.0,
+    threads: Sequence[int] = (1,),
+    clocks: Clocks = _read_clocks,
+) -> dict[tuple[str, int], Timing]:
+    """Time each side at each number of threads.
 
-    Every side is run once before anything counts, which builds kernels and maps memory. Then each side is run in turn,
-    in every repeat: what disturbs the machine for a while disturbs all of them. There are `repeats` of them, and more
-    until `seconds` have passed: a disturbance may last longer than all repeats of something short. Garbage is collected
-    before the first repeat and not until the end: it would leave the caches to whatever it looked at.
+    Every side is run once before anything is counted, which compiles kernels and maps memory. In each repeat all sides
+    are then run in turn, so that a temporary disturbance of the machine affects all of them. Garbage is collected
+    before the first repeat and not until the end, because the collector would evict the caches.
+
+    Args:
+        sides: The programs to compare.
+        repeats: The least number of repeats.
+        seconds: Repeat until this much time has passed; a disturbance may last longer than a few short repeats.
+        threads: The numbers of threads.
+        clocks: Returns CPU and wall time.
+
+    Returns:
+        The times, by the name of the side and the number of threads.
     """
     plan = [(side, count) for count in threads for side in sides if side.threads in (None, count)]
     calls = {}
     for side, count in plan:
-        with on_threads(count):
-            calls[side.name, count] = _calls(side, now)
+        with use_threads(count):
+            calls[side.name, count] = _choose_calls(side, clocks)
     samples: dict[tuple[str, int], list[tuple[float, float]]] = {key: [] for key in calls}
-    with _uncollected():
-        begin, done = now()[1], 0
-        while samples and (done < repeats or now()[1] - begin < seconds):
+    with _without_garbage_collection():
+        start, done = clocks()[1], 0
+        while samples and (done < repeats or clocks()[1] - start < seconds):
             done += 1
             before = None
             for side, count in plan:
@@ -84,44 +108,48 @@ def interleaved(
                     time.sleep(PAUSE)
                 before = count
                 key = side.name, count
-                with on_threads(count):
+                with use_threads(count):
                     if side.warm:
                         side.run()
-                    spent = _spent(side, calls[key], now)
-                samples[key].append((spent[0] * side.scale / calls[key], spent[1] * side.scale / calls[key]))
+                    cpu, wall = _time_calls(side, calls[key], clocks)
+                samples[key].append((cpu * side.scale / calls[key], wall * side.scale / calls[key]))
     scales = {side.name: side.scale for side in sides}
     times = {}
-    for key, found in samples.items():
-        cpu, wall = (Spent(clock) for clock in zip(*found, strict=True))
-        times[key] = Timed(cpu, wall, calls[key], scales[key[0]])
+    for key, values in samples.items():
+        cpu_samples, wall_samples = (Samples(clock) for clock in zip(*values, strict=True))
+        times[key] = Timing(cpu_samples, wall_samples, calls[key], scales[key[0]])
     return times
 
 
-def _calls(side: Side, now: Now) -> int:
-    """How often a side is run in a sample.
+def _choose_calls(side: Side, clocks: Clocks) -> int:
+    """Return how often a side is run in a sample.
 
-    Runs it once, and again if the first was quick: it may have built things. The least of three counts, so that a
-    disturbance does not leave one side with fewer runs, and less in the caches, than those it is compared with.
+    It is run once, and three times more if that was quick, because the first run may have compiled kernels. The least
+    of the three counts: a disturbance must not leave one side with fewer runs, and colder caches, than the others.
     """
-    spent = max(_spent(side, 1, now))
+    spent = max(_time_calls(side, 1, clocks))
     if spent > 100 * SHORTEST:
         return 1
-    spent = min(max(_spent(side, 1, now)) for _ in range(3))
+    spent = min(max(_time_calls(side, 1, clocks)) for _ in range(3))
     return min(MOST, math.ceil(SHORTEST / spent)) if spent > 0 else MOST
 
 
-def _spent(side: Side, calls: int, now: Now) -> tuple[float, float]:
+def _time_calls(side: Side, calls: int, clocks: Clocks) -> tuple[float, float]:
     run = side.run
-    cpu, wall = now()
+    cpu, wall = clocks()
     for _ in range(calls):
         run()
-    cpu_after, wall_after = now()
+    cpu_after, wall_after = clocks()
     return cpu_after - cpu, wall_after - wall
 
 
 @contextmanager
-def on_threads(count: int) -> Iterator[None]:
-    """Torch, and our kernels with it, on so many threads."""
+def use_threads(count: int) -> Iterator[None]:
+    """Run torch, and with it the kernels of adptnet, on `count` threads inside the block.
+
+    Args:
+        count: The number of threads.
+    """
     before = torch.get_num_threads()
     if count != before:
         torch.set_num_threads(count)
@@ -133,12 +161,12 @@ def on_threads(count: int) -> Iterator[None]:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def _without_garbage_collection() -> Iterator[None]:
     gc.collect()
-    was = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was:
+        if was_enabled:
             gc.enable()

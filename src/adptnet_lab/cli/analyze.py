@@ -1,4 +1,4 @@
-"""`adptnet analyse CHECKPOINT`: the dynamics of every recurrent layer of a saved model, on inputs that it meets."""
+"""`adptnet analyze CHECKPOINT`: measure the dynamics of every recurrent layer of a saved model."""
 
 import math
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tyro.conf import Positional
 
 from adptnet import analysis
+from adptnet._io.json_values import to_json_value
 from adptnet.analysis import plot
 from adptnet.cells import ADPTCell
 from adptnet.checkpoint import load
@@ -17,67 +18,72 @@ from adptnet.errors import InputError
 from adptnet.nn import SequenceModel
 from adptnet.nn.layer import RecurrentLayer
 
+from .._json_files import write_json
+from .._runtime import describe_environment
 from ..tasks import WordProblem
-from ..training import environment, write_json
 
-__all__ = ["Analyse", "run"]
+__all__ = ["Analyze", "run"]
 
 
 @dataclass(frozen=True)
-class Analyse:
-    """Print exponents, certificate, entropy of M and solver iterations of each layer of a checkpoint; draw figures."""
+class Analyze:
+    """Print the Lyapunov exponents, certificate, entropy of M and solver iterations of every layer; draw figures."""
 
     checkpoint: Positional[Path]
     """A file written by adptnet.save."""
-    output: Path = Path("runs/analyse")
+    output: Path = Path("runs/analyze")
     """Folder for the figures and the numbers."""
     inputs: Path | None = None
-    """A .npy file with inputs for the model, (batch, time) tokens or (batch, time, features). A sample if not given."""
+    """A .npy file of inputs: tokens (batch, time) or features (batch, time, features). A sample if not given."""
     group: str | None = None
-    """Sample the word problem of this group (S3, A5, …). Otherwise tokens drawn evenly, or Gaussian noise."""
+    """Sample the word problem of this group (S3, A5, …). If not given, uniform tokens or Gaussian noise."""
     sequences: int = 4
-    """Sequences in a sample."""
+    """Number of sequences in a sample."""
     length: int = 256
-    """Steps of each."""
+    """Number of steps of each sequence."""
     seed: int = 0
     """Seed of the sample."""
 
 
-def run(options: Analyse) -> dict[str, Any]:
-    """Analyses each layer in float64 and returns every number that was written."""
+def run(options: Analyze) -> dict[str, Any]:
+    """Analyze each layer in float64, on one thread, and return every number that was written.
+
+    Args:
+        options: The options.
+    """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # steps this narrow gain nothing from a second
+    torch.set_num_threads(1)  # steps this narrow gain nothing from a second thread
     try:
         return _run(options)
     finally:
         torch.set_num_threads(threads)
 
 
-def _run(options: Analyse) -> dict[str, Any]:
+def _run(options: Analyze) -> dict[str, Any]:
     if options.checkpoint.is_dir():
         raise InputError(f"{options.checkpoint} is a folder. Pass a file: {options.checkpoint / 'model.safetensors'}")
     model = load(options.checkpoint).double().requires_grad_(False)
-    layers = analysis.captured(model, _sample(model, options))
+    layers = analysis.record_layer_inputs(model, _sample(model, options))
     if not layers:
         raise InputError(f"{options.checkpoint} holds a {type(model).__name__} without recurrent layers.")
-    found = {name: _layer(layer, x) for name, (layer, x) in layers.items()}
+    results = {name: _analyze_layer(layer, x) for name, (layer, x) in layers.items()}
     numbers = {
         "checkpoint": str(options.checkpoint),
-        "environment": environment(),
-        "layers": {name: _written(each["numbers"]) for name, each in found.items()},
+        "environment": describe_environment(),
+        "layers": {name: to_json_value(each["numbers"]) for name, each in results.items()},
     }
-    for name, each in found.items():
+    for name, each in results.items():
         print(f"\n{name}\n{each['text']}")
-    write_json(options.output / "analyse.json", numbers)
-    written = [options.output / "analyse.json", *_draw(found, options)]
+    write_json(options.output / "analyze.json", numbers)
+    written = [options.output / "analyze.json", *_draw(results, options)]
     print("\n" + "\n".join(f"wrote {path}" for path in written))
     return numbers
 
 
-def _sample(model: nn.Module, options: Analyse) -> Tensor:
+def _sample(model: nn.Module, options: Analyze) -> Tensor:
     for name, count in (("sequences", options.sequences), ("length", options.length)):
         if count < 1:
-            raise InputError(f"--{name} {count}: at least 1.")
+            raise InputError(f"--{name} {count}: must be at least 1.")
     generator = torch.Generator().manual_seed(options.seed)
     tokens = model.spec.vocabulary if isinstance(model, SequenceModel) else None
     if options.inputs is not None:
@@ -94,7 +100,7 @@ def _sample(model: nn.Module, options: Analyse) -> Tensor:
     if features is None:
         features = getattr(getattr(model, "spec", None), "width", None)
     if features is None:
-        raise InputError(f"what enters a {type(model).__name__} is not known. Pass --inputs FILE.npy")
+        raise InputError(f"the input size of a {type(model).__name__} is not known. Pass --inputs FILE.npy")
     noise = torch.randn(options.sequences, options.length, features, generator=generator, dtype=torch.float64)
     return noise.transpose(0, 1) if getattr(model, "batch_first", True) is False else noise
 
@@ -111,45 +117,45 @@ def _read(path: Path, tokens: int | None) -> Tensor:
     if tokens is None:
         return values.double()
     if values.is_floating_point() or (values.numel() and not 0 <= int(values.min()) <= int(values.max()) < tokens):
-        held = (
+        content = (
             values.dtype if values.is_floating_point() else f"numbers from {int(values.min())} to {int(values.max())}"
         )
-        raise InputError(f"{path} holds {held}; the model takes tokens, whole numbers from 0 to {tokens - 1}.")
+        raise InputError(f"{path} holds {content}; the model takes tokens, whole numbers from 0 to {tokens - 1}.")
     return values.long()
 
 
-def _layer(layer: RecurrentLayer, x: Tensor) -> dict[str, Any]:
-    """What there is to say about one layer: as numbers, as text, and what the figures need."""
+def _analyze_layer(layer: RecurrentLayer, x: Tensor) -> dict[str, Any]:
+    """Return the results for one layer: `numbers`, `text`, and the tensors that the figures show."""
     cell = layer.cell
     spectrum = analysis.lyapunov_exponents(layer, x)
-    held = analysis.certificate(layer)
-    parallel = analysis.parallelisability(layer, x)
+    certificate = analysis.certificate(layer)
+    parallel = analysis.parallelizability(layer, x)
     rows = spectrum.exponents.reshape(-1, spectrum.exponents.shape[-1])
     horizon = analysis.memory_horizon(rows.mean(0)[0])
     text = [
         str(spectrum),
         f"memory horizon {float(horizon):.4g} steps, entropy rate {float(spectrum.entropy_rate.mean()):.4g} nats",
-        str(held),
-        f"multiply-accumulates a step: {analysis.cost(layer)}",
+        str(certificate),
+        f"multiply-accumulates per step: {analysis.cost(layer)}",
     ]
     numbers: dict[str, Any] = {
         "exponents": rows.tolist(),
         "standard_error": spectrum.standard_error.reshape(rows.shape).tolist(),
         "window": spectrum.window,
-        "certified": held.exponents if held.holds else None,
-        "reasons": held.reasons,
+        "certified": certificate.exponents if certificate.holds else None,
+        "reasons": certificate.reasons,
         "iterations": {r.name: r.iterations.tolist() for r in parallel.solvers if r.converged},
         "predicted": {r.name: r.predicted.tolist() for r in parallel.solvers if r.predicted is not None},
         "recommendation": parallel.recommendation,
     }
-    found: dict[str, Any] = {"exponents": rows, "certificate": held, "parallel": parallel}
+    found: dict[str, Any] = {"exponents": rows, "certificate": certificate, "parallel": parallel}
     if isinstance(cell, ADPTCell):
         pairs = cell.spec.spectrum.is_complex
-        conjugate = analysis.materialised(layer, x)[0]
+        conjugate = analysis.materialize_conjugate(layer, x)[0]
         entropy = float(analysis.offdiagonal_entropy(conjugate, pairs=pairs)) if cell.state_size > 1 + pairs else None
         found |= {
             "log_eigenvalues": cell.spectrum.log_modulus(),
-            "shift_bound": _shift_bound(held, cell.spectrum().modulus()),
+            "shift_bound": _shift_bound(certificate, cell.spectrum().modulus()),
             "shifts": analysis.singular_value_shifts(layer, x),
             "conjugate": conjugate,
             "pairs": pairs,
@@ -159,36 +165,29 @@ def _layer(layer: RecurrentLayer, x: Tensor) -> dict[str, Any]:
         mixing = "M is diagonal" if none else f"entropy of M off its diagonal, last step {entropy:.4g}"
         text.append(f"eigenvalue spread {spread:.4g}; {mixing}")
         numbers |= {"log_eigenvalues": found["log_eigenvalues"].tolist(), "entropy": entropy, "spread": spread}
-        if cell.spec.conjugate.turns:
+        if cell.spec.conjugate.has_directions:
             text.append(str(analysis.key_value_statistics(layer, x)))
     text.append(str(parallel))
     return found | {"numbers": numbers, "text": "\n".join(text)}
 
 
-def _shift_bound(held: analysis.Certificate, moduli: Tensor) -> float:
-    """What |σ_i(J) - |λ̄|_(i)| cannot exceed: ‖J - M‖, and for a Taylor form what M itself is away from Λ̄."""
+def _shift_bound(certificate: analysis.Certificate, moduli: Tensor) -> float:
+    """Return an upper bound of |σ_i(J) - |λ̄|_(i)|: ‖J - M‖, plus for a Taylor form the distance of M from Λ̄."""
     prescribed = moduli.sort(descending=True).values
-    return max(float((held.upper - prescribed).max()), float((prescribed - held.lower).max()))
+    return max(float((certificate.upper - prescribed).max()), float((prescribed - certificate.lower).max()))
 
 
-def _written(value: Any) -> Any:
-    """Numbers as JSON takes them: infinities and NaN as text."""
-    if isinstance(value, dict):
-        return {key: _written(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_written(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+def _draw(results: dict[str, dict[str, Any]], options: Analyze) -> list[Path]:
+    """Draw the figures and return the paths of their files."""
 
+    def by_layer(key: str) -> dict[str, Any]:
+        return {name: each[key] for name, each in results.items() if key in each}
 
-def _draw(found: dict[str, dict[str, Any]], options: Analyse) -> list[Path]:
-    def named(what: str) -> dict[str, Any]:
-        return {name: each[what] for name, each in found.items() if what in each}
-
-    drawn = {"spectra": plot.spectra(named("exponents"), named("log_eigenvalues"), named("certificate"))}
-    if named("shifts"):
-        drawn["shifts"] = plot.shifts(named("shifts"), named("shift_bound"))
-        drawn["conjugates"] = plot.matrices(named("conjugate"), pairs=any(named("pairs").values()))
-    for name, parallel in named("parallel").items():
+    drawn = {"spectra": plot.spectra(by_layer("exponents"), by_layer("log_eigenvalues"), by_layer("certificate"))}
+    if by_layer("shifts"):
+        drawn["shifts"] = plot.shifts(by_layer("shifts"), by_layer("shift_bound"))
+        drawn["conjugates"] = plot.matrices(by_layer("conjugate"), pairs=any(by_layer("pairs").values()))
+    for name, parallel in by_layer("parallel").items():
         counts = {r.name: r.iterations for r in parallel.solvers if r.converged}
         if counts:
             stem = f"iterations_{name.replace('.', '_')}"

@@ -1,4 +1,4 @@
-"""`adptnet cochlea`: from sound files to spikes in the layout of SHD and SSC."""
+"""`adptnet cochlea`: convert sound files to spikes in the layout of SHD and SSC."""
 
 import math
 import sys
@@ -12,54 +12,58 @@ from tyro.conf import Positional, arg
 
 from adptnet.errors import InputError
 
+from .._runtime import catch_stop_signals
 from ..events import Cochlea, Events, read_wav, write_spikes
-from ..training.signals import stoppable
 
-__all__ = ["Listen", "run"]
+__all__ = ["Listen", "center_sound", "run"]
 
-MOST = 40  # words that are printed
+MOST = 40  # printed words
 
 
 @dataclass(frozen=True)
 class Listen:
-    """Turn wav files into spikes of 700 channels, an HDF5 file in the layout of SHD and SSC."""
+    """Convert wav files to spikes of 700 channels, in an HDF5 file with the layout of SHD and SSC."""
 
     sounds: Positional[Path]
-    """A wav file, or a folder: its wav files, and those of its folders."""
+    """A wav file, or a folder whose wav files are converted, also those in subfolders."""
     output: Positional[Path]
-    """The HDF5 file to write; it appears when all is done."""
+    """The HDF5 file to write; it is created when all sounds are converted."""
     label_from: Literal["folder", "name"] = "folder"
-    """The word of a file: the name of its folder, or the part of its own name before the first underscore. Labels
-    number the words in the order of their names."""
+    """Word of a file: the name of its folder, or the part of its own name before the first underscore. Labels number
+    the words in alphabetical order."""
     seconds: float | None = None
-    """Centre each sound in this length, cutting off what is longer; as it is if not given."""
+    """Pad or cut each sound symmetrically to this length; unchanged if not given."""
     rate: int = 16_000
-    """Samples a second that the cochlea hears; other sounds are resampled."""
+    """Sampling rate of the cochlea in Hz; other sounds are resampled."""
     loudness: float = 0.3
-    """Root mean square that each sound is brought to."""
+    """Root mean square to which each sound is scaled."""
     mix: bool = False
-    """Take the mean of several channels."""
+    """Average the channels of a sound that has several."""
     seed: int = 0
-    """Of the nerve fibres; each file also counts."""
+    """Seed of the nerve fibres; each file has its own stream."""
     overwrite: Annotated[bool, arg(aliases=["-f"])] = False
     """Replace a file that exists."""
 
 
 def run(options: Listen) -> int:
-    """Writes the file and returns the number of recordings."""
+    """Write the file and return the number of recordings.
+
+    Args:
+        options: The options.
+    """
     files, words = _label(_find(options.sounds), options)
     if options.output.is_dir() or not options.output.parent.is_dir():
         raise InputError(f"{options.output} is a folder, or in none. Pass the name of a file: out.h5.")
     if options.output.exists() and not options.overwrite:
         raise InputError(f"{options.output} exists. Pass another name, or --overwrite.")
     if options.seconds is not None and not 0 < options.seconds < math.inf:
-        raise InputError(f"--seconds {options.seconds:g}: a length above 0 that sounds are centred in.")
+        raise InputError(f"--seconds {options.seconds:g}: must be a positive length.")
     if options.seed < 0:
-        raise InputError(f"--seed {options.seed}: a seed is a whole number from 0.")
+        raise InputError(f"--seed {options.seed}: must be a whole number from 0.")
     cochlea = Cochlea(rate=options.rate, loudness=options.loudness)
     if len(words) == 1 < len(files):
         _warn_of_one_word(options, files[0][0], words[0], len(files))
-    with stoppable(at_once=True):  # a draft is not left behind
+    with catch_stop_signals(interrupt=True):  # so that no temporary file is left behind
         count = write_spikes(options.output, _recordings(options, cochlea, files), words=words)
     shown = ", ".join(words[:MOST]) + (f" and {len(words) - MOST} more" if len(words) > MOST else "")
     print(f"{count} recordings, {len(words)} words ({shown}): {options.output}")
@@ -67,17 +71,17 @@ def run(options: Listen) -> int:
 
 
 def _find(sounds: Path) -> list[Path]:
-    """The wav files of a folder and of its folders, or the one file."""
+    """Return the wav files in a folder and its subfolders, or the one file."""
     if sounds.is_file():
         return [sounds]
     paths = sorted(path for path in sounds.rglob("*") if path.suffix.lower() == ".wav") if sounds.is_dir() else []
     if not paths:
-        raise InputError(f"{sounds} is neither a wav file nor a folder that holds some.")
+        raise InputError(f"{sounds} is neither a wav file nor a folder with wav files.")
     return paths
 
 
 def _label(paths: list[Path], options: Listen) -> tuple[list[tuple[Path, int]], list[str]]:
-    """Files with their labels, and the words."""
+    """Return the files with their labels, and the words."""
     if options.label_from == "name":
         named = [path.stem.partition("_")[0] for path in paths]
     elif options.sounds.is_file():
@@ -89,7 +93,7 @@ def _label(paths: list[Path], options: Listen) -> tuple[list[tuple[Path, int]], 
 
 
 def _warn_of_one_word(options: Listen, first: Path, word: str, count: int) -> None:
-    """Print a warning that labels tell no recordings apart."""
+    """Print a warning that all recordings have the same label."""
     if options.label_from == "name":
         why = "the part of their names before the first underscore"
         fix = "Put the files of each word in a folder and pass --label-from folder"
@@ -116,7 +120,7 @@ def _recordings(options: Listen, cochlea: Cochlea, files: list[tuple[Path, int]]
         for number, (path, label) in enumerate(files):
             sound, rate = read_wav(path, mix=options.mix)
             if options.seconds is not None:
-                sound = centred(sound, round(options.seconds * rate))
+                sound = center_sound(sound, round(options.seconds * rate))
             seed = int(np.random.SeedSequence([options.seed, number]).generate_state(1)[0])
             try:
                 events = cochlea(sound, rate, seed=seed)
@@ -128,8 +132,13 @@ def _recordings(options: Listen, cochlea: Cochlea, files: list[tuple[Path, int]]
                 print(f"{number + 1} of {len(files)}", flush=True)
 
 
-def centred(sound: np.ndarray, samples: int) -> np.ndarray:
-    """The sound in the middle of `samples` samples, cut off alike at both ends if it is longer."""
+def center_sound(sound: np.ndarray, samples: int) -> np.ndarray:
+    """Pad or cut a sound symmetrically.
+
+    Args:
+        sound: The samples of a sound.
+        samples: The number of samples to return.
+    """
     extra = len(sound) - samples
     if extra >= 0:
         return sound[extra // 2 : extra // 2 + samples]

@@ -1,7 +1,5 @@
-"""The first run: watch the β dial turn a linear model into one that tracks states."""
+"""`adptnet quickstart`: a first run, in which raising β turns a linear model into one that tracks states."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,13 @@ from adptnet.nn.model import ModelSpec
 from adptnet.recurrence.drive import LRU, SoftplusGate
 from adptnet.recurrence.spectra import Negative, S4DReal
 
+from .._json_files import write_json
+from .._runtime import describe_environment
 from ..tasks import WordProblem
-from ..training import TrainConfig, environment, evaluate, train, write_json
+from ..training import TrainConfig, evaluate, train
+from ..training.progress_display import show_progress
 
-__all__ = ["Quickstart", "run"]
+__all__ = ["Quickstart", "make_models", "run"]
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,17 @@ class Quickstart:
     width: int = 64
     """Width of every model."""
     steps: int = 1500
-    """Optimiser steps of every model."""
+    """Optimizer steps of every model."""
     seed: int = 0
     """Seed of weights and data."""
 
 
-def models(width: int) -> dict[str, ModelSpec]:
-    """The four models, by the names in the table. They differ in the recurrence only."""
+def make_models(width: int) -> dict[str, ModelSpec]:
+    """Return the four models by their names in the table. They differ in the recurrence only.
+
+    Args:
+        width: Width of every model.
+    """
 
     def adpt(beta: float) -> LayerSpec:
         return LayerSpec(ADPTSpec(width, beta=beta, spectrum=Negative(S4DReal(), 0.5), gain=LRU(), gate=SoftplusGate()))
@@ -55,9 +60,12 @@ def models(width: int) -> dict[str, ModelSpec]:
 
 
 def run(options: Quickstart) -> dict[str, Any]:
-    """Runs the quickstart and returns every number that was written.
+    """Run the quickstart on one thread and return every number that was written.
 
-    On one thread: steps this narrow gain nothing from a second, and lose much if another program wants it.
+    Steps this narrow gain nothing from a second thread, and lose much if another program needs its core.
+
+    Args:
+        options: The options.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -72,26 +80,26 @@ def _run(options: Quickstart) -> dict[str, Any]:
     config = TrainConfig(steps=options.steps, seed=options.seed)
     lengths = [task.length, 2 * task.length, 4 * task.length]
     rows = {}
-    with _progress(options.steps) as begin:
-        for name, spec in models(options.width).items():
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(options.seed)
-                model = spec.build()
-            before = _eigenvalues(model)
-            record = train(model, task, config, on_step=begin(name))
-            rows[name] = {
-                "spec": spec.to_json(),
-                "parameters": sum(p.numel() for p in model.parameters()),
-                "seconds": record.seconds,
-                "losses": record.losses,
-                "scores": {str(length): scores for length, scores in evaluate(model, task, lengths).items()},
-                "eigenvalues": {"initial": before, "trained": _eigenvalues(model)},
-            }
+    for name, spec in make_models(options.width).items():
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(options.seed)
+            model = spec.build()
+        before = _eigenvalues(model)
+        with show_progress(options.steps, f"{name:<12}") as display:
+            record = train(model, task, config, display=display)
+        rows[name] = {
+            "spec": spec.to_json(),
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "seconds": record.seconds,
+            "losses": record.losses,
+            "scores": {str(length): scores for length, scores in evaluate(model, task, lengths).items()},
+            "eigenvalues": {"initial": before, "trained": _eigenvalues(model)},
+        }
     numbers = {
         "task": task.to_json(),
         "training": config.to_json(),
         "chance": task.chance,
-        "environment": environment(),
+        "environment": describe_environment(),
         "models": rows,
     }
     write_json(options.output / "quickstart.json", numbers)
@@ -104,35 +112,6 @@ def _run(options: Quickstart) -> dict[str, Any]:
 def _eigenvalues(model: SequenceModel) -> list[float] | None:
     cells = [module for module in model.modules() if isinstance(module, ADPTCell)]
     return cells[0].spectrum().eigenvalues().tolist() if cells else None
-
-
-@contextmanager
-def _progress(steps: int) -> Iterator[Callable[[str], Callable[[int, float], None]]]:
-    """A live bar for each model on a terminal; a line every tenth of the way elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console()
-    columns = (
-        TextColumn("{task.description:<12}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}"),
-        TimeRemainingColumn(elapsed_when_finished=True),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-
-        def begin(name: str) -> Callable[[int, float], None]:
-            bar = progress.add_task(name, total=steps, loss=float("nan"))
-
-            def on_step(done: int, loss: float) -> None:
-                progress.update(bar, completed=done, loss=loss)
-                if not console.is_terminal and done % max(1, steps // 10) == 0:
-                    print(f"{name:<12} step {done}/{steps}  loss {loss:.4f}", flush=True)
-
-            return on_step
-
-        yield begin
 
 
 def _print_table(numbers: dict[str, Any], lengths: list[int]) -> None:
@@ -153,7 +132,7 @@ def _print_table(numbers: dict[str, Any], lengths: list[int]) -> None:
 
 
 def _draw(numbers: dict[str, Any], lengths: list[int], path: Path) -> None:
-    """Accuracy per position at the longest length, and the eigenvalues before and after training."""
+    """Draw the accuracy per position at the longest length, and the eigenvalues before and after training."""
     import matplotlib
 
     matplotlib.use("Agg")

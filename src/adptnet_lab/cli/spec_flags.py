@@ -1,4 +1,4 @@
-"""Specs on the command line: a flag for every field, and the parts of a model as they print.
+"""Specs on the command line: a flag for every field, whose value is typed as the spec prints.
 
 `--model.beta 4 --model.spectrum 'Negative(S4DReal(), 0.5)' --training.schedule cosine`
 """
@@ -15,84 +15,100 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import docstring_parser  # a dependency of tyro
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from adptnet.cells import ADPTSpec, CellSpec, SlowMemory, SpikingADPT
 from adptnet.cells.spiking import NeuronSpec
 from adptnet.errors import AdptnetError, InputError, SpecError
+from adptnet.nn import SpikingModelSpec, spiking_adpt_for_speech
 from adptnet.nn.block import BlockSpec
 from adptnet.nn.layer import LayerSpec
 from adptnet.nn.model import ModelSpec
-from adptnet.nn.spiking import SpikingModelSpec, spiking_adpt, spiking_adpt_for_speech
+from adptnet.nn.spiking_layer import spiking_adpt
 from adptnet.recurrence.conjugates import Taylor
 from adptnet.recurrence.directions import FromInput
-from adptnet.spec import ModuleSpec, Spec, known_specs, nearest
+from adptnet.spec import ModuleSpec, Spec, known_specs, suggest_name
 
+from .. import baselines  # noqa: F401 - makes their specs known
 from ..tasks import TASKS, Task
-from ..training import Experiment, TrainConfig
-from ..training.runs import read_experiment
+from ..training import Experiment, TrainConfig, read_experiment
 
-__all__ = ["Draft", "experiment_of", "flags", "parsed", "peeked", "summary", "with_flags"]
+__all__ = [
+    "Draft",
+    "apply_flags",
+    "default_draft",
+    "describe_experiment",
+    "draft_from_experiment",
+    "known_layers",
+    "known_networks",
+    "make_experiment",
+    "make_flags",
+    "make_layer",
+    "parse_value",
+    "read_draft",
+]
 
-WIDTH = 64  # of a model, unless told otherwise
-NEURON_DT = 0.004  # seconds of a step, the default of every neuron that has one
+WIDTH = 64  # default width of a model
+NEURON_DT = 0.004  # seconds per step: the default of every neuron with a time step
+
+Field = tuple[str, Any, Any]  # name, type and default, as `dataclasses.make_dataclass` takes them
 
 
-def parsed(text: str, wanted: tuple[type[Spec], ...] = (Spec,)) -> Any:
-    """A spec, number, tuple or None from text such as "Negative(S4DReal(), 0.5)"; a name alone takes every default.
+def parse_value(text: str, expected: tuple[type[Spec], ...] = (Spec,)) -> Any:
+    """Parse the printed form of a spec, number, text, tuple or None, such as "Negative(S4DReal(), 0.5)".
 
-    A name that is unknown is answered with those of the `wanted` kinds.
+    Args:
+        text: What was typed. The name of a spec alone stands for the spec with all of its defaults.
+        expected: The kinds of spec that an error about an unknown name suggests.
+
+    Raises:
+        SpecError: The text is not of this form, or the values do not fit the spec.
     """
     try:
-        return _value(ast.parse(text.strip(), mode="eval").body, wanted)
+        return _evaluate(ast.parse(text.strip(), mode="eval").body, expected)
     except SyntaxError:
         raise SpecError(f"{text!r} is neither a number nor a spec such as Linspace(dt_min=0.001).") from None
 
 
-def _value(node: ast.expr, wanted: tuple[type[Spec], ...] = (Spec,)) -> Any:
+def _evaluate(node: ast.expr, expected: tuple[type[Spec], ...] = (Spec,)) -> Any:
     if isinstance(node, ast.Name):
-        return _kind(node.id, wanted)()
+        return _find_spec(node.id, expected)()
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        kind = _kind(node.func.id, wanted)
-        given = {str(keyword.arg): _value(keyword.value) for keyword in node.keywords}
+        kind = _find_spec(node.func.id, expected)
+        keywords = {str(keyword.arg): _evaluate(keyword.value) for keyword in node.keywords}
         known = [field.name for field in dataclasses.fields(kind)]
-        for name in given:
+        for name in keywords:
             if name not in known:
-                raise SpecError(f"{kind.__name__} has no field {name!r}.{nearest(name, known)}")
+                raise SpecError(f"{kind.__name__} has no field {name!r}.{suggest_name(name, known)}")
         try:
-            return kind(*map(_value, node.args), **given)
+            return kind(*map(_evaluate, node.args), **keywords)
         except TypeError as error:
             raise SpecError(f"{ast.unparse(node)}: {error}.") from None
     if isinstance(node, ast.Tuple | ast.List):
-        return tuple(map(_value, node.elts))
+        return tuple(map(_evaluate, node.elts))
     try:
         return ast.literal_eval(node)
     except ValueError:
         raise SpecError(f"{ast.unparse(node)} is neither a number nor a spec such as Linspace(dt_min=0.001).") from None
 
 
-def _kind(name: str, wanted: tuple[type[Spec], ...]) -> type[Spec]:
+def _find_spec(name: str, expected: tuple[type[Spec], ...]) -> type[Spec]:
+    """Return the spec of this name, in any case."""
     known = known_specs()
     found = known.get(name) or {other.lower(): kind for other, kind in known.items()}.get(name.lower())
     if found is None:
-        fitting = [other for other, kind in known.items() if issubclass(kind, wanted)]
-        raise SpecError(f"there is no spec {name!r}.{nearest(name, fitting)}")
+        fitting = [other for other, kind in known.items() if issubclass(kind, expected)]
+        raise SpecError(f"there is no spec {name!r}.{suggest_name(name, fitting)}")
     return found
 
 
-def _as_printed(wanted: tuple[type[Spec], ...]) -> PrimitiveConstructorSpec[Any]:
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="SPEC",
-        instance_from_str=lambda given: parsed(given[0], wanted),
-        is_instance=lambda value: True,
-        str_from_instance=lambda value: [repr(value)],
-    )
+def known_layers() -> dict[str, Callable[[int], Any]]:
+    """Return the layers that a block can contain, by name: functions of the width.
 
-
-def layers() -> dict[str, Callable[[int], Any]]:
-    """What a block can be built around, by name, each made from a width: the variants and every other cell."""
+    They are the variants of ADPTNet, every other cell, and every other sequence mixer.
+    """
     named: dict[str, Callable[[int], Any]] = {
         "adpt": lambda width: LayerSpec(ADPTSpec(width)),
         "linear-adpt": lambda width: LayerSpec(ADPTSpec(width, direction=FromInput())),
@@ -106,47 +122,62 @@ def layers() -> dict[str, Callable[[int], Any]]:
         if kind is ADPTSpec or "width" not in fields:
             continue
         if issubclass(kind, CellSpec):
-            named[_spelled(kind)] = functools.partial(_around, kind)
+            named[_hyphenate(kind)] = functools.partial(_make_layer_spec, kind)
         elif issubclass(kind, mixers):
-            named[_spelled(kind)] = kind
+            named[_hyphenate(kind)] = kind
     return named
 
 
-def networks() -> dict[str, Callable[[int], SpikingModelSpec]]:
-    """Spiking networks by name, each made from a width; a task says what goes in and comes out."""
+def known_networks() -> dict[str, Callable[[int], SpikingModelSpec]]:
+    """Return the spiking networks by name: functions of the width. The task replaces their input and output sizes."""
     named: dict[str, Callable[[int], SpikingModelSpec]] = {
         "spiking-adpt-network": lambda width: spiking_adpt_for_speech(width, input_size=1, output_size=1, dropout=0.0)
     }
     for kind in known_specs().values():
         if issubclass(kind, NeuronSpec):
-            named[f"{_spelled(kind)}-network"] = functools.partial(_network, kind)
+            named[f"{_hyphenate(kind)}-network"] = functools.partial(_make_network_spec, kind)
     return named
 
 
-def _network(kind: type[NeuronSpec], width: int) -> SpikingModelSpec:
+def _make_network_spec(kind: type[NeuronSpec], width: int) -> SpikingModelSpec:
     return SpikingModelSpec(kind(width), input_size=1, output_size=1)
 
 
-def _around(kind: type[CellSpec], width: int) -> LayerSpec:
+def _make_layer_spec(kind: type[CellSpec], width: int) -> LayerSpec:
     return LayerSpec(kind(width))  # type: ignore[call-arg]
 
 
-def _spelled(kind: type) -> str:
-    """ReLURNN as relu-rnn, GatedDeltaNet as gated-delta-net, LSTM as lstm."""
+def _hyphenate(kind: type) -> str:
+    """Return the name of a class for the command line: relu-rnn for ReLURNN, gated-delta-net for GatedDeltaNet."""
     name = re.sub(r"(?<=.)RNN$", "-rnn", kind.__name__.removesuffix("Spec"))
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])", "-", name).lower()
 
 
-def layer_named(name: str, width: int) -> Any:
-    """What a block is built around, or a spiking network."""
-    known = {**layers(), **networks()}
+def make_layer(name: str, width: int) -> Any:
+    """Return the spec of a layer or of a spiking network.
+
+    Args:
+        name: One of `known_layers` or `known_networks`.
+        width: Its width.
+
+    Raises:
+        InputError: There is none of this name.
+    """
+    known = {**known_layers(), **known_networks()}
     if name not in known:
-        raise InputError(f"there is no layer {name!r}.{nearest(name, known)}")
+        raise InputError(f"there is no layer {name!r}.{suggest_name(name, known)}")
     return known[name](width)
 
 
 class Draft(NamedTuple):
-    """The parts of an experiment before flags. Its model is not there yet: a task may have to read data to know it."""
+    """An experiment before its flags are applied. It has no model yet, because a task may have to read data for that.
+
+    Attributes:
+        task: The task.
+        body: The block that the model repeats, or the spiking network.
+        depth: The number of blocks or layers.
+        training: The settings of the training.
+    """
 
     task: Task
     body: BlockSpec | SpikingModelSpec
@@ -155,61 +186,75 @@ class Draft(NamedTuple):
 
     @property
     def width(self) -> int:
+        """The width of the block, or of the neurons."""
         body: Any = self.body
         width: int = body.width if isinstance(body, BlockSpec) else body.neuron.width
         return width
 
     @property
-    def name(self) -> str | None:
-        """Of what the blocks are built around, or of the network; None if it is none of those that have one."""
-        for name in layers() if isinstance(self.body, BlockSpec) else networks():
-            with contextlib.suppress(AdptnetError):  # not every width goes with every layer
-                if self.around(name) == self:
+    def layer_name(self) -> str | None:
+        """The name of the layer in the blocks, or of the network; None if it is not one of those with a name."""
+        for name in known_layers() if isinstance(self.body, BlockSpec) else known_networks():
+            with contextlib.suppress(AdptnetError):  # not every layer can have every width
+                if self.with_layer(name) == self:
                     return name
         return None
 
-    def around(self, layer: str | None, width: int | None = None) -> "Draft":
-        """The same with another layer, if one is named, or of another width; what else was chosen stays."""
-        name = layer or (None if width is None else self.name)
+    def with_layer(self, layer: str | None, width: int | None = None) -> "Draft":
+        """Return a draft with another layer or network; everything else stays.
+
+        Args:
+            layer: Its name; the present one by default.
+            width: Its width; the present one by default.
+        """
+        name = layer or (None if width is None else self.layer_name)
         if name is None:
             return self
-        made, body = layer_named(name, width or self.width), self.body
-        made = _with_dt(made, NEURON_DT, self.task.step_seconds)
+        made, body = make_layer(name, width or self.width), self.body
+        made = _replace_dt(made, NEURON_DT, self.task.step_seconds)
         if not isinstance(made, SpikingModelSpec):
-            kept = body if isinstance(body, BlockSpec) else BlockSpec(made, dropout=body.dropout)
-            return self._replace(body=dataclasses.replace(kept, layer=made))
+            block = body if isinstance(body, BlockSpec) else BlockSpec(made, dropout=body.dropout)
+            return self._replace(body=dataclasses.replace(block, layer=made))
         if isinstance(body, BlockSpec):
             depth = made.depth if self.depth == 1 else self.depth  # one block is the default, not a choice
             return self._replace(body=dataclasses.replace(made, depth=depth, dropout=body.dropout), depth=depth)
         return self._replace(body=dataclasses.replace(body, neuron=made.neuron, first=made.first, between=made.between))
 
-    def on(self, task: Task) -> "Draft":
-        """The same on another task. Neurons whose dt is the length of a step of this one follow it."""
-        return self._replace(task=task, body=_with_dt(self.body, self.task.step_seconds, task.step_seconds))
+    def with_task(self, task: Task) -> "Draft":
+        """Return a draft for another task. Neurons whose `dt` is the time step of this task follow the new one.
 
-    def peeked(self, arguments: Sequence[str]) -> "Draft":
-        """The same with the task, layer and width that `arguments` name: which flags there are depends on them."""
-        width = _option(arguments, "--model.width") or ""
-        return self.on(_task_of(self.task, arguments)).around(
-            _option(arguments, "--model.layer"), int(width) if width.isdecimal() and int(width) else None
+        Args:
+            task: The new task.
+        """
+        return self._replace(task=task, body=_replace_dt(self.body, self.task.step_seconds, task.step_seconds))
+
+    def with_choices(self, arguments: Sequence[str]) -> "Draft":
+        """Return a draft with the task settings, the layer and the width in `arguments`, on which the flags depend.
+
+        Args:
+            arguments: Arguments of a command; those that are not choices are ignored.
+        """
+        width = _find_option(arguments, "--model.width") or ""
+        return self.with_task(_apply_task_flags(self.task, arguments)).with_layer(
+            _find_option(arguments, "--model.layer"), int(width) if width.isdecimal() and int(width) else None
         )
 
 
-def _task_of(task: Task, arguments: Sequence[str]) -> Task:
-    """`task` with its own flags in `arguments` applied, and no others."""
-    own, chosen = [], False
+def _apply_task_flags(task: Task, arguments: Sequence[str]) -> Task:
+    """Return `task` with the `--task.` flags in `arguments`; all others are ignored."""
+    own, is_own = [], False
     for argument in arguments:
-        chosen = argument.startswith("--task.") or (chosen and not re.match(r"--|-[a-zA-Z]", argument))
-        own += [argument] * chosen
+        is_own = argument.startswith("--task.") or (is_own and not re.match(r"--|-[a-zA-Z]", argument))
+        own += [argument] * is_own
     if not own:
         return task
-    kind = dataclasses.make_dataclass("TaskFlags", [_group("task", [type(task)], _own(task))])
-    given: Any = tyro.cli(kind, args=own, description="", prog="adptnet train")
-    return type(task)(**vars(given.task))
+    kind = dataclasses.make_dataclass("TaskFlags", [_make_group("task", [type(task)], _own_fields(task))])
+    options: Any = tyro.cli(kind, args=own, description="", prog="adptnet train")
+    return type(task)(**vars(options.task))
 
 
-def _with_dt(part: Any, old: float | None, new: float | None) -> Any:
-    """A spec in which every `dt` of `old` seconds is `new`; unchanged where a task has no seconds."""
+def _replace_dt(part: Any, old: float | None, new: float | None) -> Any:
+    """Return a spec in which every `dt` of `old` seconds is `new`; unchanged if either task has no time step."""
     if old is None or new is None:
         return part
     changed: dict[str, Any] = {}
@@ -217,173 +262,226 @@ def _with_dt(part: Any, old: float | None, new: float | None) -> Any:
         value = getattr(part, field.name)
         if field.name == "dt" and isinstance(value, float) and math.isclose(value, old):
             changed["dt"] = new
-        elif isinstance(value, Spec) and (inner := _with_dt(value, old, new)) != value:
+        elif isinstance(value, Spec) and (inner := _replace_dt(value, old, new)) != value:
             changed[field.name] = inner
     return dataclasses.replace(part, **changed) if changed else part
 
 
-def draft_of(experiment: Experiment) -> Draft:
+def draft_from_experiment(experiment: Experiment) -> Draft:
+    """Return the draft whose flags, left alone, give `experiment`.
+
+    Args:
+        experiment: The experiment.
+    """
     if isinstance(experiment.model, SpikingModelSpec):
         return Draft(experiment.task, experiment.model, experiment.model.depth, experiment.training)
     return Draft(experiment.task, experiment.block, experiment.depth, experiment.training)
 
 
-def drafted(task: Task) -> Draft:
-    """A draft for a task, every choice left open."""
-    return Draft(task, BlockSpec(layer_named("adpt", WIDTH)))
+def default_draft(task: Task) -> Draft:
+    """Return a draft for `task` with the default model and settings.
+
+    Args:
+        task: The task.
+    """
+    return Draft(task, BlockSpec(make_layer("adpt", WIDTH)))
 
 
-def task_named(name: str) -> Task:
+def _make_task(name: str) -> Task:
     if name not in TASKS:
-        raise InputError(f"there is no task {name!r}.{nearest(name, TASKS)}")
+        raise InputError(f"there is no task {name!r}.{suggest_name(name, TASKS)}")
     return TASKS[name]()
 
 
-def peeked(arguments: Sequence[str]) -> tuple[str, Draft]:
-    """The task's name, and the draft that `--config` and `--model.layer` make: which flags there are depends on it."""
+def read_draft(arguments: Sequence[str]) -> tuple[str, Draft]:
+    """Read the arguments that determine which flags exist: task, `--config`, `--task.`, `--model.layer` and width.
+
+    Args:
+        arguments: Those of `adptnet train` or `adptnet sweep`.
+
+    Returns:
+        The name of the task, empty if the draft is from a file, and the draft.
+
+    Raises:
+        InputError: There is no task, or it contradicts the file.
+    """
     task = arguments[0] if arguments and not arguments[0].startswith("-") else ""
-    config, output = _option(arguments, "--config"), _option(arguments, "--output")
+    config, output = _find_option(arguments, "--config"), _find_option(arguments, "--output")
     if config is None and not task and output is not None and "--resume" in arguments:
-        config = output  # to go on, a folder is enough
+        config = output  # the folder of a run is enough to resume it
     if config is not None:
-        draft = draft_of(read_experiment(Path(config)))
-        if task and type(task_named(task)) is not type(draft.task):
-            raise InputError(f"{config} is of {type(draft.task).__name__}, and {task} was asked for. Drop one.")
+        draft = draft_from_experiment(read_experiment(Path(config)))
+        if task and type(_make_task(task)) is not type(draft.task):
+            raise InputError(f"{config} is of {type(draft.task).__name__}, and {task} was requested. Drop one.")
     elif task:
-        draft = drafted(task_named(task))
+        draft = default_draft(_make_task(task))
     elif {"-h", "--help"} & set(arguments):
-        draft = drafted(task_named("word-problem"))
+        draft = default_draft(_make_task("word-problem"))
     else:
         late = next((argument for argument in arguments if argument in TASKS), None)
         if late is not None:
             raise InputError(f"{late} comes after an option. Name the task first, e.g. adptnet train {late} ...")
-        raise InputError(f"name a task, or pass --config FILE.{nearest('', TASKS)}")
-    return task, draft.peeked(arguments)
+        raise InputError(f"name a task, or pass --config FILE.{suggest_name('', TASKS)}")
+    return task, draft.with_choices(arguments)
 
 
-def with_flags(base: Draft, arguments: Sequence[str]) -> Experiment:
-    """The experiment of a draft with the flags in `arguments`, and no others, applied."""
-    base = base.peeked(arguments)
-    kind = dataclasses.make_dataclass("Flags", flags(base))
-    return experiment_of(tyro.cli(kind, args=list(arguments), description="", prog="adptnet train"), base)
+def apply_flags(draft: Draft, arguments: Sequence[str]) -> Experiment:
+    """Return the experiment of a draft with flags applied.
+
+    Args:
+        draft: Provides the defaults.
+        arguments: Flags of the groups `task`, `model` and `training`.
+
+    Raises:
+        SystemExit: A flag does not exist or cannot be parsed; tyro has printed the reason.
+    """
+    draft = draft.with_choices(arguments)
+    kind = dataclasses.make_dataclass("Flags", make_flags(draft))
+    return make_experiment(tyro.cli(kind, args=list(arguments), description="", prog="adptnet train"), draft)
 
 
-def flags(base: Draft) -> list[tuple[str, Any, Any]]:
-    """The fields `task`, `model` and `training` of a command, with the values of `base` as defaults."""
-    inner = _inner(base.body)
-    values = {field.name: getattr(part, field.name) for part in inner for field in dataclasses.fields(part)}
+def make_flags(draft: Draft) -> list[Field]:
+    """Return the fields `task`, `model` and `training` of a command, with the values of `draft` as defaults.
+
+    Args:
+        draft: Provides the fields and their defaults.
+    """
+    specs = _nested_specs(draft.body)
+    values = {field.name: getattr(spec, field.name) for spec in specs for field in dataclasses.fields(spec)}
     if "width" in values and values.get("state_size") == values["width"]:
-        values["state_size"] = None  # tied
-    told = f"What the blocks are built around: {', '.join(layers())}. Or a spiking network: {', '.join(networks())}."
-    choice = Annotated[str, tyro.conf.arg(help=told)]
-    model = [("layer", choice, base.name or "as given"), ("depth", int, base.depth)]
+        values["state_size"] = None  # follows the width
+    model: list[Field] = [("layer", str, draft.layer_name or "as given"), ("depth", int, draft.depth)]
     skipped = {"cell", "layer", "batch_first", "neuron", "input_size", "output_size", "depth"}
-    for part in inner:
-        model += [(n, kind, values[n]) for n, kind in _types(type(part)).items() if n not in skipped]
+    for spec in specs:
+        model += [(name, kind, values[name]) for name, kind in _field_types(type(spec)).items() if name not in skipped]
+    layers, networks = ", ".join(known_layers()), ", ".join(known_networks())
+    choices = f"Layer of the blocks: {layers}. Or a spiking network: {networks}."
     return [
-        _group("task", [type(base.task)], _own(base.task)),
-        _group("model", [*map(type, inner), ModelSpec], model),
-        _group("training", [TrainConfig], _own(base.training)),
+        _make_group("task", [type(draft.task)], _own_fields(draft.task)),
+        _make_group("model", [*map(type, specs), ModelSpec], model, layer=choices),
+        _make_group("training", [TrainConfig], _own_fields(draft.training)),
     ]
 
 
-def experiment_of(options: Any, base: Draft) -> Experiment:
-    """The experiment that a parsed command describes; `base` is what its flags were made from."""
-    given = vars(options.model)
+def make_experiment(options: Any, draft: Draft) -> Experiment:
+    """Return the experiment that parsed options describe.
 
-    def remade(part: Any, **parts: Any) -> Any:
-        fields = {f.name: given.get(f.name, getattr(part, f.name)) for f in dataclasses.fields(part)}
-        return type(part)(**{**fields, **parts})
+    Args:
+        options: Has the attributes `task`, `model` and `training` that `make_flags` defined.
+        draft: The draft that the flags were made from.
+    """
+    values = vars(options.model)
 
-    def rebuilt(part: Any) -> Any:
-        """A layer, or a cell, with the cell in it if there is one."""
-        return remade(part, cell=rebuilt(part.cell)) if isinstance(part, LayerSpec | SpikingADPT) else remade(part)
+    def replace_fields(spec: Any, **parts: Any) -> Any:
+        fields = {f.name: values.get(f.name, getattr(spec, f.name)) for f in dataclasses.fields(spec)}
+        return type(spec)(**{**fields, **parts})
 
-    task = type(base.task)(**vars(options.task))
-    if isinstance(base.body, SpikingModelSpec):
-        model: ModuleSpec = task.spiking_model(remade(base.body, neuron=rebuilt(base.body.neuron)))
+    def rebuild(spec: Any) -> Any:
+        """Return a layer or a cell with new fields, and with a new inner cell if it has one."""
+        if isinstance(spec, LayerSpec | SpikingADPT):
+            return replace_fields(spec, cell=rebuild(spec.cell))
+        return replace_fields(spec)
+
+    task = type(draft.task)(**vars(options.task))
+    if isinstance(draft.body, SpikingModelSpec):
+        model: ModuleSpec = task.spiking_model(replace_fields(draft.body, neuron=rebuild(draft.body.neuron)))
     else:
-        model = task.model(remade(base.body, layer=rebuilt(base.body.layer)), given["depth"])
+        model = task.model(replace_fields(draft.body, layer=rebuild(draft.body.layer)), values["depth"])
     return Experiment(task, model, TrainConfig(**vars(options.training)))
 
 
-def summary(experiment: Experiment) -> str:
-    """Return the settings of an experiment for people: every choice of the model, what is not the default elsewhere."""
-    draft = draft_of(experiment)
-    parts = _inner(draft.body)
+def describe_experiment(experiment: Experiment) -> str:
+    """Return the settings as three lines of text: all of the model's, and those of the rest that are not defaults.
+
+    Args:
+        experiment: The experiment.
+    """
+    draft = draft_from_experiment(experiment)
+    specs = _nested_specs(draft.body)
     settings = [
         f"{field.name}={value!r}"
-        for part in parts
-        for field in dataclasses.fields(part)
-        if not isinstance(value := getattr(part, field.name), CellSpec | LayerSpec | ModuleSpec)
+        for spec in specs
+        for field in dataclasses.fields(spec)
+        if not isinstance(value := getattr(spec, field.name), CellSpec | LayerSpec | ModuleSpec)
         and field.name not in ("batch_first", "depth")
     ]
     seconds = experiment.task.step_seconds
+    steps = "" if seconds is None else f", steps of {1000 * seconds:g} ms"
     lines = [
-        f"task: {_list_changes(experiment.task)}" + ("" if seconds is None else f", steps of {1000 * seconds:g} ms"),
-        f"model: {draft.name or type(parts[0]).__name__}, depth {draft.depth}: {', '.join(settings)}",
-        f"training: {_list_changes(experiment.training)}",
+        f"task: {_format_changes(experiment.task)}{steps}",
+        f"model: {draft.layer_name or type(specs[0]).__name__}, depth {draft.depth}: {', '.join(settings)}",
+        f"training: {_format_changes(experiment.training)}",
     ]
     return "\n".join(lines)
 
 
-def _list_changes(part: Spec) -> str:
-    """A spec with those of its fields that are not as they are by default."""
-    values = [(field.name, getattr(part, field.name), field.default) for field in dataclasses.fields(part)]
-    return f"{type(part).__name__}({', '.join(f'{name}={value!r}' for name, value, usual in values if value != usual)})"
+def _format_changes(spec: Spec) -> str:
+    """Return a spec as text with only those fields that differ from their defaults."""
+    values = [(field.name, getattr(spec, field.name), field.default) for field in dataclasses.fields(spec)]
+    changed = [f"{name}={value!r}" for name, value, default in values if value != default]
+    return f"{type(spec).__name__}({', '.join(changed)})"
 
 
-def _inner(body: Any) -> list[Any]:
-    """The specs whose fields are the model's flags, the innermost first."""
+def _nested_specs(body: Any) -> list[Any]:
+    """Return the specs whose fields are the flags of the model, the innermost first."""
     parts: dict[type, str] = {BlockSpec: "layer", LayerSpec: "cell", SpikingModelSpec: "neuron", SpikingADPT: "cell"}
     inside = parts.get(type(body))
-    return [body] if inside is None else [*_inner(getattr(body, inside)), body]
+    return [body] if inside is None else [*_nested_specs(getattr(body, inside)), body]
 
 
-def _group(name: str, documented: list[type], fields: list[tuple[str, Any, Any]]) -> tuple[str, Any, Any]:
-    made = dataclasses.make_dataclass(name.capitalize(), fields, frozen=True)
-    made.__doc__ = f"{documented[0].__name__}.\n\nAttributes:\n" + "".join(
-        _one_by_one((each.__doc__ or "").partition("Attributes:\n")[2].rstrip()) + "\n"
-        for kind in documented
-        for each in kind.__mro__
-    )
-    return name, made, made()
+def _make_group(name: str, specs: list[type], fields: list[Field], **help_texts: str) -> Field:
+    """Return a field whose type is a dataclass of `fields`. Help is in `help_texts` or the docstrings of `specs`."""
+    texts = {**_read_help(specs), **help_texts}
+    helped = [(n, Annotated[kind, tyro.conf.arg(help=texts[n])] if n in texts else kind, v) for n, kind, v in fields]
+    group = dataclasses.make_dataclass(name.capitalize(), helped, frozen=True)
+    group.__doc__ = f"{specs[0].__name__}."
+    return name, group, group()
 
 
-def _one_by_one(attributes: str) -> str:
-    """A line for each name of "first, second: text", as help is looked up by one name."""
-    return re.sub(
-        r"^( +)(\w+(?:, \w+)+):(.*)$",
-        lambda line: "\n".join(f"{line[1]}{name}:{line[3]}" for name in line[2].split(", ")),
-        attributes,
-        flags=re.MULTILINE,
-    )
+def _read_help(specs: list[type]) -> dict[str, str]:
+    """Return what the sections `Attributes:` in the docstrings of specs and their bases say on each field."""
+    texts: dict[str, str] = {}
+    for spec in specs:
+        for kind in spec.__mro__[:-1]:
+            for entry in docstring_parser.parse(kind.__doc__ or "").params:
+                for name in entry.arg_name.split(", "):  # fields that share an entry
+                    texts.setdefault(name, " ".join((entry.description or "").split()))
+    return texts
 
 
-def _own(part: Any) -> list[tuple[str, Any, Any]]:
-    return [(name, kind, getattr(part, name)) for name, kind in _types(type(part)).items()]
+def _own_fields(spec: Any) -> list[Field]:
+    return [(name, kind, getattr(spec, name)) for name, kind in _field_types(type(spec)).items()]
 
 
-def _types(kind: type) -> dict[str, Any]:
-    """The types of a spec's fields, as tyro takes them: what may be a spec is written as it prints."""
+def _field_types(kind: type) -> dict[str, Any]:
+    """Return the types of a spec's fields for tyro. A field that may hold a spec or a function is typed as it prints.
+
+    Those functions that can be typed, such as surrogate gradients, are specs.
+    """
     hints = typing.get_type_hints(kind)
     found = {}
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
         options = typing.get_args(hint) or (hint,)
         specs = tuple(option for option in options if isinstance(option, type) and issubclass(option, Spec))
-        typed = specs or _called(hint)
-        found[field.name] = Annotated[hint, _as_printed(specs or (Spec,))] if typed else hint
+        is_function = typing.get_origin(hint) is collections.abc.Callable
+        found[field.name] = Annotated[hint, _as_printed(specs or (Spec,))] if specs or is_function else hint
     return found
 
 
-def _called(hint: Any) -> bool:
-    """Whether a field takes a function, such as a surrogate; the ones that can be typed are specs."""
-    return typing.get_origin(hint) is collections.abc.Callable
+def _as_printed(expected: tuple[type[Spec], ...]) -> PrimitiveConstructorSpec[Any]:
+    """Return the rule by which tyro parses and prints a field that holds one of the `expected` specs."""
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="SPEC",
+        instance_from_str=lambda words: parse_value(words[0], expected),
+        is_instance=lambda value: True,
+        str_from_instance=lambda value: [repr(value)],
+    )
 
 
-def _option(arguments: Sequence[str], name: str) -> str | None:
-    """The value that follows an option."""
+def _find_option(arguments: Sequence[str], name: str) -> str | None:
+    """Return the value of an option, given as `NAME VALUE` or `NAME=VALUE`."""
     for place, argument in enumerate(arguments):
         if argument == name and place + 1 < len(arguments):
             return arguments[place + 1]

@@ -1,4 +1,4 @@
-"""`adptnet sweep`: one run for every point of a grid, on this machine or on a cluster."""
+"""`adptnet sweep TASK`: train every point of a grid, on this machine or on a Slurm cluster."""
 
 import dataclasses
 import itertools
@@ -22,30 +22,42 @@ from tyro.conf import Positional, UseAppendAction
 from adptnet.errors import AdptnetError, IncompatibleError, InputError
 
 from .. import training
+from .._json_files import write_json
+from .._runtime import catch_stop_signals
 from ..tasks import TASKS
-from ..training import Experiment, Keeping
-from ..training.signals import stoppable
-from .spec_flags import Draft, draft_of, experiment_of, flags, peeked, with_flags
+from ..training import Experiment, SaveOptions
+from .spec_flags import Draft, apply_flags, draft_from_experiment, make_experiment, make_flags, read_draft
 
-__all__ = ["Job", "Point", "Slurm", "SweepFailed", "command", "points"]
+__all__ = [
+    "Job",
+    "Slurm",
+    "SweepFailed",
+    "SweepPoint",
+    "expand_grid",
+    "make_executor",
+    "make_options",
+    "run",
+    "run_locally",
+    "submit",
+]
 
 
 class SweepFailed(AdptnetError, RuntimeError):
-    """Some points of a sweep did not end well."""
+    """Some runs of a sweep failed."""
 
 
 @dataclass(frozen=True)
 class Slurm:
-    """What each job asks a cluster for."""
+    """Resources of each Slurm job."""
 
     partition: str | None = None
-    """The partition; the cluster's default if not given."""
+    """Partition; the cluster's default if not given."""
     minutes: int = 24 * 60
-    """Time limit. A point that needs longer is queued again and goes on from its last checkpoint."""
+    """Time limit. A point that needs longer is queued again and resumes from its last checkpoint."""
     cpus: int = 2
-    """Cores of a job."""
+    """Cores per job."""
     gpus: int = 0
-    """GPUs of a job."""
+    """GPUs per job."""
     at_once: int = 16
     """Jobs that run at the same time."""
 
@@ -59,53 +71,84 @@ _OPTIONS: list[tuple[str, Any, Any]] = [
         ],
         (),
     ),
-    ("config", Annotated[Path | None, tyro.conf.arg(help="Begin from a config.json, or the one of a run.")], None),
-    ("output", Annotated[Path | None, tyro.conf.arg(help="Folder for all runs. runs/sweep if not given.")], None),
-    ("jobs", Annotated[int, tyro.conf.arg(help="Runs at the same time on this machine.")], 1),
-    ("shard", Annotated[str, tyro.conf.arg(help="Take every n-th point, from the i-th on: i/n.")], "1/1"),
-    ("cluster", Annotated[Literal["local", "slurm"], tyro.conf.arg(help="Processes here, or jobs of Slurm.")], "local"),
+    ("config", Annotated[Path | None, tyro.conf.arg(help="Start from this config.json, or from that of a run.")], None),
+    ("output", Annotated[Path | None, tyro.conf.arg(help="Folder of all runs. runs/sweep if not given.")], None),
+    ("jobs", Annotated[int, tyro.conf.arg(help="Number of runs at the same time on this machine.")], 1),
+    ("shard", Annotated[str, tyro.conf.arg(help="Take every n-th point, starting at the i-th: i/n.")], "1/1"),
+    ("cluster", Annotated[Literal["local", "slurm"], tyro.conf.arg(help="Local processes, or Slurm jobs.")], "local"),
     ("slurm", Slurm, Slurm()),
-    ("keep", Keeping, Keeping()),
+    ("keep", SaveOptions, SaveOptions()),
 ]
 
 
 @dataclass(frozen=True)
-class Point:
-    """One run of a sweep."""
+class SweepPoint:
+    """One run of a sweep.
+
+    Attributes:
+        values: The values of the grid's fields, as typed.
+        experiment: The experiment.
+        folder: The folder of the run.
+    """
 
     values: dict[str, str]
     experiment: Experiment
     folder: Path
 
 
-def command(arguments: Sequence[str]) -> tuple[Any, Any]:
-    """The command `sweep` as `arguments` make it, and the function that runs it."""
-    name, base = peeked(arguments)
-    task = Annotated[Positional[str], tyro.conf.arg(metavar="TASK", help="What to learn: " + ", ".join(TASKS) + ".")]
-    kind = dataclasses.make_dataclass("Sweep", [("name", task, name), *_OPTIONS, *flags(base)], frozen=True)
-    kind.__doc__ = "Run every point of a grid. Points that are finished are skipped, so a sweep can be started again."
+def make_options(arguments: Sequence[str]) -> type:
+    """Return the dataclass of the options. Its flags depend on the task and the layer in `arguments`.
 
-    def run(options: Any) -> None:
-        output = options.output or Path("runs/sweep")
-        every = points(draft_of(experiment_of(options, base)), options.grid, output)
-        mine = sharded(every, options.shard)
-        left = [point for point in mine if training.finished(point.folder) is None]
-        print(f"{len(every)} points, {len(mine)} in this shard, {len(mine) - len(left)} of them finished", flush=True)
-        failed = []
-        if left and options.cluster == "local":
-            failed = run_here(left, options.jobs, options.keep)
-        elif left:
-            submit(left, executor_for(output / "slurm", options.slurm), options.keep)
-        table(mine)
-        if failed:
-            logs = ", ".join(str(point.folder / "log.txt") for point in failed)
-            raise SweepFailed(f"{len(failed)} of {len(left)} runs did not end well: see {logs}")
-
-    return kind, run
+    Args:
+        arguments: The arguments after `adptnet sweep`.
+    """
+    name, draft = read_draft(arguments)
+    task = Annotated[Positional[str], tyro.conf.arg(metavar="TASK", help="Task to learn: " + ", ".join(TASKS) + ".")]
+    options = dataclasses.make_dataclass(
+        "Sweep", [("name", task, name), *_OPTIONS, *make_flags(draft)], frozen=True, namespace={"draft": draft}
+    )
+    options.__doc__ = "Train every point of a grid. Finished points are skipped, so a sweep can be started again."
+    return options
 
 
-def points(base: Draft, grid: Sequence[Sequence[str]], output: Path) -> list[Point]:
-    """Every combination of the grid's values, each in a folder named by its settings."""
+def run(options: Any) -> None:
+    """Run the points that have not finished, or submit them to Slurm, and print the scores of the others.
+
+    Args:
+        options: An instance of the class that `make_options` returned.
+
+    Raises:
+        SweepFailed: Some runs failed.
+    """
+    output = options.output or Path("runs/sweep")
+    points = expand_grid(draft_from_experiment(make_experiment(options, options.draft)), options.grid, output)
+    shard = _select_shard(points, options.shard)
+    left = [point for point in shard if training.read_result(point.folder) is None]
+    counts = f"{len(points)} points, {len(shard)} in this shard, {len(shard) - len(left)} of them finished"
+    print(counts, flush=True)
+    failed = []
+    if left and options.cluster == "local":
+        failed = run_locally(left, options.jobs, options.keep)
+    elif left:
+        submit(left, make_executor(output / "slurm", options.slurm), options.keep)
+    _print_scores(shard)
+    if failed:
+        logs = ", ".join(str(point.folder / "log.txt") for point in failed)
+        raise SweepFailed(f"{len(failed)} of {len(left)} runs failed: see {logs}")
+
+
+def expand_grid(draft: Draft, grid: Sequence[Sequence[str]], output: Path) -> list[SweepPoint]:
+    """Return a point for every combination of the grid's values, without duplicates.
+
+    Args:
+        draft: Provides everything that is not in the grid.
+        grid: The axes, each a field followed by its values.
+        output: The folder of the sweep. Each point has a folder in it, named by a hash of its settings.
+
+    Raises:
+        InputError: An axis has no values, or a field has two axes.
+        SystemExit: A value cannot be parsed; the reason was printed.
+    """
     for axis in grid:
         if len(axis) < 2:
             raise InputError(f"--grid {' '.join(axis)}: a field and its values, e.g. --grid model.beta 0 0.125 4.")
@@ -113,38 +156,48 @@ def points(base: Draft, grid: Sequence[Sequence[str]], output: Path) -> list[Poi
     for field in fields:
         if fields.count(field) > 1:
             raise InputError(f"--grid {field} is given twice. Pass all of its values at once: --grid {field} 0 1.")
-    found: dict[str, Point] = {}
+    points: dict[str, SweepPoint] = {}
     for choice in itertools.product(*(axis[1:] for axis in grid)):
         values = dict(zip(fields, choice, strict=True))
         try:
-            experiment = with_flags(base, [token for item in values.items() for token in _tokens(*item)])
+            experiment = apply_flags(draft, [word for item in values.items() for word in _to_words(*item)])
         except SystemExit:
-            print(f"This was the point {_shown(values)} of the grid.", file=sys.stderr)
+            print(f"This was the point {_format_values(values)} of the grid.", file=sys.stderr)
             raise
-        found.setdefault(experiment.digest, Point(values, experiment, output / experiment.digest))  # 0 and 0.0 are one
-    return list(found.values())
+        point = SweepPoint(values, experiment, output / experiment.digest)
+        points.setdefault(experiment.digest, point)  # 0 and 0.0 are the same point
+    return list(points.values())
 
 
-def sharded(every: list[Point], shard: str) -> list[Point]:
+def _select_shard(points: list[SweepPoint], shard: str) -> list[SweepPoint]:
     match = re.fullmatch(r"(\d+)/(\d+)", shard)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise InputError(f"--shard {shard}: i/n with i from 1 to n, e.g. --shard 1/2.")
-    return every[int(match[1]) - 1 :: int(match[2])]
+    return points[int(match[1]) - 1 :: int(match[2])]
 
 
-def run_here(left: list[Point], jobs: int, keep: Keeping) -> list[Point]:
-    """Each point in a process of its own, `jobs` at a time; returns those that did not end well."""
+def run_locally(points: list[SweepPoint], jobs: int, keep: SaveOptions) -> list[SweepPoint]:
+    """Run each point in a process of its own.
+
+    Args:
+        points: The points to run.
+        jobs: The number of processes at a time.
+        keep: How often the runs are saved.
+
+    Returns:
+        The points that failed.
+    """
     if jobs < 1:
-        raise InputError(f"--jobs {jobs}: runs at the same time, from 1.")
+        raise InputError(f"--jobs {jobs}: the number of runs at the same time, at least 1.")
     threads = str(max(1, (os.cpu_count() or 1) // jobs))
     running: set[subprocess.Popen[bytes]] = set()
     stopping = threading.Event()
 
-    def one(point: Point) -> bool:
+    def run_point(point: SweepPoint) -> bool:
         saving = [
-            token
+            word
             for field in dataclasses.fields(keep)
-            for token in _tokens(f"keep.{field.name}", _typed(getattr(keep, field.name)))
+            for word in _to_words(f"keep.{field.name}", _to_text(getattr(keep, field.name)))
         ]
         command = [sys.executable, "-m", "adptnet", "train", "--output", str(point.folder), "--resume", *saving]
         log = point.folder / "log.txt"
@@ -152,123 +205,158 @@ def run_here(left: list[Point], jobs: int, keep: Keeping) -> list[Point]:
             point.folder.mkdir(parents=True, exist_ok=True)
             config = point.folder / "config.json"
             if not config.exists():
-                training.write_json(config, json.loads(point.experiment.to_json()))
+                write_json(config, json.loads(point.experiment.to_json()))
             with open(log, "ab") as file:
-                begun = file.tell()
-                alone = {"OMP_NUM_THREADS": threads, **os.environ}
-                process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=alone)
+                start = file.tell()
+                environment = {"OMP_NUM_THREADS": threads, **os.environ}
+                process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
         except OSError as error:
-            print(f"{_shown(point.values)}: FAILED: {point.folder} cannot be written to ({error.strerror})", flush=True)
+            reason = f"{point.folder} cannot be written to ({error.strerror})"
+            print(f"{_format_values(point.values)}: FAILED: {reason}", flush=True)
             return False
         running.add(process)
         if stopping.is_set():
             process.terminate()
-        well = process.wait() == 0
+        succeeded = process.wait() == 0
         running.remove(process)
-        outcome = "done" if well else "stopped" if stopping.is_set() else f"FAILED: {_last_line(log, begun)}"
-        print(f"{_shown(point.values)}: {outcome}", flush=True)
-        return well
+        outcome = "done" if succeeded else "stopped" if stopping.is_set() else f"FAILED: {_last_line(log, start)}"
+        print(f"{_format_values(point.values)}: {outcome}", flush=True)
+        return succeeded
 
-    with stoppable(at_once=True), ThreadPoolExecutor(jobs) as pool:
+    with catch_stop_signals(interrupt=True), ThreadPoolExecutor(jobs) as pool:
         try:
-            ends = [pool.submit(one, point) for point in left]
-            return [point for point, end in zip(left, ends, strict=True) if not end.result()]
+            outcomes = [pool.submit(run_point, point) for point in points]
+            return [point for point, outcome in zip(points, outcomes, strict=True) if not outcome.result()]
         except KeyboardInterrupt:
             stopping.set()
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list(running):
-                process.terminate()  # it saves, and can go on
+                process.terminate()  # a run saves a checkpoint, from which it can be resumed
             raise
 
 
-def _last_line(log: Path, begun: int) -> str:
-    """Return the last line that a run has added to its log, or why there is none."""
+def _last_line(log: Path, start: int) -> str:
+    """Return the last line that a run has added to its log since `start`, or the reason why there is none."""
     try:
         with open(log, "rb") as file:
-            file.seek(max(begun, file.seek(0, os.SEEK_END) - 4096))
+            file.seek(max(start, file.seek(0, os.SEEK_END) - 4096))
             lines = file.read().decode(errors="replace").split("\n")
-        full = shutil.disk_usage(log.parent).free < 4096
+        is_full = shutil.disk_usage(log.parent).free < 4096
     except OSError as error:
         return f"{log} cannot be read ({error.strerror})"
-    said = next((line.strip() for line in reversed(lines) if line.strip()), f"nothing is in {log}")
-    return f"the disk of {log.parent} is full; {said}" if full else said
+    last = next((line.strip() for line in reversed(lines) if line.strip()), f"nothing is in {log}")
+    return f"the disk of {log.parent} is full; {last}" if is_full else last
 
 
 class Job:
-    """A run as submitit takes it: when its time is up it saves, is queued again, and goes on where it was."""
+    """A run as a submitit job: when its time is up, it saves, is queued again, and resumes."""
 
-    def __call__(self, described: str, folder: str, keep: Keeping) -> dict[str, Any]:
-        experiment = Experiment.from_json(described)
-        assert isinstance(experiment, Experiment)
+    def __call__(self, experiment: str, folder: str, keep: SaveOptions) -> dict[str, Any]:
+        """Run `experiment`, which is given as JSON, in `folder` and return its result.
+
+        Args:
+            experiment: The experiment, as JSON.
+            folder: The folder of the run.
+            keep: How often the run is saved.
+        """
+        parsed = Experiment.from_json(experiment)
+        assert isinstance(parsed, Experiment)
         warning = getattr(signal, "SIG" + os.environ.get("SUBMITIT_PREEMPT_SIGNAL", "USR2"))
         try:
-            return training.run(experiment, Path(folder), resume=True, keeping=keep, signals=[warning])
+            return training.run(parsed, Path(folder), resume=True, save_options=keep, signals=[warning])
         except training.Interrupted as stopped:
-            signal.raise_signal(stopped.signum)  # all is saved; submitit's own answer to it queues the job again
+            signal.raise_signal(stopped.signum)  # all is saved; submitit's own handler queues the job again
             raise
 
-    def checkpoint(self, described: str, folder: str, keep: Keeping) -> Any:
+    def checkpoint(self, experiment: str, folder: str, keep: SaveOptions) -> Any:
+        """Return the submission with which submitit queues the job again.
+
+        Args:
+            experiment: The experiment, as JSON.
+            folder: The folder of the run.
+            keep: How often the run is saved.
+        """
         from submitit.helpers import DelayedSubmission
 
-        return DelayedSubmission(self, described, folder, keep)
+        return DelayedSubmission(self, experiment, folder, keep)
 
 
-def executor_for(folder: Path, slurm: Slurm) -> Any:
+def make_executor(folder: Path, slurm: Slurm) -> Any:
+    """Return a submitit executor for Slurm.
+
+    Args:
+        folder: The folder of submitit's own files.
+        slurm: The resources of each job.
+
+    Raises:
+        IncompatibleError: submitit is not installed, or this machine has no Slurm.
+    """
     try:
         import submitit
     except ImportError:
         raise IncompatibleError("--cluster slurm needs submitit: pip install 'adptnet[cluster]'.") from None
     try:
-        # a point is queued again until it has ended
+        # a point is queued again until it has finished
         executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_max_num_timeout=1000)
     except RuntimeError as error:
         raise IncompatibleError(f"--cluster slurm: {error}. Use --cluster local on a machine without it.") from None
-    wanted = {"timeout_min": slurm.minutes, "cpus_per_task": slurm.cpus, "slurm_array_parallelism": slurm.at_once}
+    parameters: dict[str, Any] = {
+        "timeout_min": slurm.minutes,
+        "cpus_per_task": slurm.cpus,
+        "slurm_array_parallelism": slurm.at_once,
+    }
     if slurm.partition is not None:
-        wanted["slurm_partition"] = slurm.partition  # type: ignore[assignment]
+        parameters["slurm_partition"] = slurm.partition
     if slurm.gpus:
-        wanted["gpus_per_node"] = slurm.gpus
-    executor.update_parameters(**wanted)
+        parameters["gpus_per_node"] = slurm.gpus
+    executor.update_parameters(**parameters)
     return executor
 
 
-def submit(left: list[Point], executor: Any, keep: Keeping) -> list[Any]:
-    """Puts every point into the cluster's queue, as one array."""
-    described = [point.experiment.to_json() for point in left]
-    jobs: list[Any] = executor.map_array(Job(), described, [str(point.folder) for point in left], [keep] * len(left))
-    for point, job in zip(left, jobs, strict=True):
-        print(f"{_shown(point.values)}: job {job.job_id}")
-    print("Start the same sweep again to see what has come of them.")
+def submit(points: list[SweepPoint], executor: Any, keep: SaveOptions) -> list[Any]:
+    """Submit all points as one array job and return the jobs.
+
+    Args:
+        points: The points to run.
+        executor: A submitit executor.
+        keep: How often the runs are saved.
+    """
+    experiments = [point.experiment.to_json() for point in points]
+    folders = [str(point.folder) for point in points]
+    jobs: list[Any] = executor.map_array(Job(), experiments, folders, [keep] * len(points))
+    for point, job in zip(points, jobs, strict=True):
+        print(f"{_format_values(point.values)}: job {job.job_id}")
+    print("Start the same sweep again to see the results.")
     return jobs
 
 
-def table(shown: list[Point]) -> None:
-    """Prints the score of every point that is finished."""
+def _print_scores(points: list[SweepPoint]) -> None:
+    """Print a table of the points, with the scores of those that have finished."""
     from rich.console import Console
     from rich.table import Table
 
-    results = [(point, training.finished(point.folder)) for point in shown]
-    names = list(shown[0].values) if shown else []
-    made = Table()
-    for name in (*names, shown[0].experiment.task.metric if shown else "", "seconds", "folder"):
-        made.add_column(name)
-    for point, result in results:
+    names = list(points[0].values) if points else []
+    table = Table()
+    for name in (*names, points[0].experiment.task.metric if points else "", "seconds", "folder"):
+        table.add_column(name)
+    for point in points:
+        result = training.read_result(point.folder)
         score, seconds = (f"{result['score']:.4f}", f"{result['seconds']:.0f}") if result else ("-", "-")
-        made.add_row(*point.values.values(), score, seconds, point.folder.name)
-    Console(file=sys.stdout).print(made)
+        table.add_row(*point.values.values(), score, seconds, point.folder.name)
+    Console(file=sys.stdout).print(table)
 
 
-def _tokens(field: str, value: str) -> list[str]:
-    """A field and its value as they stand on a command line."""
+def _to_words(field: str, value: str) -> list[str]:
+    """Return a field and its value as words of a command line."""
     if value in ("True", "False"):
         group, _, name = field.rpartition(".")
         return [f"--{field}"] if value == "True" else [f"--{group}.no-{name}"]
     return [f"--{field}", *([value] if "(" in value else value.split())]
 
 
-def _typed(value: Any) -> str:
+def _to_text(value: Any) -> str:
     return " ".join(value) if isinstance(value, tuple) else str(value)
 
 
-def _shown(values: dict[str, str]) -> str:
+def _format_values(values: dict[str, str]) -> str:
     return ", ".join(f"{name}={value}" for name, value in values.items()) or "the one point"

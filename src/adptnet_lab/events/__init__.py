@@ -1,6 +1,6 @@
-"""Events: spike files, event cameras, frames, and a cochlea that makes spikes of sound.
+"""Event data: spike files, event cameras, frames, and a cochlea model that converts sound to spikes.
 
-h5py (spike files) and scipy (the cochlea) are imported when they are used: pip install 'adptnet[events]'.
+h5py (spike files) and scipy (the cochlea) are imported on first use: pip install 'adptnet[events]'.
 """
 
 from .aer import PixelEvents, read_aer, write_aer
@@ -8,7 +8,8 @@ from .archives import FrameFile, PixelFile, open_archive
 from .augment import Augmentation, ChannelShift, Drop, TimeJitter
 from .cochlea import Cochlea
 from .dataset import EventBatch, EventDataset, collate
-from .heidelberg import SpikeFile, find, write_spikes
+from .shd import find_split
+from .spike_files import SpikeFile, write_spikes
 from .stream import Bins, Events
 from .wav import read_wav
 
@@ -27,7 +28,7 @@ __all__ = [
     "SpikeFile",
     "TimeJitter",
     "collate",
-    "find",
+    "find_split",
     "open_archive",
     "read_aer",
     "read_wav",

@@ -1,4 +1,4 @@
-"""Changes to events for training. None is made unless asked for."""
+"""Augmentations of events for training. None is applied by default."""
 
 import abc
 
@@ -13,16 +13,22 @@ __all__ = ["Augmentation", "ChannelShift", "Drop", "TimeJitter"]
 
 
 class Augmentation(Spec, abc.ABC):
-    """A random change to the events of a recording."""
+    """Base class of the augmentations: a random change to the events of a recording."""
 
     @abc.abstractmethod
     def __call__(self, events: Events, channels: int, generator: np.random.Generator) -> Events:
-        """Changed events; units stay below `channels`."""
+        """Return the changed events.
+
+        Args:
+            events: The events of a recording.
+            channels: Number of units; changed units stay below it.
+            generator: Source of randomness.
+        """
 
 
 @spec
 class Drop(Augmentation):
-    """Leaves out each event with a probability."""
+    """Removal of each event with a given probability."""
 
     probability: float = 0.1
 
@@ -36,7 +42,7 @@ class Drop(Augmentation):
 
 @spec
 class TimeJitter(Augmentation):
-    """Moves each event by a normal number of seconds, not below zero."""
+    """Shift of each event by normally distributed seconds; times stay at or above zero."""
 
     std: float = 0.002
 
@@ -44,13 +50,16 @@ class TimeJitter(Augmentation):
         check_nonnegative(self, std=self.std)
 
     def __call__(self, events: Events, channels: int, generator: np.random.Generator) -> Events:
-        moved = events.times + self.std * generator.standard_normal(events.times.size)
-        return Events(np.maximum(moved, 0.0), events.units)
+        shifted = events.times + self.std * generator.standard_normal(events.times.size)
+        return Events(np.maximum(shifted, 0.0), events.units)
 
 
 @spec
 class ChannelShift(Augmentation):
-    """Moves all events by the same number of units, at most `most` either way: another voice. What leaves is lost."""
+    """Shift of all events by the same number of units, at most `most` either way, as another voice would cause.
+
+    Events that leave the range of units are dropped.
+    """
 
     most: int = 20
 

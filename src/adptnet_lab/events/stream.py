@@ -1,4 +1,4 @@
-"""Events in memory, and how they become frames."""
+"""Events in memory, and their binning into frames."""
 
 from typing import Literal, NamedTuple, get_args
 
@@ -6,30 +6,37 @@ import numpy as np
 import numpy.typing as npt
 
 from adptnet.errors import InputError, SpecError
-from adptnet.spec import Spec, check_positive, check_size, nearest, spec
+from adptnet.spec import Spec, check_positive, check_size, spec, suggest_name
 
-__all__ = ["Bins", "Events", "whole_numbers"]
+__all__ = ["Bins", "Events", "to_whole_numbers"]
 
 BinRule = Literal["floor", "silif"]
 Late = Literal["drop", "clamp", "raise"]
 
 
-def whole_numbers(values: npt.ArrayLike, what: str, *, hint: str = "") -> npt.NDArray[np.int64]:
-    """Return `values` as int64, checked before they are converted: whole numbers from 0 that 64 bits hold."""
+def to_whole_numbers(values: npt.ArrayLike, what: str, *, hint: str = "") -> npt.NDArray[np.int64]:
+    """Return `values` as int64, after checking that they are whole numbers from 0 that fit.
+
+    Args:
+        values: The numbers.
+        what: Their name in an error message.
+        hint: Text to append to the message if the type is wrong.
+    """
     array = np.asarray(values)
     if not array.size:
         return np.zeros(array.shape, np.int64)
     if not np.issubdtype(array.dtype, np.integer):
-        raise InputError(f"{what} are {array.dtype}; they are whole numbers from 0.{hint}")
+        raise InputError(f"{what} are {array.dtype}; they must be whole numbers from 0.{hint}")
     if array.min() < 0 or array.max() >= 2**63:
         raise InputError(
-            f"{what} are {array.dtype} from {array.min()} to {array.max()}; they are whole numbers from 0, of 63 bits."
+            f"{what} are {array.dtype} from {array.min()} to {array.max()}; they must be whole numbers from 0 "
+            "that fit into 63 bits."
         )
     return array.astype(np.int64)
 
 
 class Events(NamedTuple):
-    """Spikes of one recording: when, in seconds, and from which unit. Frames do not depend on their order."""
+    """Events of one recording: times in seconds, and the unit of each. Frames do not depend on their order."""
 
     times: npt.NDArray[np.float64]
     units: npt.NDArray[np.int64]
@@ -38,49 +45,59 @@ class Events(NamedTuple):
     def of(
         times: npt.ArrayLike, units: npt.ArrayLike, *, channels: int | None = None, where: str = "events"
     ) -> "Events":
-        """Events from anything like arrays, checked: as many times as units, finite, not negative, units in range."""
+        """Return events from arrays, after validating them.
+
+        Args:
+            times: Seconds, finite and not negative, in any order.
+            units: The unit of each event.
+            channels: Number of units; units must be below it.
+            where: Name of the events in error messages.
+
+        Raises:
+            InputError: The lengths differ, a time is negative or not finite, or a unit is out of range.
+        """
         t, u = np.asarray(times), np.asarray(units)
         if t.size and not (np.issubdtype(t.dtype, np.floating) or np.issubdtype(t.dtype, np.integer)):
-            raise InputError(f"{where}: times are {t.dtype}; they are numbers, in seconds.")
-        t = t.astype(np.float64)  # float16 has half a millisecond at 1 s: no arithmetic in it
+            raise InputError(f"{where}: times are {t.dtype}; they must be numbers, in seconds.")
+        t = t.astype(np.float64)  # float16 resolves 0.5 ms at 1 s, too little for arithmetic
         if t.ndim != 1 or u.shape != t.shape:
             raise InputError(f"{where}: {t.shape} times and {u.shape} units; there must be one unit for each time.")
         if u.size and not np.issubdtype(u.dtype, np.integer):
-            raise InputError(f"{where}: units are {u.dtype}; they are whole numbers. Pass units.astype(int).")
+            raise InputError(f"{where}: units are {u.dtype}; they must be whole numbers. Pass units.astype(int).")
         if u.size and u.max() >= 2**63:
-            raise InputError(f"{where}: units go up to {u.max()}; units are from 0, of 63 bits.")
+            raise InputError(f"{where}: units go up to {u.max()}; they must fit into 63 bits.")
         u = u.astype(np.int64)
         if not np.isfinite(t).all() or (t < 0).any():
             bad = int(np.flatnonzero(~(np.isfinite(t) & (t >= 0)))[0])
-            raise InputError(f"{where}: times[{bad}] = {t[bad]}; times are in seconds from 0, and finite.")
+            raise InputError(f"{where}: times[{bad}] = {t[bad]}; times must be finite and at least 0, in seconds.")
         if u.size and (u.min() < 0 or (channels is not None and u.max() >= channels)):
             bad = int(np.flatnonzero((u < 0) | (u >= (channels or np.inf)))[0])
             raise InputError(
-                f"{where}: units[{bad}] = {u[bad]}; units are from 0"
+                f"{where}: units[{bad}] = {u[bad]}; units range from 0"
                 + (f" to {channels - 1}. Pass Bins(channels=...) if there are more." if channels else ".")
             )
         return Events(t, u)
 
-    def sorted(self) -> "Events":
-        """The same in the order of time."""
+    def sort_by_time(self) -> "Events":
+        """Return the events in time order."""
         order = np.argsort(self.times, kind="stable")
         return Events(self.times[order], self.units[order])
 
 
 @spec
 class Bins(Spec):
-    """Frames of equal length: counts of events, summed over neighbouring units.
+    """Binning of events into frames of equal duration: counts, summed over neighbouring units.
 
     Attributes:
         steps: Number of frames.
-        duration: Seconds they span.
+        duration: Seconds that the frames span.
         channels: Number of units.
-        pool: Units that are summed into one.
-        rule: "floor": frame ⌊t · steps / duration⌋, an event at exactly the end in the last. "silif": as
-            `digitize(t, linspace(0, duration, steps))` has it, which SiLIF, sparch and others use: frames are longer by
-            steps / (steps - 1), the first is always empty, and an event at the end or later is late.
-        late: What becomes of events after the end: "drop" them, "clamp" them into the last frame, or "raise". A
-            recording of which nothing would be left is refused.
+        pool: Neighbouring units that are summed into one feature.
+        rule: "floor": frame ⌊t · steps / duration⌋; an event at exactly the end is in the last frame. "silif": the
+            frame by `digitize(t, linspace(0, duration, steps))`, which SiLIF, sparch and others use: frames are longer
+            by steps / (steps - 1), the first is always empty, and an event at the end or later is late.
+        late: What to do with events after the end: "drop" them, "clamp" them into the last frame, or "raise". A
+            recording whose events would all be dropped raises `InputError`.
     """
 
     steps: int = 250
@@ -96,7 +113,7 @@ class Bins(Spec):
         for name, choices in (("rule", BinRule), ("late", Late)):
             value = getattr(self, name)
             if value not in get_args(choices):
-                raise SpecError(f"Bins({name}={value!r}) is unknown.{nearest(str(value), get_args(choices))}")
+                raise SpecError(f"Bins({name}={value!r}) is unknown.{suggest_name(str(value), get_args(choices))}")
         if self.channels % self.pool:
             raise SpecError(f"Bins(channels={self.channels}, pool={self.pool}): pool must divide channels.")
         if self.rule == "silif" and self.steps < 2:
@@ -104,25 +121,33 @@ class Bins(Spec):
 
     @staticmethod
     def of_silif(milliseconds: Literal[4, 10] = 4) -> "Bins":
-        """The set-ups of SiLIF on Spiking Speech Commands: 300 frames over 1.2 s, or 100 over 1 s."""
+        """Return the binning of SiLIF on Spiking Speech Commands: 300 frames over 1.2 s, or 100 over 1 s.
+
+        Args:
+            milliseconds: Nominal duration of a frame.
+        """
         if milliseconds not in (4, 10):
-            raise SpecError(f"Bins.of_silif({milliseconds}): SiLIF has 4 and 10 ms.")
+            raise SpecError(f"Bins.of_silif({milliseconds}): pass 4 or 10, in milliseconds.")
         return Bins(300, 1.2, rule="silif") if milliseconds == 4 else Bins(100, 1.0, rule="silif")
 
     @property
     def features(self) -> int:
-        """Numbers in a frame."""
+        """Features per frame."""
         return self.channels // self.pool
 
     def indices(self, times: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-        """The frame of each event; `steps` for those that are late."""
+        """Return the frame of each event; `steps` for events that are late."""
         if self.rule == "silif":
             return np.digitize(times, np.linspace(0, self.duration, self.steps)).astype(np.int64)
         index = np.minimum(np.floor(times * self.steps / self.duration), self.steps).astype(np.int64)
         return np.where(times == self.duration, self.steps - 1, index)
 
     def frames(self, events: Events) -> npt.NDArray[np.uint8]:
-        """(steps, features) counts."""
+        """Return the counts of events, (steps, features).
+
+        Raises:
+            InputError: Events are invalid or late, or a count exceeds 255.
+        """
         events = Events.of(*events, channels=self.channels)
         index, units = self.indices(events.times), events.units
         late = index >= self.steps
@@ -150,7 +175,7 @@ class Bins(Spec):
         return flat.astype(np.uint8).reshape(self.steps, self.features)
 
     def length(self, events: Events) -> int:
-        """Frames up to the last event that is in one, at least 1."""
+        """Return the number of frames up to the last event that is not dropped, at least 1."""
         index = self.indices(events.times)
         index = np.minimum(index, self.steps - 1) if self.late == "clamp" else index[index < self.steps]
         return int(index.max()) + 1 if index.size else 1

@@ -1,4 +1,4 @@
-"""`adptnet compare`: a verdict for every claim, from the rows there are."""
+"""`adptnet compare`: a verdict for every claim, from the stored rows."""
 
 import math
 from collections import Counter
@@ -9,89 +9,101 @@ from typing import Any, NamedTuple
 
 from tyro.conf import Positional
 
-from .recipe import SCALES, Check, Outcome, Part, Point, Rows, Scale, Verdict
-from .registry import Claim, ReproductionError, Result, find
-from .rows import WRITTEN, Shelf, choose_shelf
+from .recipe import SCALES, Check, ClaimVerdict, GridPoint, Outcome, Rows, Scale, Subset
+from .registry import Claim, PaperResult, ReproductionError, find_results
+from .rows import DEFAULT_FOLDER, RowStore, open_row_store
 
-__all__ = ["Compare", "Judged", "judge", "notice", "progress", "run"]
+__all__ = ["Compare", "JudgedResult", "describe_progress", "judge", "print_rows_folder", "run"]
 
 
 @dataclass(frozen=True)
 class Compare:
-    """Say for each claim of the paper whether it holds, fails, cannot be tested at this scale, or has not been run."""
+    """Print for each claim of the paper whether it holds, fails, is not testable at this scale, or has not been run."""
 
     labels: Positional[tuple[str, ...]] = ()
     """Labels of the paper; all of them if none is given."""
     scale: Scale | None = None
-    """Rows of this scale; for each result the largest that is complete if not given."""
+    """Scale of the rows. Default: for each result the largest scale that is complete."""
     rows: Path | None = None
-    """Folder of the rows. If not given, runs/paper where reproduce writes them, or, if that has none, results, the rows
-    that the repository comes with."""
+    """Folder of the rows. Default: runs/paper, where reproduce writes them; if it has none, the rows in results/, which
+    are committed to the repository."""
 
 
-class Judged(NamedTuple):
+class JudgedResult(NamedTuple):
     """A result with its rows and a verdict for each of its claims."""
 
-    result: Result
+    result: PaperResult
     scale: Scale | None  # None if nothing was run
     rows: Rows
-    verdicts: list[tuple[Claim, Verdict]]
-    spoilt: str = ""  # what is wrong with the rows: nothing is drawn from them
+    verdicts: list[tuple[Claim, ClaimVerdict]]
+    problem: str = ""  # why the rows are invalid; no figure or table is made from invalid rows
 
 
-def judge(result: Result, shelf: Shelf, scale: Scale | None = None) -> Judged:
-    """The verdicts on a result, at `scale` or the largest scale that is complete; a claim may need a part of it."""
+def judge(result: PaperResult, store: RowStore, scale: Scale | None = None) -> JudgedResult:
+    """Test the claims of a result.
+
+    Args:
+        result: The result.
+        store: Its rows.
+        scale: Scale of the rows. Default: the largest scale that is complete. A claim that needs only a subset of the
+            points is tested at the largest scale at which that subset is complete.
+
+    Raises:
+        ReproductionError: The rows lack a number that a test needs.
+    """
     scales: Sequence[Scale] = [scale] if scale else SCALES[::-1]
-    whole = _largest(result, shelf, scales)
+    complete = _find_largest_scale(result, store, scales)
     verdicts = []
     for claim in result.claims:
         check = result.recipe.checks[claim.id]
-        found = _largest(result, shelf, scales, check.part) if check.part else whole
+        needed = _find_largest_scale(result, store, scales, check.subset) if check.subset else complete
         try:
-            verdict = _verdict(check, found, whole)
+            verdict = _judge_claim(check, needed, complete)
         except (LookupError, TypeError, ValueError, ArithmeticError) as error:
             raise ReproductionError(
-                f"{result.name}: its rows at the scale {found.scale} lack what the test of {claim.id!r} needs "
-                f"({type(error).__name__}: {error}). If they were edited, take their file away and run them again."
+                f"{result.name}: its rows at the scale {needed.scale} lack what the test of {claim.id!r} needs "
+                f"({type(error).__name__}: {error}). If they were edited, delete their file and run them again."
             ) from error
-        if found.scale not in (None, whole.scale):
-            verdict = verdict._replace(why=f"scale {found.scale}: {verdict.why}")
+        if needed.scale not in (None, complete.scale):
+            verdict = verdict._replace(why=f"scale {needed.scale}: {verdict.why}")
         verdicts.append((claim, verdict))
-    return Judged(result, whole.scale, whole.rows, verdicts, whole.spoilt)
+    return JudgedResult(result, complete.scale, complete.rows, verdicts, complete.problem)
 
 
-class _Found(NamedTuple):
-    """The rows of the largest scale that is complete; or why there are none."""
+class _ScaleRows(NamedTuple):
+    """The rows of the largest scale that is complete, or the reason why there are none."""
 
     scale: Scale | None
     rows: Rows
     missing: str = ""
-    spoilt: str = ""
+    problem: str = ""
 
 
-def _largest(result: Result, shelf: Shelf, scales: Sequence[Scale], part: Part | None = None) -> _Found:
-    begun = []
+def _find_largest_scale(
+    result: PaperResult, store: RowStore, scales: Sequence[Scale], subset: Subset | None = None
+) -> _ScaleRows:
+    incomplete = []
     for scale in scales:
-        rows, left = shelf.rows(result, scale, part)
+        rows, left = store.read_rows(result, scale, subset)
         if rows and not left:
-            return _Found(scale, rows, spoilt=_not_a_number(rows))
+            return _ScaleRows(scale, rows, problem=_describe_nan(rows))
         if rows:
-            begun.append(f"{left} of {len(rows) + left} points left at scale {scale}")
-    return _Found(None, Rows([]), "; ".join(begun) or f"adptnet reproduce {result.name}")
+            incomplete.append(f"{left} of {len(rows) + left} points left at scale {scale}")
+    return _ScaleRows(None, Rows([]), "; ".join(incomplete) or f"adptnet reproduce {result.name}")
 
 
-def _verdict(check: Check, found: _Found, whole: _Found) -> Verdict:
-    scale = found.scale or whole.scale
-    if scale is not None and SCALES.index(scale) < SCALES.index(check.smallest):
-        return Verdict(Outcome.NOT_TESTABLE, f"needs the scale {check.smallest}")
-    if found.scale is None:
-        return Verdict(Outcome.NOT_RUN, found.missing)
-    return Verdict(Outcome.FAILS, found.spoilt) if found.spoilt else check.test(found.rows)
+def _judge_claim(check: Check, needed: _ScaleRows, complete: _ScaleRows) -> ClaimVerdict:
+    scale = needed.scale or complete.scale
+    if scale is not None and SCALES.index(scale) < SCALES.index(check.smallest_scale):
+        return ClaimVerdict(Outcome.NOT_TESTABLE, f"needs the scale {check.smallest_scale}")
+    if needed.scale is None:
+        return ClaimVerdict(Outcome.NOT_RUN, needed.missing)
+    return ClaimVerdict(Outcome.FAILS, needed.problem) if needed.problem else check.test(needed.rows)
 
 
-def _not_a_number(rows: Rows) -> str:
-    """The runs whose numbers have a NaN among them: no claim holds on those."""
-    runs = [str(Point(row.settings, row.seed)) for row in rows if _has_nan(row.numbers)]
+def _describe_nan(rows: Rows) -> str:
+    """Name the runs with a NaN among their numbers, on which every claim fails; empty if there are none."""
+    runs = [str(GridPoint(row.settings, row.seed)) for row in rows if _has_nan(row.numbers)]
     return f"NaN in {len(runs)} of {len(rows)} runs, the first with {runs[0]}" if runs else ""
 
 
@@ -103,34 +115,49 @@ def _has_nan(value: Any) -> bool:
     return isinstance(value, float) and math.isnan(value)
 
 
-def progress(result: Result, shelf: Shelf) -> tuple[Scale | None, list[str]]:
-    """The largest scale that is complete, and how far each is, with its cost."""
-    done: Scale | None = None
-    shown = []
+def describe_progress(result: PaperResult, store: RowStore) -> tuple[Scale | None, list[str]]:
+    """Return the largest scale that is complete, and for each scale the number of finished points and the cost.
+
+    Args:
+        result: The result.
+        store: Its rows.
+    """
+    largest: Scale | None = None
+    texts = []
     for scale in SCALES:
-        rows, left = shelf.rows(result, scale)
-        done = done if left else scale
-        shown.append(f"{len(rows)} of {len(rows) + left}, {result.recipe.cost[scale]}")
-    return done, shown
+        rows, left = store.read_rows(result, scale)
+        largest = largest if left else scale
+        texts.append(f"{len(rows)} of {len(rows) + left}, {result.recipe.cost[scale]}")
+    return largest, texts
 
 
-def notice(shelf: Shelf) -> None:
-    """Print which rows are read, or that there are none."""
-    if shelf.empty:
-        print(f"No rows in {shelf.folder}/{{{','.join(SCALES)}}}: run some, or name their folder by --rows.")
-    elif shelf.folder == WRITTEN:
-        print(f"Rows of {shelf.folder}. Those that the repository comes with: --rows results.")
+def print_rows_folder(store: RowStore) -> None:
+    """Print the folder from which rows are read, or that it has none.
+
+    Args:
+        store: The rows.
+    """
+    if store.is_empty:
+        print(
+            f"No rows in {store.folder}/{{{','.join(SCALES)}}}. Run `adptnet reproduce`, or name a folder with --rows."
+        )
+    elif store.folder == DEFAULT_FOLDER:
+        print(f"Rows from {store.folder}. For the rows that are committed to the repository: --rows results.")
     else:
-        print(f"Rows of {shelf.folder}.")
+        print(f"Rows from {store.folder}.")
 
 
 def run(options: Compare) -> Counter[Outcome]:
-    """Prints every claim with its verdict, and returns how many there are of each."""
+    """Print every claim with its verdict, and return the number of claims with each outcome.
+
+    Args:
+        options: Labels, scale and folder.
+    """
     counts: Counter[Outcome] = Counter()
-    shelf = choose_shelf(options.rows)
-    notice(shelf)
-    for result in find(options.labels):
-        judged = judge(result, shelf, options.scale)
+    store = open_row_store(options.rows)
+    print_rows_folder(store)
+    for result in find_results(options.labels):
+        judged = judge(result, store, options.scale)
         if not judged.verdicts:
             continue
         print(f"\n{result.name}  {result.title}" + (f"  (scale {judged.scale})" if judged.scale else ""))

@@ -5,12 +5,12 @@
   const smallest = data.betas.find((beta) => beta > 0);
   const largest = data.betas[data.betas.length - 1];
 
-  // The dial: 0 at its left end, then even in the logarithm.
+  // β at a position of the slider: 0 at the left end, then logarithmic.
   const betaAt = (place) => (place === 0 ? 0 : smallest * (largest / smallest) ** place);
   const nearest = (beta, grid) =>
     grid.reduce((best, other, i) => (Math.abs(other - beta) < Math.abs(grid[best] - beta) ? i : best), 0);
 
-  // Q = I + a S + b S S, S = beta (k v' - v k'), with a and b from the angle.
+  // Q = I + a S + b S S with S = beta (k v' - v k'); a and b depend on the angle.
   function rotation(beta) {
     const { key, value } = data;
     const size = key.length;
@@ -18,14 +18,14 @@
     const angle = beta * Math.sqrt(Math.max(0, 1 - dot * dot));
     const linear = angle < 1e-6 ? 1 : Math.sin(angle) / angle;
     const square = angle < 1e-6 ? 0.5 : (1 - Math.cos(angle)) / (angle * angle);
-    const turn = (i, j) => beta * (key[i] * value[j] - value[i] * key[j]);
+    const skew = (i, j) => beta * (key[i] * value[j] - value[i] * key[j]);
     const matrix = [];
     for (let i = 0; i < size; i++) {
       matrix.push([]);
       for (let j = 0; j < size; j++) {
-        // k and v have length one, so S S has this closed form
-        const twice = beta * beta * (dot * (key[i] * value[j] + value[i] * key[j]) - key[i] * key[j] - value[i] * value[j]);
-        matrix[i].push((i === j ? 1 : 0) + linear * turn(i, j) + square * twice);
+        // k and v are unit vectors, so S S has this closed form.
+        const skewSquared = beta * beta * (dot * (key[i] * value[j] + value[i] * key[j]) - key[i] * key[j] - value[i] * value[j]);
+        matrix[i].push((i === j ? 1 : 0) + linear * skew(i, j) + square * skewSquared);
       }
     }
     return matrix;
@@ -44,25 +44,25 @@
       pen.fillStyle = `rgba(0, 114, 178, ${Math.min(1, Math.sqrt(Math.abs(entry)))})`;
       pen.fillRect(j * cell, i * cell, Math.ceil(cell), Math.ceil(cell));
     }));
-    at("dial-share").textContent = `|Q|: ${(100 * (1 - diagonal / all)).toFixed(2)} % of the squares off the diagonal`;
+    at("dial-share").textContent = `|Q|: ${(100 * (1 - diagonal / all)).toFixed(2)} % of the squared entries are off the diagonal`;
   }
 
   const line = (x1, y1, x2, y2) => `<line class="axis" x1="${x1}" y1="${y1}" x2="${x2}" y2="${y2}"/>`;
   const text = (x, y, words, anchor = "start") => `<text x="${x}" y="${y}" text-anchor="${anchor}">${words}</text>`;
 
   function drawSpectrum(i) {
-    const wanted = data.log_eigenvalues, found = data.exponents[i], [low, high] = data.certified[i];
-    const all = [...wanted, ...data.exponents.flat()].filter(Number.isFinite);
+    const prescribed = data.log_eigenvalues, measured = data.exponents[i], [low, high] = data.certified[i];
+    const all = [...prescribed, ...data.exponents.flat()].filter(Number.isFinite);
     const bottom = Math.min(...all) * 1.2, top = Math.max(0.1, ...all) + 0.15;
-    const x = (k) => 40 + (240 * k) / (wanted.length - 1);
+    const x = (k) => 40 + (240 * k) / (prescribed.length - 1);
     const y = (v) => 20 + (210 * (top - Math.min(Math.max(v, bottom), top))) / (top - bottom);
     const upper = high === null ? 20 : y(high), lower = low === null ? 230 : y(low);
-    const certain = low === null && high === null ? "" :
+    const certified = low === null && high === null ? "" :
       `<rect class="certified" x="40" y="${upper}" width="245" height="${Math.max(0, lower - upper)}"/>`;
-    const path = wanted.map((v, k) => `${k ? "L" : "M"}${x(k)},${y(v)}`).join("");
-    const dots = found.map((v, k) => v === null ? "" : `<circle class="found" cx="${x(k)}" cy="${y(v)}" r="3.5"/>`).join("");
-    at("dial-spectrum").innerHTML = certain + line(40, y(0), 285, y(0)) + text(36, y(0) + 4, "0", "end") +
-      text(36, 230, bottom.toFixed(1), "end") + `<path class="wanted" d="${path}"/>` + dots;
+    const path = prescribed.map((v, k) => `${k ? "L" : "M"}${x(k)},${y(v)}`).join("");
+    const dots = measured.map((v, k) => v === null ? "" : `<circle class="measured" cx="${x(k)}" cy="${y(v)}" r="3.5"/>`).join("");
+    at("dial-spectrum").innerHTML = certified + line(40, y(0), 285, y(0)) + text(36, y(0) + 4, "0", "end") +
+      text(36, 230, bottom.toFixed(1), "end") + `<path class="prescribed" d="${path}"/>` + dots;
     const show = (v) => (v === null ? "∞" : v.toFixed(2));
     at("dial-interval").textContent = `Exponents (dots), ln λ̄ (line), certified [${low === null ? "−∞" : show(low)}, ${show(high)}] ` +
       `(shaded), at β = ${data.betas[i]}`;
@@ -72,10 +72,10 @@
     const width = 240 / names.length;
     at(id).innerHTML = line(40, 220, 285, 220) + names.map((name, k) => {
       const value = values[k], height = value === null ? 0 : (190 * value) / top;
-      const shown = value === null ? "none" : value.toFixed(1) + unit;
+      const label = value === null ? "none" : value.toFixed(1) + unit;
       const left = 45 + k * width;
       return `<rect class="bar" x="${left}" y="${220 - height}" width="${width * 0.7}" height="${height}"/>` +
-        text(left + width * 0.35, 213 - height, shown, "middle") + text(left + width * 0.35, 238, name, "middle");
+        text(left + width * 0.35, 213 - height, label, "middle") + text(left + width * 0.35, 238, name, "middle");
     }).join("");
   }
 
@@ -96,7 +96,7 @@
     at("dial-scores").textContent = `Accuracy on ${data.accuracy.group}, at β = ${data.accuracy.betas[i]}`;
   }
 
-  function turn() {
+  function update() {
     const beta = betaAt(Number(at("beta").value));
     const i = nearest(beta, data.betas);
     at("beta-value").textContent = beta.toPrecision(3);
@@ -106,6 +106,6 @@
     drawAccuracy(beta);
   }
 
-  at("beta").addEventListener("input", turn);
-  turn();
+  at("beta").addEventListener("input", update);
+  update();
 })();

@@ -1,52 +1,61 @@
-"""The data of the β dial: what the rows say at each β, as JSON for the page."""
+"""Data of the β slider on the report page: the stored numbers at each β, as JSON."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from .compare import Judged
-from .recipes import beta_dial, deer_iterations, state_tracking
+from .compare import JudgedResult
+from .settings.deer_networks import METHODS
 
-__all__ = ["dial"]
+__all__ = ["collect_dial_data"]
+
+_BETA_RESULT = "fig:beta_effect_interactions"
+_ACCURACY_RESULT = "table:s5_8_results"
 
 
-def dial(judged: Sequence[Judged]) -> dict[str, Any] | None:
-    """None if the rows of fig:beta_effect_interactions are not there; accuracies only if the word problem was run."""
-    found = {one.result.name: one for one in judged if one.scale is not None and not one.spoilt}
-    turned = found.get(beta_dial.LABEL)
-    if turned is None:
+def collect_dial_data(judged: Sequence[JudgedResult]) -> dict[str, Any] | None:
+    """Return the data of the slider.
+
+    Args:
+        judged: All results with their rows.
+
+    Returns:
+        Numbers by β; None if fig:beta_effect_interactions has not been run. `accuracy` is None if the word problem,
+        table:s5_8_results, has not been run.
+    """
+    usable = {one.result.name: one for one in judged if one.scale is not None and not one.problem}
+    beta_result = usable.get(_BETA_RESULT)
+    if beta_result is None:
         return None
-    rows = turned.rows
+    rows = beta_result.rows
     first = rows[0].numbers
     return {
         "betas": rows.values("beta"),
         "key": first["key"],
         "value": first["value"],
         "log_eigenvalues": first["log_eigenvalues"],
-        "exponents": [_finite(row.numbers["exponents"]) for row in rows],
-        "certified": [_finite(row.numbers["certified"]) for row in rows],
-        "iterations": {
-            method: [_mean(row.numbers["iterations"][method]) for row in rows] for method in deer_iterations.METHODS
-        },
-        "accuracy": _accuracy(found.get(state_tracking.LABEL)),
-        "scale": turned.scale,
+        "exponents": [_replace_infinite(row.numbers["exponents"]) for row in rows],
+        "certified": [_replace_infinite(row.numbers["certified"]) for row in rows],
+        "iterations": {method: [_mean(row.numbers["iterations"][method]) for row in rows] for method in METHODS},
+        "accuracy": _collect_accuracies(usable.get(_ACCURACY_RESULT)),
+        "scale": beta_result.scale,
         "sizes": {key: rows[0].settings[key] for key in ("steps", "length", "width")},
     }
 
 
-def _finite(values: list[float]) -> list[float | None]:
-    """None where it is infinite, which JSON cannot hold."""
+def _replace_infinite(values: list[float]) -> list[float | None]:
+    """Replace infinite values, which JSON cannot hold, by None."""
     return [value if np.isfinite(value) else None for value in values]
 
 
 def _mean(counts: list[int]) -> float | None:
-    """None if a sample did not converge."""
+    """Return the mean count; None if a sample did not converge."""
     return float(np.mean(counts)) if min(counts) > 0 else None
 
 
-def _accuracy(judged: Judged | None) -> dict[str, Any] | None:
-    """Mean accuracy at 1, 2 and 4 times the length, by β, with S4D-Real and both signs."""
+def _collect_accuracies(judged: JudgedResult | None) -> dict[str, Any] | None:
+    """Return the mean accuracies at 1, 2 and 4 times the length, by β, for S4D-Real with eigenvalues of both signs."""
     if judged is None or judged.scale == "smoke":
         return None
     rows = judged.rows.where(spectrum="S4D-Real", sparsity=0.0, negative=True)

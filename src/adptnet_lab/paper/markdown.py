@@ -5,21 +5,27 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .recipe import MARKS, Outcome, Table
-from .registry import labels
+from .registry import load_labels
 
 if TYPE_CHECKING:
-    from .report import Entry
+    from .report import ReportEntry
 
-__all__ = ["page"]
+__all__ = ["render_markdown"]
 
 
-def page(entries: Sequence["Entry"], counts: Counter[Outcome]) -> str:
-    """Verdicts at a glance, then every result."""
+def render_markdown(entries: Sequence["ReportEntry"], counts: Counter[Outcome]) -> str:
+    """Return the report: a table of all verdicts, then a section per result.
+
+    Args:
+        entries: The results.
+        counts: Number of claims with each outcome.
+    """
     lines = [
-        "# The paper, checked",
+        "# Claims of the paper, tested",
         "",
         f"{sum(counts.values())} claims: " + ", ".join(f"{MARKS[o]} {o} {counts[o]}" for o in Outcome) + ".",
-        "How verdicts are made: docs/how-to/reproduce.md. The same with a β dial: index.html.",
+        "docs/how-to/reproduce.md explains the verdicts. `adptnet report --rows results` also writes this report as an",
+        "HTML page with a β slider, runs/report/index.html.",
         "",
         "| result | claim | verdict |",
         "| --- | --- | --- |",
@@ -27,17 +33,17 @@ def page(entries: Sequence["Entry"], counts: Counter[Outcome]) -> str:
     for entry in entries:
         result = entry.judged.result
         for claim, verdict in entry.judged.verdicts:
-            lines.append(f"| {result.name} | {_cell(claim.says)} | {MARKS[verdict.outcome]} {verdict.outcome} |")
+            lines.append(f"| {result.name} | {_format_cell(claim.says)} | {MARKS[verdict.outcome]} {verdict.outcome} |")
     for entry in entries:
-        lines += ["", *_result(entry)]
-    lines += ["", "## Tables that set up or quote others", ""]
-    for label in labels().values():
+        lines += ["", *_render_result(entry)]
+    lines += ["", "## Tables of settings and of quoted numbers", ""]
+    for label in load_labels().values():
         if label.kind != "result":
             lines.append(f"- {label.name}: {label.kind}, {label.configuration or label.literature}")
     return "\n".join(lines) + "\n"
 
 
-def _result(entry: "Entry") -> list[str]:
+def _render_result(entry: "ReportEntry") -> list[str]:
     result, scale = entry.judged.result, entry.judged.scale
     lines = [f"## {result.name}: {result.title}", "", f"Labels: {', '.join(result.labels)}. Section {result.section}."]
     lines += ["", f"*Set-up of the paper.* {result.setup}"]
@@ -45,25 +51,25 @@ def _result(entry: "Entry") -> list[str]:
     lines.append(f"Rows of the scale {scale}." if scale else "Not run.")
     for claim, verdict in entry.judged.verdicts:
         lines += ["", f"- **{MARKS[verdict.outcome]} {verdict.outcome}** — {claim.says}", f"  - {verdict.why}"]
-        lines.append(f"  - *Test:* {result.recipe.checks[claim.id].words}")
-    for heading, table in (("The paper", entry.paper), ("Ours", entry.ours)):
+        lines.append(f"  - *Test:* {result.recipe.checks[claim.id].description}")
+    for heading, table in (("Numbers of the paper", entry.paper_table), ("Our numbers", entry.our_table)):
         if table is not None:
-            lines += ["", f"{heading}:", "", *_table(table)]
-    for picture in entry.pictures:
-        lines += ["", f"![{picture.caption}](figures/{picture.stem}.svg)", "", f"*{picture.caption}.*"]
+            lines += ["", f"{heading}:", "", *_render_table(table)]
+    for figure in entry.figures:
+        lines += ["", f"![{figure.caption}](figures/{figure.stem}.svg)", "", f"*{figure.caption}.*"]
     if result.assumptions:
-        lines += ["", "Assumed, where the paper is silent:", "", *(f"- {text}" for text in result.assumptions)]
+        lines += ["", "Assumptions where the paper is not specific:", "", *(f"- {text}" for text in result.assumptions)]
     if result.deviations:
         points = ", ".join(map(str, result.deviations))
         lines += ["", f"See docs/explanation/deviations.md, point {points}."]
     return lines
 
 
-def _table(table: Table) -> list[str]:
-    head = "| " + " | ".join(_cell(column) for column in table.columns) + " |"
+def _render_table(table: Table) -> list[str]:
+    head = "| " + " | ".join(_format_cell(column) for column in table.columns) + " |"
     ruler = "|" + " --- |" * len(table.columns)
-    return [head, ruler, *("| " + " | ".join(_cell(cell) for cell in row) + " |" for row in table.rows)]
+    return [head, ruler, *("| " + " | ".join(_format_cell(cell) for cell in row) + " |" for row in table.rows)]
 
 
-def _cell(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     return (f"{value:g}" if isinstance(value, float) else str(value)).replace("|", "\\|")

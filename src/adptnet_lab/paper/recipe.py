@@ -1,7 +1,7 @@
-"""What a recipe is: points to run, one row of numbers from each, a figure, a table and a test for each claim.
+"""Building blocks of a recipe: grid points, one row of numbers per point, figures, a table, and a test per claim.
 
-A recipe is one file in `recipes/` with a mapping `RECIPES` from the name of a result to its `Recipe`. It is found
-there; nothing else has to know of it.
+A recipe is a file in `recipes/` with a mapping `RECIPES` from the name of a result to its `Recipe`. Every file in that
+folder is imported; recipes are not registered anywhere else.
 """
 
 import dataclasses
@@ -20,33 +20,39 @@ __all__ = [
     "MARKS",
     "SCALES",
     "Check",
-    "Finding",
+    "ClaimVerdict",
+    "GridPoint",
     "Outcome",
-    "Part",
-    "Point",
     "Recipe",
     "Row",
     "Rows",
+    "RunOutput",
     "Scale",
+    "Subset",
     "Table",
-    "Verdict",
-    "belongs",
+    "decide",
+    "is_in_subset",
 ]
 
 Scale = Literal["smoke", "laptop", "paper"]
 SCALES: tuple[Scale, ...] = ("smoke", "laptop", "paper")
 
-Part = Mapping[str, Sequence[Any]]  # some of the points: the values that settings may have
+Subset = Mapping[str, Sequence[Any]]  # selects points by the values that their settings may have
 
 
-def belongs(settings: Mapping[str, Any], part: Part) -> bool:
-    """Whether a point with these settings is one of `part`."""
-    return all(key in settings and settings[key] in values for key, values in part.items())
+def is_in_subset(settings: Mapping[str, Any], subset: Subset) -> bool:
+    """Return whether a point belongs to a subset.
+
+    Args:
+        settings: Settings of the point.
+        subset: The subset; every point belongs to an empty mapping.
+    """
+    return all(key in settings and settings[key] in values for key, values in subset.items())
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
-    """One run: its settings, which with the seed determine its numbers."""
+class GridPoint:
+    """One run of an experiment. Settings and seed determine its numbers."""
 
     settings: Mapping[str, Any]  # JSON: numbers, text, lists
     seed: int = 0
@@ -55,16 +61,16 @@ class Point:
         return ", ".join(f"{key} {value}" for key, value in self.settings.items()) + f", seed {self.seed}"
 
 
-class Finding(NamedTuple):
-    """What a run found."""
+class RunOutput(NamedTuple):
+    """The output of one run."""
 
-    numbers: dict[str, Any]  # the same for the same point, always; tensors are stored as lists
+    numbers: dict[str, Any]  # reproducible: the same for every run of the same point; tensors are stored as lists
     spec: Spec | None = None  # of the model
-    times: Mapping[str, Any] = {}  # measured times, which are never the same
+    times: Mapping[str, Any] = {}  # measured times, which differ between runs
 
 
 class Row(NamedTuple):
-    """A finished point."""
+    """The stored output of a finished point."""
 
     settings: Mapping[str, Any]
     seed: int
@@ -89,27 +95,43 @@ class Rows(Sequence[Row]):
         return iter(self._rows)
 
     def where(self, **settings: Any) -> "Rows":
-        """The rows with these settings."""
+        """Return the rows with the given settings.
+
+        Args:
+            **settings: Values of settings.
+        """
         return Rows([row for row in self if all(row.settings.get(key) == value for key, value in settings.items())])
 
     def groups(self, *keys: str) -> dict[tuple[Any, ...], "Rows"]:
-        """The rows by their values of these settings, in order of appearance."""
-        found: dict[tuple[Any, ...], list[Row]] = {}
+        """Group the rows by their values of some settings, in order of appearance.
+
+        Args:
+            *keys: The settings.
+        """
+        grouped: dict[tuple[Any, ...], list[Row]] = {}
         for row in self:
-            found.setdefault(tuple(row.settings[key] for key in keys), []).append(row)
-        return {values: Rows(rows) for values, rows in found.items()}
+            grouped.setdefault(tuple(row.settings[key] for key in keys), []).append(row)
+        return {values: Rows(rows) for values, rows in grouped.items()}
 
     def values(self, key: str) -> list[Any]:
-        """The different values of one setting, in order of appearance."""
+        """Return the distinct values of one setting, in order of appearance.
+
+        Args:
+            key: The setting.
+        """
         return list(dict.fromkeys(row.settings[key] for row in self if key in row.settings))
 
     def numbers(self, key: str) -> list[Any]:
-        """One number of every row."""
+        """Return one of the numbers of every row.
+
+        Args:
+            key: Name of the number.
+        """
         return [row.numbers[key] for row in self]
 
 
 class Outcome(enum.StrEnum):
-    """What can be said of a claim."""
+    """The possible outcomes of testing a claim."""
 
     HOLDS = "holds"
     FAILS = "fails"
@@ -120,35 +142,48 @@ class Outcome(enum.StrEnum):
 MARKS = {Outcome.HOLDS: "✓", Outcome.FAILS: "✗", Outcome.NOT_TESTABLE: "–", Outcome.NOT_RUN: "·"}
 
 
-class Verdict(NamedTuple):
-    """An outcome with the numbers behind it."""
+class ClaimVerdict(NamedTuple):
+    """The outcome of a test, with the numbers that decide it."""
 
     outcome: Outcome
     why: str
 
-    @classmethod
-    def of(cls, holds: bool, why: str, because: str = "") -> "Verdict":
-        """`because` is the reason that we know for a claim that fails, and is said of no other."""
-        if holds:
-            return cls(Outcome.HOLDS, why)
-        return cls(Outcome.FAILS, f"{why}: {because}" if because else why)
+
+def decide(holds: bool, why: str, because: str = "") -> ClaimVerdict:
+    """Return the verdict `holds` or `fails`.
+
+    Args:
+        holds: Result of the test.
+        why: The numbers that decide it.
+        because: Known reason for a failure. It is appended to `why` only if the claim fails.
+    """
+    if holds:
+        return ClaimVerdict(Outcome.HOLDS, why)
+    return ClaimVerdict(Outcome.FAILS, f"{why}: {because}" if because else why)
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """The test of a claim. Its docstring is the test in words, as the report shows it."""
+    """The test of a claim. The docstring of `test` states the criterion, and the report prints it.
 
-    test: Callable[[Rows], Verdict]
-    smallest: Scale = "smoke"  # below this scale the claim cannot be tested
-    part: Part = dataclasses.field(default_factory=dict)  # the points it takes, if they are not all
+    Attributes:
+        test: Decides the claim from the rows.
+        smallest_scale: Below this scale the claim is not testable.
+        subset: The points that the test needs; all of them if empty.
+    """
+
+    test: Callable[[Rows], ClaimVerdict]
+    smallest_scale: Scale = "smoke"
+    subset: Subset = dataclasses.field(default_factory=dict)
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
+        """The criterion in words."""
         return " ".join((self.test.__doc__ or "").split())
 
 
 class Table(NamedTuple):
-    """Our numbers, in the form of a table."""
+    """A table of the report."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
@@ -156,30 +191,33 @@ class Table(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How a result is computed and judged.
+    """Computation and tests of one result.
 
     Attributes:
-        version: Raised when a change of the code moves numbers: rows of another version do not count as done.
-        points: What there is to run at a scale.
-        run: One point. It runs on one thread, with the global generator seeded by the point and `dtype` the default.
-        figures: What to draw from the rows, by caption.
-        table: Our numbers beside the paper's.
-        checks: The test of each claim, by the id of the claim.
-        cost: How long all points of a scale take, on one core.
-        source: The name of another result whose rows these are, where two figures show one experiment.
-        largest: A setting of which one value is enough, where few have time for the largest: the points of the
-            largest value that is complete are the result.
-        lacks: What has to be here for a scale and is not, such as files of data, and what to do; None if nothing is.
+        version: Incremented when a change of the code changes numbers. Rows of another version are ignored.
+        points: Returns the points to run at a scale.
+        run: Runs one point. It runs on one thread, with `dtype` as default dtype and the global generator seeded with
+            the seed of the point.
+        checks: The test of each claim, by claim id.
+        figures: Functions that draw a figure from the rows, by caption.
+        table: Makes the table of our numbers that is printed beside the paper's.
+        cost: How long all points of a scale take on one core.
+        source: Name of the result whose rows are used, where two results show one experiment.
+        dtype: Default dtype of a run.
+        largest_of: A setting of which one value is enough because few people can afford the largest. The result is
+            made of the points with the largest value for which every point is finished.
+        find_missing_data: Returns which data files a scale needs and lacks, and how to get them; None if nothing is
+            missing.
     """
 
     version: int
-    points: Callable[[Scale], list[Point]]
-    run: Callable[[Point], Finding]
+    points: Callable[[Scale], list[GridPoint]]
+    run: Callable[[GridPoint], RunOutput]
     checks: Mapping[str, Check]
     figures: Mapping[str, Callable[[Rows], "Figure"]] = dataclasses.field(default_factory=dict)
     table: Callable[[Rows], Table] | None = None
     cost: Mapping[Scale, str] = dataclasses.field(default_factory=dict)
     source: str | None = None
     dtype: torch.dtype = torch.float64
-    largest: str | None = None
-    lacks: Callable[[Scale], str | None] = lambda scale: None
+    largest_of: str | None = None
+    find_missing_data: Callable[[Scale], str | None] = lambda scale: None

@@ -1,4 +1,4 @@
-"""Every table and figure of the paper by its label: the result it belongs to, what is claimed, how it is checked."""
+"""Registry of the paper's labels: the result each belongs to, the claims, and the recipe that tests them."""
 
 import dataclasses
 import functools
@@ -10,16 +10,16 @@ from importlib import resources
 from typing import Any
 
 from adptnet.errors import AdptnetError
-from adptnet.spec import nearest
+from adptnet.spec import suggest_name
 
 from . import recipes
 from .recipe import Recipe
 
-__all__ = ["Claim", "Label", "ReproductionError", "Result", "find", "labels", "results"]
+__all__ = ["Claim", "Label", "PaperResult", "ReproductionError", "find_results", "load_labels", "load_results"]
 
 
 class ReproductionError(AdptnetError, ValueError):
-    """A label that is not the paper's, or one that cannot be run."""
+    """A label that is not in the paper, a result that cannot be run, or rows that cannot be read or written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,33 +32,41 @@ class Claim:
 
 @dataclasses.dataclass(frozen=True)
 class Label:
-    """A label of the paper: of results, or of a table that sets up or quotes others."""
+    """A label of the paper.
+
+    Attributes:
+        name: The label.
+        results: Names of the results that it shows.
+        configuration: For a table of settings: what it configures.
+        literature: For a table of quoted numbers: whose they are.
+    """
 
     name: str
     results: tuple[str, ...] = ()
-    configuration: str = ""  # what it sets up
-    literature: str = ""  # whose numbers it quotes
+    configuration: str = ""
+    literature: str = ""
 
     @property
     def kind(self) -> str:
+        """Kind of the label: result, configuration or literature."""
         return "result" if self.results else "configuration" if self.configuration else "literature"
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
-    """What the paper shows under one or several labels, and how we check it.
+class PaperResult:
+    """A result that the paper shows under one or several labels, and the recipe that checks it.
 
     Attributes:
-        name: Its main label.
-        title: What it shows.
-        section: Where in the paper.
-        claims: What the paper says of it.
-        setup: The paper's set-up.
-        numbers: The paper's numbers: a mapping, or `columns` and `rows` of a table.
-        assumptions: What we assumed where the paper is silent.
-        deviations: Points of docs/explanation/deviations.md that bear on it.
+        name: Main label.
+        title: What the result shows.
+        section: Section of the paper.
+        claims: Claims that the paper makes about it.
+        setup: Set-up of the paper.
+        numbers: Numbers of the paper: a mapping, or the `columns` and `rows` of a table.
+        assumptions: Choices that we made where the paper does not specify one.
+        deviations: Relevant points of docs/explanation/deviations.md.
         labels: All labels that show it.
-        recipe: How we compute it.
+        recipe: Our computation of it.
     """
 
     name: str
@@ -74,53 +82,56 @@ class Result:
 
 
 @functools.cache
-def labels() -> Mapping[str, Label]:
-    """Every label, in the order of the paper."""
-    listed = tomllib.loads(resources.files(__package__).joinpath("labels.toml").read_text("utf-8"))
+def load_labels() -> Mapping[str, Label]:
+    """Return every label by name, in the order of the paper."""
+    entries = tomllib.loads(resources.files(__package__).joinpath("labels.toml").read_text("utf-8"))
     return {
         name: Label(name, tuple(entry.get("results", [])), entry.get("configuration", ""), entry.get("literature", ""))
-        for name, entry in listed.items()
+        for name, entry in entries.items()
     }
 
 
 @functools.cache
-def results() -> Mapping[str, Result]:
-    """Every result by its name, in the order of the paper."""
-    described: dict[str, dict[str, Any]] = {}
-    for page in sorted(resources.files(__package__).joinpath("results").iterdir(), key=lambda page: page.name):
-        described |= tomllib.loads(page.read_text("utf-8"))
-    found = _recipes()
-    order = dict.fromkeys(name for label in labels().values() for name in label.results)
-    return {name: _result(name, described[name], found[name]) for name in order}
+def load_results() -> Mapping[str, PaperResult]:
+    """Return every result by name, in the order of the paper."""
+    entries: dict[str, dict[str, Any]] = {}
+    for page in sorted(resources.files(__package__).joinpath("claims").iterdir(), key=lambda page: page.name):
+        entries |= tomllib.loads(page.read_text("utf-8"))
+    known_recipes = _load_recipes()
+    order = dict.fromkeys(name for label in load_labels().values() for name in label.results)
+    return {name: _make_result(name, entries[name], known_recipes[name]) for name in order}
 
 
-def find(names: Sequence[str]) -> list[Result]:
-    """The results that show the given labels; all of them if none is given.
+def find_results(names: Sequence[str]) -> list[PaperResult]:
+    """Return the results that the given labels show.
+
+    Args:
+        names: Labels; all results are returned if there are none.
 
     Raises:
-        ReproductionError: A name is not a label of the paper, or only sets up or quotes others.
+        ReproductionError: A name is not a label of the paper, or labels a table of settings or of quoted numbers.
     """
     if not names:
-        return list(results().values())
-    found: dict[str, Result] = {}
+        return list(load_results().values())
+    found: dict[str, PaperResult] = {}
     for name in names:
-        if name not in labels():
+        if name not in load_labels():
             raise ReproductionError(
-                f"{name!r} is not a label of the paper.{nearest(name, labels())} "
-                "`adptnet reproduce --list` shows all of them."
+                f"{name!r} is not a label of the paper.{suggest_name(name, load_labels())} "
+                "`adptnet reproduce --list` prints all labels."
             )
-        label = labels()[name]
+        label = load_labels()[name]
         if label.kind != "result":
-            why = "sets up other results" if label.configuration else "quotes the numbers of others"
+            kind = "is a table of settings" if label.configuration else "quotes numbers of the literature"
             raise ReproductionError(
-                f"{name} {why}: {label.configuration or label.literature}. There is nothing to run."
+                f"{name} {kind}: {label.configuration or label.literature}. There is nothing to run."
             )
-        found |= {result: results()[result] for result in label.results}
+        found |= {result: load_results()[result] for result in label.results}
     return list(found.values())
 
 
-def _result(name: str, entry: dict[str, Any], recipe: Recipe) -> Result:
-    return Result(
+def _make_result(name: str, entry: dict[str, Any], recipe: Recipe) -> PaperResult:
+    return PaperResult(
         name,
         entry["title"],
         entry["section"],
@@ -129,18 +140,18 @@ def _result(name: str, entry: dict[str, Any], recipe: Recipe) -> Result:
         entry.get("numbers", {}),
         tuple(entry.get("assumptions", [])),
         tuple(entry.get("deviations", [])),
-        tuple(label.name for label in labels().values() if name in label.results),
+        tuple(label.name for label in load_labels().values() if name in label.results),
         recipe,
     )
 
 
-def _recipes() -> dict[str, Recipe]:
-    """What the files in `recipes/` bring."""
-    found: dict[str, Recipe] = {}
+def _load_recipes() -> dict[str, Recipe]:
+    """Import every file in `recipes/` and collect its recipes."""
+    collected: dict[str, Recipe] = {}
     for module in pkgutil.iter_modules(recipes.__path__):
-        brought = importlib.import_module(f"{recipes.__name__}.{module.name}").RECIPES
-        twice = found.keys() & brought.keys()
-        if twice:
-            raise ReproductionError(f"two recipes for {sorted(twice)[0]}, the second in {module.name}.py.")
-        found |= brought
-    return found
+        own = importlib.import_module(f"{recipes.__name__}.{module.name}").RECIPES
+        duplicates = collected.keys() & own.keys()
+        if duplicates:
+            raise ReproductionError(f"two recipes for {sorted(duplicates)[0]}, the second in {module.name}.py.")
+        collected |= own
+    return collected

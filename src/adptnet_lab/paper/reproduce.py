@@ -1,4 +1,4 @@
-"""`adptnet reproduce LABEL…`: runs what has not been run yet, a row at a time."""
+"""`adptnet reproduce LABEL…`: run the points that have no row yet, and store one row per point."""
 
 import json
 import multiprocessing
@@ -20,64 +20,70 @@ import numpy
 import torch
 from tyro.conf import Positional, arg
 
-from ..training import environment
-from ..training.signals import stoppable
+from .._runtime import catch_stop_signals, describe_environment
 from . import scoring
-from .recipe import Part, Point, Scale, belongs
-from .registry import ReproductionError, Result, find, labels, results
-from .rows import WRITTEN, Shelf, key, plain
+from .recipe import GridPoint, Scale, Subset, is_in_subset
+from .registry import PaperResult, ReproductionError, find_results, load_labels, load_results
+from .rows import DEFAULT_FOLDER, RowStore, point_key, to_row_value
 
 __all__ = ["Reproduce", "run"]
 
 
 @dataclass(frozen=True)
 class Reproduce:
-    """Run results of the paper by their labels. Finished points are skipped, so a run that was stopped goes on."""
+    """Run results of the paper by their labels. Finished points are skipped, so an interrupted run resumes."""
 
     labels: Positional[tuple[str, ...]] = ()
     """Labels of the paper: fig:time_ablation, table:s5_8_results, …"""
     all: bool = False
-    """Everything."""
+    """Run every result."""
     list: bool = False
-    """Show every label, what it belongs to and its status; run nothing."""
+    """List every label with its result and status; run nothing."""
     scale: Scale = "laptop"
-    """smoke takes seconds, laptop minutes; paper has the paper's sizes."""
-    rows: Path = WRITTEN
+    """smoke takes seconds, laptop minutes; paper uses the sizes of the paper."""
+    rows: Path = DEFAULT_FOLDER
     """Folder of the rows."""
     only: Annotated[tuple[str, ...], arg(metavar="SETTING=VALUE,…")] = ()
-    """Points with these settings alone: task=memorisation model=ADPTNet,Hawk."""
+    """Run only points with these settings: task=memorisation model=ADPTNet,Hawk."""
     shard: Annotated[str, arg(metavar="I/N")] = "1/1"
-    """The I-th of N shares, to divide the work over machines."""
+    """Run the I-th of N shards, to divide the work over machines."""
     processes: int = 1
-    """Points at a time, one core each."""
+    """Number of points to run in parallel, one core each."""
     device: str = "cpu"
-    """Where networks are trained: cuda, cuda:1, … All else runs on the CPU."""
+    """Device for training networks: cuda, cuda:1, … Everything else runs on the CPU."""
 
 
 class _Job(NamedTuple):
-    result: Result
-    point: Point
+    result: PaperResult
+    point: GridPoint
 
 
 def run(options: Reproduce) -> int:
-    """Runs the points that are left and returns their number."""
+    """Run the points that have no row, and return their number.
+
+    Args:
+        options: Results, scale and resources.
+
+    Raises:
+        ReproductionError: An option is invalid, data are missing, rows cannot be written, or a point failed.
+    """
     if options.list:
-        _list(options.rows)
+        _print_labels(options.rows)
         return 0
     if bool(options.labels) == options.all:
-        raise ReproductionError("say what to run: some labels, or --all. `adptnet reproduce --list` shows the labels.")
-    chosen = find(options.labels)
-    shelf = Shelf(options.rows, _share(options.shard))
+        raise ReproductionError("pass either labels or --all. `adptnet reproduce --list` prints the labels.")
+    chosen = find_results(options.labels)
+    store = RowStore(options.rows, _parse_shard(options.shard))
     if options.processes < 1:
         raise ReproductionError(f"--processes {options.processes}: must be at least 1.")
     _check_device(options.device)
-    sources = _sources(chosen)
-    jobs = list(_left(sources, shelf, options.scale, _part(options.only, sources, options.scale)))
-    jobs = _possible(jobs, options)
+    sources = _find_sources(chosen)
+    subset = _parse_only(options.only, sources, options.scale)
+    jobs = _drop_jobs_without_data(list(_find_jobs(sources, store, options.scale, subset)), options)
     if jobs:
-        shelf.prepare(options.scale)
-    begun, failed = time.monotonic(), []
-    with closing(_finished(jobs, options)) as finished:
+        store.prepare(options.scale)
+    start, failed = time.monotonic(), []
+    with closing(_run_jobs(jobs, options)) as finished:
         for number, (job, row) in enumerate(finished, 1):
             if isinstance(row, str):
                 failed.append(job)
@@ -85,122 +91,121 @@ def run(options: Reproduce) -> int:
                 print(row, file=sys.stderr, flush=True)
                 continue
             try:
-                shelf.add(job.result, options.scale, row)
+                store.add(job.result, options.scale, row)
             except OSError as error:
                 raise ReproductionError(
-                    f"the row of {job.result.name} could not be written to {shelf.path(job.result, options.scale)}: "
-                    f"{error.strerror}. Those before it are kept; "
-                    "when there is room again, the same command goes on from them."
+                    f"the row of {job.result.name} could not be written to {store.path(job.result, options.scale)}: "
+                    f"{error.strerror}. Earlier rows are kept. Free some space; the same command then resumes."
                 ) from None
-            shelf.forget(job.result, options.scale, job.point)
+            store.delete_checkpoints(job.result, options.scale, job.point)
             print(f"{number}/{len(jobs)}  {job.result.name}  {job.point}  {row['time']['seconds']:.1f} s", flush=True)
     done = len(jobs) - len(failed)
-    print(f"{done} points in {time.monotonic() - begun:.0f} s; rows in {options.rows / options.scale}")
+    print(f"{done} points in {time.monotonic() - start:.0f} s; rows in {options.rows / options.scale}")
     if failed:
         raise ReproductionError(
             f"{len(failed)} of {len(jobs)} points failed, the first of them {failed[0].result.name}, "
-            f"{failed[0].point}: see above. The others have their rows; the same command tries these again."
+            f"{failed[0].point}: see above. The rows of the others are stored; the same command retries these."
         )
     return done
 
 
-def _sources(chosen: list[Result]) -> list[Result]:
-    """The results that have runs of their own: those chosen, or those that they show another side of."""
+def _find_sources(chosen: list[PaperResult]) -> list[PaperResult]:
+    """Replace each result that shares the rows of another result by that result, and drop duplicates."""
     names = [result.recipe.source or result.name for result in chosen]
-    return [results()[name] for name in dict.fromkeys(names)]
+    return [load_results()[name] for name in dict.fromkeys(names)]
 
 
-def _left(chosen: list[Result], shelf: Shelf, scale: Scale, part: Part) -> Iterator[_Job]:
-    """The points of this share that have no row."""
-    number, count = shelf.share
+def _find_jobs(chosen: list[PaperResult], store: RowStore, scale: Scale, subset: Subset) -> Iterator[_Job]:
+    """Yield the points of this shard that have no row."""
+    number, count = store.shard
     place = 0
     for result in chosen:
-        done = shelf.lines(result, scale)
+        done = store.read_lines(result, scale)
         for point in result.recipe.points(scale):
-            if belongs(point.settings, part):
+            if is_in_subset(point.settings, subset):
                 place += 1
-                if place % count == number % count and key(point) not in done:
+                if place % count == number % count and point_key(point) not in done:
                     yield _Job(result, point)
 
 
-def _part(wanted: tuple[str, ...], chosen: list[Result], scale: Scale) -> Part:
-    """What `--only` asks for, which some point must have."""
+def _parse_only(arguments: tuple[str, ...], chosen: list[PaperResult], scale: Scale) -> Subset:
+    """Parse the arguments of `--only`. Every value must belong to some point."""
     points = [point for result in chosen for point in result.recipe.points(scale)]
-    part: dict[str, list[Any]] = {}
-    for text in wanted:
+    subset: dict[str, list[Any]] = {}
+    for text in arguments:
         name, equals, values = text.partition("=")
         if not equals:
             raise ReproductionError(f"--only {text}: must be SETTING=VALUE, for instance model=Hawk.")
-        there = [point.settings[name] for point in points if name in point.settings]
+        existing = [point.settings[name] for point in points if name in point.settings]
         for value in values.split(","):
-            meant = [_value(value), value]  # 10 is a number in one recipe and a name in another
-            if there and not any(each in there for each in meant):
-                values_there = dict.fromkeys(each if isinstance(each, str) else json.dumps(each) for each in there)
+            readings = [_parse_value(value), value]  # 10 is a number in one recipe and a name in another
+            if existing and not any(each in existing for each in readings):
+                choices = dict.fromkeys(each if isinstance(each, str) else json.dumps(each) for each in existing)
                 raise ReproductionError(
-                    f"--only {name}={value}: no point at the scale {scale} has it. {name} is {', '.join(values_there)}."
+                    f"--only {name}={value}: no point at the scale {scale} has it. {name} is {', '.join(choices)}."
                 )
-            part.setdefault(name, []).extend(meant)
-    if not any(belongs(point.settings, part) for point in points):
+            subset.setdefault(name, []).extend(readings)
+    if not any(is_in_subset(point.settings, subset) for point in points):
         known = sorted({name for point in points for name in point.settings})
         raise ReproductionError(
-            f"--only {' '.join(wanted)}: no point at the scale {scale} is like that. Settings are {', '.join(known)}."
+            f"--only {' '.join(arguments)}: no point at the scale {scale} matches. Settings are {', '.join(known)}."
         )
-    return part
+    return subset
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
         return text
 
 
-def _possible(jobs: list[_Job], options: Reproduce) -> list[_Job]:
-    """Those whose data are here. A result that was asked for by name has to be possible."""
-    lacking: dict[str, str] = {}
+def _drop_jobs_without_data(jobs: list[_Job], options: Reproduce) -> list[_Job]:
+    """Return the jobs whose data files exist. Raise if a result was requested by its label and its data are missing."""
+    missing: dict[str, str] = {}
     for result in {job.result.name: job.result for job in jobs}.values():
-        lacks = result.recipe.lacks(options.scale)
-        if lacks is not None:
-            lacking[result.name] = lacks
-    if lacking and not options.all:
-        raise ReproductionError("; ".join(f"{name} cannot be run: {why}" for name, why in lacking.items()))
-    for name, why in lacking.items():
+        problem = result.recipe.find_missing_data(options.scale)
+        if problem is not None:
+            missing[result.name] = problem
+    if missing and not options.all:
+        raise ReproductionError("; ".join(f"{name} cannot be run: {why}" for name, why in missing.items()))
+    for name, why in missing.items():
         print(f"{name} is left out: {why}")
-    return [job for job in jobs if job.result.name not in lacking]
+    return [job for job in jobs if job.result.name not in missing]
 
 
-def _finished(jobs: list[_Job], options: Reproduce) -> Generator[tuple[_Job, dict[str, Any] | str], None, None]:
-    """Each job with its row, or with what went wrong, as they end."""
+def _run_jobs(jobs: list[_Job], options: Reproduce) -> Generator[tuple[_Job, dict[str, Any] | str], None, None]:
+    """Run the jobs and yield each with its row, or with a traceback if it failed, as they finish."""
     if options.processes == 1:
         for job in jobs:
-            yield job, _tried(job.result.name, job.point, options)
+            yield job, _run_or_traceback(job.result.name, job.point, options)
         return
     spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
-    with stoppable() as asked, ProcessPoolExecutor(options.processes, spawn, _end_with_parent) as pool:
-        # Workers inherit what is blocked: Ctrl-C is for this process, which ends them.
+    with catch_stop_signals() as stop_signal, ProcessPoolExecutor(options.processes, spawn, _end_with_parent) as pool:
+        # Workers inherit the blocked signal: Ctrl-C reaches only this process, which then kills them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        waiting = {pool.submit(_tried, job.result.name, job.point, options): job for job in jobs}
+        waiting = {pool.submit(_run_or_traceback, job.result.name, job.point, options): job for job in jobs}
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         try:
             while waiting:
                 for future in wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED).done:
                     yield waiting.pop(future), future.result()
-                if asked.signum is not None:
+                if stop_signal.signum is not None:
                     raise KeyboardInterrupt
         except BrokenProcessPool:
             raise ReproductionError(
-                "a worker was ended from outside, perhaps for want of memory. Finished points are kept: the same "
-                "command, with fewer --processes, goes on from them."
+                "a worker process was killed, perhaps because memory ran out. Finished points are kept: run the same "
+                "command with fewer --processes to resume."
             ) from None
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in multiprocessing.active_children():
-                process.kill()  # rows are written here, so it holds nothing
+                process.kill()  # rows are written by this process, so nothing is lost
             raise
 
 
 def _end_with_parent() -> None:
-    """Lets a worker end with the process that began it, whatever ended that."""
+    """Make a worker exit when its parent process exits, for whatever reason."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -211,42 +216,43 @@ def _end_with_parent() -> None:
     threading.Thread(target=follow, daemon=True).start()
 
 
-def _tried(name: str, point: Point, options: Reproduce) -> dict[str, Any] | str:
-    """The row of a point, or why there is none: one point must not end a night's run."""
+def _run_or_traceback(name: str, point: GridPoint, options: Reproduce) -> dict[str, Any] | str:
+    """Return the row of a point, or the traceback if it fails: one failing point must not stop the others."""
     try:
-        return _row(name, point, options)
+        return _run_point(name, point, options)
     except Exception:
         return traceback.format_exc()
 
 
-def _row(name: str, point: Point, options: Reproduce) -> dict[str, Any]:
-    """Runs one point."""
-    result = results()[name]
+def _run_point(name: str, point: GridPoint, options: Reproduce) -> dict[str, Any]:
+    """Run one point and return its row."""
+    result = load_results()[name]
     began, clock = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic()
-    folder = Shelf(options.rows).unfinished(result, options.scale, point) if options.scale == "paper" else None
-    with _alone(point.seed, result.recipe.dtype, options.device, folder):
-        finding = result.recipe.run(point)
-        machine = {**environment(), "device": options.device}
+    keeps_checkpoints = options.scale == "paper"
+    folder = RowStore(options.rows).checkpoint_folder(result, options.scale, point) if keeps_checkpoints else None
+    with _isolate_run(point.seed, result.recipe.dtype, options.device, folder):
+        output = result.recipe.run(point)
+        machine = {**describe_environment(), "device": options.device}
     versions = {part: machine.pop(part) for part in ("adptnet", "torch", "python")} | {"numpy": numpy.__version__}
     return {
         "label": name,
         "scale": options.scale,
-        "settings": plain(point.settings),
+        "settings": to_row_value(point.settings),
         "seed": point.seed,
         "recipe": result.recipe.version,
-        "numbers": finding.numbers,
-        "spec": None if finding.spec is None else json.loads(finding.spec.to_json()),
+        "numbers": output.numbers,
+        "spec": None if output.spec is None else json.loads(output.spec.to_json()),
         "versions": versions,
         "machine": machine,
-        "time": {"began": began, "seconds": time.monotonic() - clock, **finding.times},
+        "time": {"began": began, "seconds": time.monotonic() - clock, **output.times},
     }
 
 
 @contextmanager
-def _alone(seed: int, dtype: torch.dtype, device: str = "cpu", unfinished: Path | None = None) -> Iterator[None]:
-    """One thread, a default dtype and a seed of its own, so that numbers do not depend on what ran before."""
-    device_token, folder_token = scoring.device.set(device), scoring.unfinished.set(unfinished)
-    threads, before = torch.get_num_threads(), torch.get_default_dtype()
+def _isolate_run(seed: int, dtype: torch.dtype, device: str, folder: Path | None) -> Iterator[None]:
+    """Set one thread, the default dtype and the seed, so that numbers do not depend on earlier runs; then restore."""
+    device_token, folder_token = scoring.training_device.set(device), scoring.checkpoint_folder.set(folder)
+    threads, default_dtype = torch.get_num_threads(), torch.get_default_dtype()
     torch.set_num_threads(1)
     torch.set_default_dtype(dtype)
     try:
@@ -255,9 +261,9 @@ def _alone(seed: int, dtype: torch.dtype, device: str = "cpu", unfinished: Path 
             yield
     finally:
         torch.set_num_threads(threads)
-        torch.set_default_dtype(before)
-        scoring.device.reset(device_token)
-        scoring.unfinished.reset(folder_token)
+        torch.set_default_dtype(default_dtype)
+        scoring.training_device.reset(device_token)
+        scoring.checkpoint_folder.reset(folder_token)
 
 
 def _check_device(name: str) -> None:
@@ -267,32 +273,34 @@ def _check_device(name: str) -> None:
         raise ReproductionError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from None
 
 
-def _share(text: str) -> tuple[int, int]:
+def _parse_shard(text: str) -> tuple[int, int]:
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
         raise ReproductionError(f"--shard {text}: must be I/N with 1 <= I <= N, for instance 2/4.")
     return int(number), int(count)
 
 
-def _list(folder: Path) -> None:
-    """Every label, in the order of the paper."""
+def _print_labels(folder: Path) -> None:
+    """Print every label, in the order of the paper, with its result and status."""
     from rich.console import Console
     from rich.table import Column, Table
 
-    from .compare import progress
+    from .compare import describe_progress
 
-    whole = Column("label", overflow="fold")  # to be copied, so never cut short
-    part = Column("belongs to", overflow="fold")
-    table = Table(whole, part, "status", "claims", "smoke / laptop / paper: points done, cost on one core")
-    known = {name: progress(result, Shelf(folder)) for name, result in results().items()}
-    for label in labels().values():
+    name_column = Column("label", overflow="fold")  # to be copied, so never truncated
+    result_column = Column("belongs to", overflow="fold")
+    table = Table(
+        name_column, result_column, "status", "claims", "smoke / laptop / paper: points done, cost on one core"
+    )
+    progress = {name: describe_progress(result, RowStore(folder)) for name, result in load_results().items()}
+    for label in load_labels().values():
         if label.kind != "result":
             table.add_row(label.name, "", label.kind, "", label.configuration or label.literature)
         for name in label.results:
-            done, far = known[name]
-            status = f"{done} done" if done else "not run"
-            claims = str(len(results()[name].claims))
-            table.add_row(label.name, "" if name == label.name else name, status, claims, " / ".join(far))
+            largest, texts = progress[name]
+            status = f"{largest} done" if largest else "not run"
+            claims = str(len(load_results()[name].claims))
+            table.add_row(label.name, "" if name == label.name else name, status, claims, " / ".join(texts))
     Console(width=None if sys.stdout.isatty() else 160).print(table)
-    total = sum(len(result.claims) for result in results().values())
-    print(f"{len(labels())} labels, {len(results())} results, {total} claims.")
+    total = sum(len(result.claims) for result in load_results().values())
+    print(f"{len(load_labels())} labels, {len(load_results())} results, {total} claims.")

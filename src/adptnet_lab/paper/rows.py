@@ -1,164 +1,219 @@
-"""Rows: one JSON line for each finished point, on disk before the next point begins.
+"""Storage of rows: one JSON line per finished point, flushed to disk before the next point starts.
 
-    ROWS/SCALE/fig-time_ablation.jsonl              of one machine
-    ROWS/SCALE/fig-time_ablation.2-of-4.jsonl       of one share of several
+    ROWS/SCALE/fig-time_ablation.jsonl              rows of one machine
+    ROWS/SCALE/fig-time_ablation.jsonl.gz           the same, compressed; read only
+    ROWS/SCALE/fig-time_ablation.2-of-4.jsonl       rows of one shard of several
     ROWS/SCALE/unfinished/                          checkpoints of points in progress, which may take hours
 
-All files of a result are read together, so shares are joined by copying them into one folder; of two rows of one point
-the first counts. A line that a killed process left unfinished is skipped, and its point runs again.
+All files of a result are read together, so shards are merged by copying them into one folder. If two rows belong to
+the same point, the first counts. A line that a killed process left incomplete is skipped, and its point runs again.
 """
 
 import contextlib
 import fcntl
+import gzip
 import hashlib
+import io
 import json
-import math
 import shutil
 import tempfile
+import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from adptnet._io.files import append_lines, read_regular
-from adptnet._io.untrusted import parse_json
+from adptnet._io.json_values import from_json_value, to_json_value
+from adptnet._io.untrusted import LimitedReader, parse_json
 
-from .recipe import SCALES, Part, Point, Row, Rows, Scale, belongs
-from .registry import ReproductionError, Result
+from .recipe import SCALES, GridPoint, Row, Rows, Scale, Subset, is_in_subset
+from .registry import PaperResult, ReproductionError
 
-__all__ = ["WRITTEN", "Shelf", "choose_shelf", "key", "plain"]
+__all__ = ["DEFAULT_FOLDER", "RowStore", "open_row_store", "point_key", "to_row_value"]
 
-WRITTEN = Path("runs/paper")  # where rows are written unless another folder is given
-SHIPPED = (Path("results"), Path(__file__).parents[3] / "results")  # in a clone: from its root, and from anywhere else
+DEFAULT_FOLDER = Path("runs/paper")  # where rows are written unless another folder is given
+COMMITTED_FOLDERS = (Path("results"), Path(__file__).parents[3] / "results")  # relative to a clone, and of this clone
 
-_DIGITS = 9  # more would be rounding
-_SPECIAL = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+_DIGITS = 9  # the rest is rounding error
 _FIELDS = {"label": str, "scale": str, "settings": dict, "seed": int, "recipe": int, "numbers": dict, "time": dict}
 
 
-def key(point: Point) -> str:
-    """What tells a point from the others of its result, scale and recipe."""
-    return json.dumps([plain(point.settings), point.seed], sort_keys=True)
+def point_key(point: GridPoint) -> str:
+    """Return the text that identifies a point among those of its result, scale and recipe version.
+
+    Args:
+        point: The point.
+    """
+    return json.dumps([to_row_value(point.settings), point.seed], sort_keys=True)
 
 
-def plain(value: Any) -> Any:
-    """Tensors as lists, numbers to nine digits, infinities and NaN as text: what JSON can hold."""
-    if isinstance(value, Tensor):
-        return plain(value.tolist())
-    if isinstance(value, Mapping):
-        return {str(name): plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, float):
-        return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else str(value)
-    return value
+def to_row_value(value: Any) -> Any:
+    """Return a value as JSON can hold it: tensors as lists, floats to nine digits, infinities and NaN as text.
+
+    Args:
+        value: Numbers, text, tensors, and mappings and lists of them.
+    """
+    return to_json_value(value, digits=_DIGITS)
 
 
-def _read(value: Any) -> Any:
-    """What `plain` wrote, with infinities as numbers again."""
-    if isinstance(value, dict):
-        return {name: _read(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_read(item) for item in value]
-    return _SPECIAL.get(value, value) if isinstance(value, str) else value
+class RowStore:
+    """A folder of rows.
 
+    Args:
+        folder: The folder.
+        shard: Number of this shard, from 1, and the number of shards.
+    """
 
-class Shelf:
-    """Where the rows of a reproduction are kept."""
-
-    def __init__(self, folder: Path, share: tuple[int, int] = (1, 1)):
+    def __init__(self, folder: Path, shard: tuple[int, int] = (1, 1)):
         self.folder = folder
-        self.share = share
+        self.shard = shard
 
-    def path(self, result: Result, scale: Scale) -> Path:
-        """The file that this process adds to."""
-        number, count = self.share
+    def path(self, result: PaperResult, scale: Scale) -> Path:
+        """Return the file that this process appends to.
+
+        Args:
+            result: The result.
+            scale: The scale.
+        """
+        number, count = self.shard
         part = f".{number}-of-{count}" if count > 1 else ""
-        return self.folder / scale / f"{_stem(result)}{part}.jsonl"
+        return self.folder / scale / f"{_file_stem(result.name)}{part}.jsonl"
 
     @property
-    def empty(self) -> bool:
-        """Whether there is no file of rows, of any result and scale."""
-        return not any(path for scale in SCALES for path in self.folder.glob(f"{scale}/*.jsonl"))
+    def is_empty(self) -> bool:
+        """Whether the folder holds no file of rows, of any result and scale."""
+        return not any(path for scale in SCALES for path in self.folder.glob(f"{scale}/*.jsonl*"))
 
     def prepare(self, scale: Scale) -> None:
-        """Makes the folder of a scale and writes a file there: an error comes before hours of work, not after."""
+        """Create the folder of a scale and check that it is writable, before hours of work rather than after.
+
+        Args:
+            scale: The scale.
+
+        Raises:
+            ReproductionError: The folder cannot be written to.
+        """
         try:
             (self.folder / scale).mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self.folder / scale).close()
         except OSError as error:
             raise ReproductionError(
-                f"rows cannot be written to {self.folder / scale}: {error.strerror}. Choose another folder by --rows."
+                f"rows cannot be written to {self.folder / scale}: {error.strerror}. Choose another folder with --rows."
             ) from None
 
-    def add(self, result: Result, scale: Scale, row: Mapping[str, Any]) -> None:
-        """Appends one line and waits until it is on disk."""
+    def add(self, result: PaperResult, scale: Scale, row: Mapping[str, Any]) -> None:
+        """Append one row and wait until it is on disk.
+
+        Args:
+            result: The result.
+            scale: The scale.
+            row: The fields of the row.
+        """
         path = self.path(result, scale)
         path.parent.mkdir(parents=True, exist_ok=True)
-        line = (json.dumps(plain(row), allow_nan=False) + "\n").encode()
+        line = (json.dumps(to_row_value(row), allow_nan=False) + "\n").encode()
         with path.open("ab+", buffering=0) as file:
-            with contextlib.suppress(OSError):  # a file system without locks: shares have files of their own
+            with contextlib.suppress(OSError):  # a file system without locks: each shard has its own file
                 fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
             append_lines(file, line)
 
-    def unfinished(self, result: Result, scale: Scale, point: Point) -> Path:
-        """A folder for what a point has done so far."""
-        told = json.dumps([result.name, result.recipe.version, key(point)])
-        return self.folder / scale / "unfinished" / hashlib.sha256(told.encode()).hexdigest()[:16]
+    def checkpoint_folder(self, result: PaperResult, scale: Scale, point: GridPoint) -> Path:
+        """Return the folder for the checkpoints of a point in progress.
 
-    def forget(self, result: Result, scale: Scale, point: Point) -> None:
-        """Takes that folder away, if there is one."""
-        shutil.rmtree(self.unfinished(result, scale, point), ignore_errors=True)
+        Args:
+            result: The result.
+            scale: The scale.
+            point: The point.
+        """
+        identity = json.dumps([result.name, result.recipe.version, point_key(point)])
+        return self.folder / scale / "unfinished" / hashlib.sha256(identity.encode()).hexdigest()[:16]
+
+    def delete_checkpoints(self, result: PaperResult, scale: Scale, point: GridPoint) -> None:
+        """Delete the checkpoint folder of a point, if there is one.
+
+        Args:
+            result: The result.
+            scale: The scale.
+            point: The point.
+        """
+        folder = self.checkpoint_folder(result, scale, point)
+        shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # not there, or not empty
-            self.unfinished(result, scale, point).parent.rmdir()
+            folder.parent.rmdir()
 
-    def lines(self, result: Result, scale: Scale) -> dict[str, dict[str, Any]]:
-        """The whole rows of the current recipe, by the key of their point."""
+    def read_lines(self, result: PaperResult, scale: Scale) -> dict[str, dict[str, Any]]:
+        """Return the stored rows of the current recipe version, by the key of their point.
+
+        Args:
+            result: The result.
+            scale: The scale.
+
+        Raises:
+            ReproductionError: A file cannot be read, or contains a line that is not a row of this result and scale.
+        """
         source = result.recipe.source or result.name
-        found: dict[str, dict[str, Any]] = {}
+        rows: dict[str, dict[str, Any]] = {}
         folder = self.folder / scale
-        stem = source.replace(":", "-")
-        for path in sorted([*folder.glob(f"{stem}.jsonl"), *folder.glob(f"{stem}.*-of-*.jsonl")]):
-            for place, row in _whole_lines(path):
-                _check(row, source, scale, f"{path}, line {place}")
+        names = (f"{_file_stem(source)}{part}.jsonl{packed}" for part in ("", ".*-of-*") for packed in ("", ".gz"))
+        for path in sorted(path for name in names for path in folder.glob(name)):
+            for number, row in _complete_lines(path):
+                _check_row(row, source, scale, f"{path}, line {number}")
                 if row["recipe"] == result.recipe.version:
-                    found.setdefault(json.dumps([row["settings"], row["seed"]], sort_keys=True), row)
-        return found
+                    rows.setdefault(json.dumps([row["settings"], row["seed"]], sort_keys=True), row)
+        return rows
 
-    def rows(self, result: Result, scale: Scale, part: Part | None = None) -> tuple[Rows, int]:
-        """The rows of the points there are at this scale, all or those of `part`, and how many points have none."""
-        lines = self.lines(result, scale)
-        points = [point for point in result.recipe.points(scale) if belongs(point.settings, part or {})]
-        if result.recipe.largest is not None:
-            points = _largest(points, result.recipe.largest, lines)
-        done = [lines[key(point)] for point in points if key(point) in lines]
-        rows = [Row(row["settings"], row["seed"], _read(row["numbers"]), _read(row["time"]), scale) for row in done]
+    def read_rows(self, result: PaperResult, scale: Scale, subset: Subset | None = None) -> tuple[Rows, int]:
+        """Read the rows of a result.
+
+        Args:
+            result: The result.
+            scale: The scale.
+            subset: The points to read; all of them if not given.
+
+        Returns:
+            The rows, in the order of the points, and the number of points without a row.
+        """
+        lines = self.read_lines(result, scale)
+        points = [point for point in result.recipe.points(scale) if is_in_subset(point.settings, subset or {})]
+        if result.recipe.largest_of is not None:
+            points = _largest_complete(points, result.recipe.largest_of, lines)
+        done = [lines[point_key(point)] for point in points if point_key(point) in lines]
+        rows = [
+            Row(row["settings"], row["seed"], from_json_value(row["numbers"]), from_json_value(row["time"]), scale)
+            for row in done
+        ]
         return Rows(rows), len(points) - len(done)
 
 
-def choose_shelf(folder: Path | None) -> Shelf:
-    """Return the rows to read: those of `folder`; otherwise one's own if there are any, or those of the repository."""
+def open_row_store(folder: Path | None) -> RowStore:
+    """Return the rows to read.
+
+    Args:
+        folder: Their folder. If not given: the user's own rows in `DEFAULT_FOLDER` if there are any, otherwise the rows
+            that are committed to the repository.
+    """
     if folder is not None:
-        return Shelf(folder)
-    shelves = [Shelf(place) for place in (WRITTEN, *SHIPPED)]
-    return next((shelf for shelf in shelves if not shelf.empty), shelves[0])
+        return RowStore(folder)
+    stores = [RowStore(folder) for folder in (DEFAULT_FOLDER, *COMMITTED_FOLDERS)]
+    return next((store for store in stores if not store.is_empty), stores[0])
 
 
-def _largest(points: Sequence[Point], setting: str, lines: Collection[str]) -> list[Point]:
-    """Those with the largest value of a setting that all have a line; with the fewest missing if there is none."""
+def _largest_complete(points: Sequence[GridPoint], setting: str, lines: Collection[str]) -> list[GridPoint]:
+    """Return the points with the largest value of `setting` that is complete, or else with the fewest missing rows."""
     values = sorted({point.settings[setting] for point in points}, reverse=True)
     groups = [[point for point in points if point.settings[setting] == value] for value in values]
-    return min(groups, key=lambda group: sum(key(point) not in lines for point in group), default=[])
+    return min(groups, key=lambda group: sum(point_key(point) not in lines for point in group), default=[])
 
 
-def _whole_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """What the lines of a file say, by number, without those that were cut off."""
+def _complete_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the content of each line with its number, without lines that were cut off."""
     try:
-        lines = read_regular(path).splitlines()
-    except OSError as error:
-        raise ReproductionError(f"{path} cannot be read: {error.strerror}.") from None
-    for number, text in enumerate(lines, 1):
+        content = read_regular(path)
+        if path.suffix == ".gz":
+            content = _unpack(content)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise ReproductionError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    for number, text in enumerate(content.splitlines(), 1):
         try:
             row = parse_json(text)
         except ValueError:
@@ -166,13 +221,19 @@ def _whole_lines(path: Path) -> Iterator[tuple[int, Any]]:
         yield number, row
 
 
-def _check(row: Any, label: str, scale: Scale, place: str) -> None:
-    """Raises ReproductionError if this is not a row of the result and scale that its file is for."""
+def _unpack(content: bytes) -> bytes:
+    """Decompress a gzip file, up to the size limit for files of unknown origin."""
+    with gzip.GzipFile(fileobj=io.BytesIO(content)) as stream:
+        return io.BufferedReader(LimitedReader(stream, len(content))).read()
+
+
+def _check_row(row: Any, label: str, scale: Scale, place: str) -> None:
+    """Raise ReproductionError if `row` is not a row of the result and scale that its file is for."""
     if not isinstance(row, dict):
-        raise ReproductionError(f"{place}: not a row, which is a JSON object. Take the line out.")
+        raise ReproductionError(f"{place}: not a row, which is a JSON object. Delete the line.")
     wrong = [n for n, kind in _FIELDS.items() if not isinstance(row.get(n), kind) or isinstance(row[n], bool)]
     if wrong:
-        raise ReproductionError(f"{place}: not a row of `adptnet reproduce`: no {', '.join(wrong)}. Take the line out.")
+        raise ReproductionError(f"{place}: not a row of `adptnet reproduce`: no {', '.join(wrong)}. Delete the line.")
     if (row["label"], row["scale"]) != (label, scale):
         raise ReproductionError(
             f"{place}: a row of {row['label']} at the scale {row['scale']}, but the file is for {label} at the scale "
@@ -180,5 +241,5 @@ def _check(row: Any, label: str, scale: Scale, place: str) -> None:
         )
 
 
-def _stem(result: Result) -> str:
-    return result.name.replace(":", "-")
+def _file_stem(name: str) -> str:
+    return name.replace(":", "-")

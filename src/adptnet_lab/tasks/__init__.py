@@ -1,13 +1,13 @@
-"""Tasks: seeded generators that carry their loss window, metric and chance level."""
+"""Tasks: reproducible sources of sequences, each with its loss, metric and chance level."""
 
 from .base import Batch, FiniteTask, Scores, Task
 from .copy_memory import CopyMemory
 from .event_frames import EventFrames
 from .forecast import Forecast, Horizon
 from .generated import GeneratedTask
-from .groups import product_table, spelled
+from .groups import format_product_table, product_table
 from .mad import (
-    MAD_OPTIMISERS,
+    MAD_OPTIMIZERS,
     MadCompression,
     MadFuzzyRecall,
     MadInContextRecall,
@@ -18,14 +18,14 @@ from .mad import (
     mad_settings,
 )
 from .parity import Parity
-from .registry import TASKS, named
+from .registry import TASKS, get_task
 from .selective_copy import SELECTIVE_COPY_SETTINGS, SelectiveCopy
 from .sequential_image import SequentialImage
 from .text import Text
 from .word_problem import WordProblem
 
 __all__ = [
-    "MAD_OPTIMISERS",
+    "MAD_OPTIMIZERS",
     "SELECTIVE_COPY_SETTINGS",
     "TASKS",
     "Batch",
@@ -48,9 +48,9 @@ __all__ = [
     "Task",
     "Text",
     "WordProblem",
+    "format_product_table",
+    "get_task",
     "mad_score",
     "mad_settings",
-    "named",
     "product_table",
-    "spelled",
 ]

@@ -1,4 +1,4 @@
-"""Copy Memory: ten symbols, a long silence, and the ten symbols again (fig:copy_memory)."""
+"""Copy Memory: recall ten symbols after a long delay (fig:copy_memory)."""
 
 from typing import Literal
 
@@ -14,21 +14,23 @@ from .scores import recall_scores
 
 __all__ = ["CopyMemory"]
 
-SYMBOLS = 10  # to remember, and steps to recall them in
+SYMBOLS = 10  # symbols to remember, and steps in which to recall them
 MARKER = 9
 
 
 @spec
 class CopyMemory(GeneratedTask):
-    """Ten symbols from 1 to 8, zeros, eleven markers 9; the symbols are due over the last ten.
+    """Ten symbols from 1 to 8, then zeros, then eleven markers 9; the last ten steps must repeat the symbols.
 
-    Loss and accuracy are over the last ten steps alone: over all of them, silence would already score 84 % at 64
-    steps. 10 000 fixed sequences, as in the sources that the paper builds on.
+    Loss and accuracy cover the last ten steps alone: over all steps, always predicting zero would already score 84 %
+    at 64 steps. There are 10 000 fixed training sequences, as in the sources that the paper builds on.
 
     Attributes:
-        length: Steps in all: 64, 128 and 1024 in the paper.
-        encoding: Tokens, or as in those sources the numbers 0 to 9 in one channel.
-        training_sequences, test_sequences, seed: Of the fixed sets.
+        length: Steps per sequence: 64, 128 and 1024 in the paper.
+        encoding: "tokens", or "scalar" as in those sources: the numbers 0 to 9 in one channel.
+        training_sequences: Number of training sequences, a fixed set.
+        test_sequences: Number of validation and of test sequences, fixed sets.
+        seed: Seed of the sets.
     """
 
     length: int = 64
@@ -43,7 +45,7 @@ class CopyMemory(GeneratedTask):
         GeneratedTask.__post_init__(self)
 
     @property
-    def shortest(self) -> int:
+    def minimum_length(self) -> int:
         return 2 * SYMBOLS + 1
 
     @property

@@ -1,7 +1,7 @@
-"""Data files: where they are looked for, how they are checked, and how they are fetched when asked for.
+"""Data files: locating, verifying and downloading them.
 
-Nothing is downloaded unasked. `find` looks in the folder that ADPTNET_DATA names, then in the cache that `fetch`
-fills.
+Nothing is downloaded unless `fetch` is called. `find_data` searches the folder named by ADPTNET_DATA, then the cache
+that `fetch` fills.
 """
 
 import functools
@@ -15,21 +15,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from adptnet._io.cache import cache_folder
 from adptnet.errors import DataError
-from adptnet.ops._build import cache
-from adptnet.spec import nearest
+from adptnet.spec import suggest_name
 
-__all__ = ["FILES", "DataFile", "fetch", "find", "folders", "sha256_of"]
+__all__ = ["FILES", "DataFile", "compute_sha256", "data_folders", "fetch", "find_data"]
 
-TIMEOUT = 30.0  # seconds without an answer
+TIMEOUT = 30.0  # seconds without a response
 CHUNK = 1 << 20
 
-Report = Callable[[int, int], None]  # bytes here, bytes in all
+Report = Callable[[int, int], None]  # bytes downloaded, total bytes
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file of known size and hash, and where it may be had."""
+    """A file of known size and SHA-256, and the addresses to download it from."""
 
     name: str
     filename: str
@@ -38,7 +38,7 @@ class DataFile:
     urls: tuple[str, ...]
     what: str
     terms: str
-    instead: tuple[str, ...] = ()  # patterns of files that serve as well; their content is not checked
+    instead: tuple[str, ...] = ()  # patterns of files accepted in its place; their content is not checked
 
     def __str__(self) -> str:
         return f"{self.filename} ({self.size:,} bytes, sha256 {self.sha256})"
@@ -77,44 +77,54 @@ FILES = {
 }
 
 
-def known(name: str) -> DataFile:
-    """The file of that name."""
+def get_data_file(name: str) -> DataFile:
+    """Return the data file called `name`.
+
+    Raises:
+        DataError: There is none; the message suggests the nearest name.
+    """
     if name not in FILES:
-        raise DataError(f"there is no data set {name!r}.{nearest(str(name), FILES)}")
+        raise DataError(f"there is no data set {name!r}.{suggest_name(str(name), FILES)}")
     return FILES[name]
 
 
-def folders() -> tuple[Path, ...]:
-    """Where files are looked for, in order."""
+def data_folders() -> tuple[Path, ...]:
+    """Return the folders that are searched for data files, in order."""
     chosen = os.environ.get("ADPTNET_DATA")
     if not chosen:
-        return (cache() / "data",)
+        return (cache_folder() / "data",)
     if not Path(chosen).is_dir():
-        raise DataError(f"ADPTNET_DATA={chosen} is no folder. Set it to one that holds data files, or unset it.")
-    return (Path(chosen), cache() / "data")
+        raise DataError(f"ADPTNET_DATA={chosen} is not a folder. Set it to one that holds data files, or unset it.")
+    return (Path(chosen), cache_folder() / "data")
 
 
-def find(name: str) -> Path:
-    """Return the path of a data set that is here already, its content compared with the published SHA-256.
+def find_data(name: str) -> Path:
+    """Return the path of a data set on this machine, after comparing its content with the published SHA-256.
+
+    Args:
+        name: One of `FILES`.
 
     Raises:
-        DataError: It is not here, or its content is another; the message says what to do.
+        DataError: The file is missing, or its content differs; the message says what to do.
     """
-    return _found(known(name), folders())
+    return _find_verified(get_data_file(name), data_folders())
 
 
 @functools.lru_cache(maxsize=16)
-def _found(file: DataFile, places: tuple[Path, ...]) -> Path:
-    """Asked for at every batch, so a file is searched and checked once; tasks hold the content of one that is gone."""
+def _find_verified(file: DataFile, places: tuple[Path, ...]) -> Path:
+    """Search for a file and check its hash once per process: tasks call this for every batch.
+
+    A file that is deleted later is not noticed; tasks keep its content in memory.
+    """
     fault = None
-    for path in _candidates(file, places):
+    for path in _iterate_candidates(file, places):
         if path.name != file.filename:
             return path
         size = path.stat().st_size
         if size != file.size:
             fault = f"{path} has {size:,} bytes, so it is not the whole file."
-        elif sha256_of(path) != file.sha256:
-            fault = f"{path} has another SHA-256 than it should: it is damaged, or not the published file."
+        elif compute_sha256(path) != file.sha256:
+            fault = f"{path} has the wrong SHA-256: it is damaged, or not the published file."
         else:
             return path
     raise DataError(
@@ -123,39 +133,42 @@ def _found(file: DataFile, places: tuple[Path, ...]) -> Path:
     )
 
 
-def _candidates(file: DataFile, places: tuple[Path, ...]) -> Iterator[Path]:
+def _iterate_candidates(file: DataFile, places: tuple[Path, ...]) -> Iterator[Path]:
     for folder in places:
         for pattern in (file.filename, *file.instead):
             yield from sorted(path for path in folder.rglob(pattern) if path.is_file())
 
 
-def sha256_of(path: Path) -> str:
-    """The hash of a file's content."""
+def compute_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's content, in hexadecimal."""
     with open(path, "rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def fetch(name: str, folder: Path | None = None, *, report: Report | None = None) -> Path:
-    """Downloads a data set, unless it is there already, and returns its path.
+    """Download a data set, unless it is already there, and return its path.
 
-    The file appears under its name only when all of it has come and its hash is right. A download that was cut off
-    goes on where it stopped, also from another mirror.
+    The file appears under its name only when it is complete and its hash is right. An interrupted download resumes
+    where it stopped, also from another mirror.
 
     Args:
         name: One of `FILES`.
-        folder: Where to put it; the cache if not given.
-        report: Called with the number of bytes here and in all.
+        folder: Destination; the cache by default.
+        report: Called with the number of bytes downloaded and the total.
+
+    Raises:
+        DataError: pooch is not installed, the folder cannot be written, or every mirror failed.
     """
     try:
         import pooch
     except ImportError:
         raise DataError("downloads need pooch. Install it: pip install 'adptnet[data]'.") from None
-    file = known(name)
-    target = cache() / "data" if folder is None else Path(folder)
+    file = get_data_file(name)
+    target = cache_folder() / "data" if folder is None else Path(folder)
     path = target / file.filename
     try:
         target.mkdir(parents=True, exist_ok=True)
-        if path.is_file() and sha256_of(path) == file.sha256:
+        if path.is_file() and compute_sha256(path) == file.sha256:
             return path
     except OSError as error:
         raise DataError(f"{path} cannot be read or written: {error}. Pass another folder with --folder.") from None
@@ -176,12 +189,12 @@ def fetch(name: str, folder: Path | None = None, *, report: Report | None = None
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, ValueError) and "hash" in str(error):
-        return "the content has another hash than it should; nothing of it was kept"
+        return "the content has the wrong hash; it was discarded"
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 class _Resumable:
-    """What pooch calls to download: keeps what has come in a file of its own, and asks for the rest of it."""
+    """Downloader for pooch that keeps a partial file and requests only the missing bytes."""
 
     def __init__(self, part: Path, size: int, report: Report | None):
         self.part, self.size, self.report = part, size, report
@@ -193,9 +206,9 @@ class _Resumable:
             have = 0
         request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
         with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
-            goes_on = answer.status == http.client.PARTIAL_CONTENT
-            have = have if goes_on else 0
-            with open(self.part, "ab" if goes_on else "wb") as content:
+            resumes = answer.status == http.client.PARTIAL_CONTENT
+            have = have if resumes else 0
+            with open(self.part, "ab" if resumes else "wb") as content:
                 while chunk := answer.read(CHUNK):
                     have += len(chunk)
                     if have > self.size:
@@ -206,7 +219,5 @@ class _Resumable:
                     if self.report is not None:
                         self.report(have, self.size)
         if have < self.size:
-            raise OSError(
-                f"the connection ended after {have:,} of {self.size:,} bytes; fetch again to go on from there"
-            )
+            raise OSError(f"the connection ended after {have:,} of {self.size:,} bytes; fetch again to resume")
         os.replace(self.part, output_file)

@@ -1,4 +1,4 @@
-"""Dynamical systems: integrated by Runge and Kutta's fourth-order method, in float64."""
+"""Dynamical systems, integrated by the classical fourth-order Runge-Kutta method in float64."""
 
 import abc
 import functools
@@ -6,15 +6,30 @@ import functools
 import numpy as np
 
 from adptnet.errors import InputError
-from adptnet.spec import nearest
+from adptnet.spec import suggest_name
 
-from .equations import Field, Numbers, parsed
+from .equations import Field, Numbers, parse_equations
 
-__all__ = ["SYSTEMS", "Delay", "Equations", "System", "largest_exponent", "runge_kutta", "system_of", "trajectories"]
+__all__ = [
+    "SYSTEMS",
+    "DynamicalSystem",
+    "MackeyGlass",
+    "ODESystem",
+    "estimate_largest_exponent",
+    "make_system",
+    "runge_kutta_step",
+    "simulate_trajectories",
+]
 
 
-def runge_kutta(field: Field, state: Numbers, dt: float) -> Numbers:
-    """One step of dx/dt = field(x)."""
+def runge_kutta_step(field: Field, state: Numbers, dt: float) -> Numbers:
+    """Return the state of dx/dt = field(x) one Runge-Kutta step later.
+
+    Args:
+        field: Right-hand side.
+        state: (..., n).
+        dt: Length of the step.
+    """
     first = field(state)
     second = field(state + dt / 2 * first)
     third = field(state + dt / 2 * second)
@@ -22,34 +37,34 @@ def runge_kutta(field: Field, state: Numbers, dt: float) -> Numbers:
     return state + dt / 6 * (first + 2 * second + 2 * third + fourth)
 
 
-class System(abc.ABC):
-    """Something that moves: many states at once, (trajectories, n)."""
+class DynamicalSystem(abc.ABC):
+    """Base class of dynamical systems; states are batched, (trajectories, n)."""
 
     dt: float  # time between two samples
-    observed: int  # numbers of a sample
-    exponent: float | None = None  # largest Lyapunov exponent, in 1 / time, where it is known
+    observed: int  # observed variables
+    exponent: float | None = None  # largest Lyapunov exponent, in 1 / time, if known
 
     @abc.abstractmethod
     def start(self, count: int, generator: np.random.Generator) -> Numbers:
-        """States to start from, different ones."""
+        """Draw `count` different initial states."""
 
     @abc.abstractmethod
     def step(self, state: Numbers) -> Numbers:
-        """The states one sample later."""
+        """Return the states one sample later."""
 
     @abc.abstractmethod
     def sample(self, state: Numbers) -> Numbers:
-        """What is seen of the states, (trajectories, observed)."""
+        """Return the observed variables of the states, (trajectories, observed)."""
 
 
-class Equations(System):
-    """Ordinary differential equations, all of whose variables are seen.
+class ODESystem(DynamicalSystem):
+    """A system of ordinary differential equations, fully observed.
 
     Args:
-        text: Such as "x' = v; v' = -x".
+        text: The equations, such as "x' = v; v' = -x".
         dt: Time between two samples.
-        substeps: Steps of the integrator between two samples.
-        centre: Around which trajectories start; the origin if not given.
+        substeps: Integrator steps between two samples.
+        centre: Centre of the cube from which initial states are drawn; the origin by default.
         exponent: The largest Lyapunov exponent, if it is known.
     """
 
@@ -62,7 +77,7 @@ class Equations(System):
         centre: tuple[float, ...] | None = None,
         exponent: float | None = None,
     ):
-        self.names, self.field = parsed(text)
+        self.names, self.field = parse_equations(text)
         self.dt, self.substeps, self.exponent = dt, substeps, exponent
         self.observed = len(self.names)
         self.centre = centre or (0.0,) * self.observed
@@ -72,20 +87,27 @@ class Equations(System):
 
     def step(self, state: Numbers) -> Numbers:
         for _ in range(self.substeps):
-            state = runge_kutta(self.field, state, self.dt / self.substeps)
+            state = runge_kutta_step(self.field, state, self.dt / self.substeps)
         return state
 
     def sample(self, state: Numbers) -> Numbers:
         return state
 
 
-class Delay(System):
-    """The Mackey-Glass equation, x' = 0.2 x(t-τ) / (1 + x(t-τ)¹⁰) - 0.1 x, with τ = 17; one number is seen.
+class MackeyGlass(DynamicalSystem):
+    """The Mackey-Glass delay equation, x' = 0.2 x(t-τ) / (1 + x(t-τ)¹⁰) - 0.1 x, with τ = 17 and x observed.
 
-    The state is x on a grid over the last τ (and a little more); between grid points a cubic goes through four.
+    The state is x on a grid over the last τ (and one point more). The value midway between two grid points comes from
+    cubic interpolation.
+
+    Args:
+        dt: Time between two samples.
+        delay: τ, a multiple of dt / substeps.
+        substeps: Integrator steps between two samples.
     """
 
-    exponent = 0.0052  # by `largest_exponent`, also with steps half and twice as long; published: 0.005 to 0.007
+    # By `estimate_largest_exponent`, also with steps half and twice as long; published values are 0.005 to 0.007.
+    exponent = 0.0052
     observed = 1
 
     def __init__(self, *, dt: float = 1.0, delay: float = 17.0, substeps: int = 10):
@@ -101,7 +123,7 @@ class Delay(System):
         dt = self.dt / self.substeps
         state = np.concatenate((state, np.empty((len(state), self.substeps))), 1)
         for i in range(self.substeps):
-            now = self.lag + 1 + i  # the grid point of the present; τ ago is `lag` points before
+            now = self.lag + 1 + i  # grid point of the present; time t - τ is `lag` points earlier
             before, here, after, beyond = (state[:, i + k] for k in range(4))
             midway = (9 * (here + after) - before - beyond) / 16
             inflow = [0.2 * x / (1 + x**10) for x in (here, midway, after)]
@@ -121,25 +143,46 @@ SYSTEMS = ("lorenz63", "rossler", "mackey-glass")
 
 
 @functools.lru_cache(maxsize=16)
-def system_of(name: str, dt: float | None = None) -> System:
-    """A system by its name, one of `SYSTEMS`, or by its equations; `dt` is the time between two samples."""
+def make_system(name: str, dt: float | None = None) -> DynamicalSystem:
+    """Return a system by its name or its equations.
+
+    Args:
+        name: One of `SYSTEMS`, or equations such as "x' = v; v' = -x".
+        dt: Time between two samples; the system's own by default.
+
+    Raises:
+        InputError: The name is unknown, or the equations cannot be parsed.
+    """
     if name == "lorenz63":
         text = "x' = 10*(y - x); y' = x*(28 - z) - y; z' = x*y - 8/3*z"
-        return Equations(text, dt=dt or 0.02, substeps=2, centre=(0.0, 0.0, 25.0), exponent=0.9056)
+        return ODESystem(text, dt=dt or 0.02, substeps=2, centre=(0.0, 0.0, 25.0), exponent=0.9056)
     if name == "rossler":
         text = "x' = -y - z; y' = x + 0.2*y; z' = 0.2 + z*(x - 5.7)"
-        return Equations(text, dt=dt or 0.1, substeps=5, exponent=0.0714)
+        return ODESystem(text, dt=dt or 0.1, substeps=5, exponent=0.0714)
     if name == "mackey-glass":
-        return Delay(dt=dt or 1.0)
+        return MackeyGlass(dt=dt or 1.0)
     if "=" in name:
-        return Equations(name, dt=dt or 0.02)
+        return ODESystem(name, dt=dt or 0.02)
     raise InputError(
-        f"there is no system {name!r}.{nearest(name, SYSTEMS)} Or write its equations: \"x' = v; v' = -x\"."
+        f"there is no system {name!r}.{suggest_name(name, SYSTEMS)} Or write its equations: \"x' = v; v' = -x\"."
     )
 
 
-def trajectories(system: System, count: int, steps: int, *, seed: int, transient: int = 1000) -> Numbers:
-    """Samples of `count` trajectories after the transient, (count, steps, observed)."""
+def simulate_trajectories(
+    system: DynamicalSystem, count: int, steps: int, *, seed: int, transient: int = 1000
+) -> Numbers:
+    """Simulate trajectories and return their samples after the transient, (count, steps, observed).
+
+    Args:
+        system: What to simulate.
+        count: Number of trajectories.
+        steps: Samples per trajectory.
+        seed: Seed of the initial states.
+        transient: Samples to discard first.
+
+    Raises:
+        InputError: A trajectory diverges.
+    """
     state = system.start(count, np.random.default_rng(seed))
     samples = np.empty((count, steps, system.observed))
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -155,13 +198,22 @@ def trajectories(system: System, count: int, steps: int, *, seed: int, transient
 def _check_finite(state: Numbers, time: float) -> None:
     if not np.isfinite(state).all():
         raise InputError(
-            f"the trajectories are not finite after a time of {time:.3g}: the equations run away, or dt is too long "
+            f"the trajectories are not finite after a time of {time:.3g}: the equations diverge, or dt is too large "
             "for them. Pass a smaller dt."
         )
 
 
-def largest_exponent(system: System, *, count: int = 16, steps: int = 2000, seed: int = 0) -> float:
-    """The largest Lyapunov exponent, in 1 / time: how fast neighbours part, their distance renewed at every sample."""
+def estimate_largest_exponent(system: DynamicalSystem, *, count: int = 16, steps: int = 2000, seed: int = 0) -> float:
+    """Estimate the largest Lyapunov exponent, in 1 / time, from the separation of neighbouring trajectories.
+
+    Their distance is rescaled at every sample (Benettin's method).
+
+    Args:
+        system: What to simulate.
+        count: Number of pairs of trajectories.
+        steps: Samples per trajectory; the first tenth is discarded.
+        seed: Seed of the initial states and offsets.
+    """
     generator = np.random.default_rng(seed)
     state = system.start(count, generator)
     for _ in range(1000):
@@ -173,7 +225,7 @@ def largest_exponent(system: System, *, count: int = 16, steps: int = 2000, seed
         offset *= distance / np.linalg.norm(offset, axis=-1, keepdims=True)
         moved = system.step(np.concatenate((state, state + offset)))
         state, offset = moved[:count], moved[count:] - moved[:count]
-        if t >= steps // 10:  # by then the offset points along the fastest direction
+        if t >= steps // 10:  # by then the offset is aligned with the fastest-growing direction
             total += float(np.log(np.linalg.norm(offset, axis=-1) / distance).mean())
             counted += 1
     _check_finite(state, (1000 + steps) * system.dt)

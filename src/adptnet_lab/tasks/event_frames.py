@@ -1,4 +1,4 @@
-"""Event data as a task: frames of recordings, one label each; spoken words, or digits before an event camera."""
+"""Classification of event recordings as frames: spoken words, or digits seen by an event camera."""
 
 import functools
 import hashlib
@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from adptnet._io.cache import cache_folder
 from adptnet.errors import DataError, IncompatibleError, InputError, SpecError
-from adptnet.ops._build import cache
 from adptnet.spec import check_fraction, check_kind, check_seed, check_size, spec
 
-from ..events import Augmentation, Bins, EventDataset, SpikeFile, collate, find, open_archive
+from ..events import Augmentation, Bins, EventDataset, SpikeFile, collate, find_split, open_archive
 from ..events.archives import FrameFile
 from ..events.dataset import Example
 from .base import Batch, FiniteTask, Scores, Split
-from .download import folders
+from .download import data_folders
 
 __all__ = ["EventFrames"]
 
@@ -31,24 +31,23 @@ PUBLISHED: dict[str, dict[Split, Any]] = {
 
 @spec
 class EventFrames(FiniteTask):
-    """Frames of events, counted, and one label for each recording.
+    """Classification of recordings from frames of event counts, with one label per recording.
 
     Attributes:
-        path: "shd" or "ssc", whose files are looked for in the folder that ADPTNET_DATA names; or a file: one in their
-            layout (.h5), or an npz with `label` and either `frames` or the events of a camera.
-        validation_path: A file of its own for validation. Otherwise recordings of `path` are held out.
-        test_path: A file of its own for the test. Otherwise `test_speakers` of `path`, or what its `is_test` marks.
-        test_speakers: The speakers of `path` that only the test hears.
-        validation: The share of the other speakers that is held out for validation, rounded up; of the recordings where
-            no speakers are known.
-        split_seed: Which ones.
-        bins: How events become frames. Frames of an npz are taken as they are.
-        merge: How many frames, and how many features of a frame, are added together.
-        masked: Whether frames after the last event of a recording count for nothing. Networks for SHD and SSC usually
-            let them count.
-        augmentations: Random changes to the events of training recordings, in order.
-        cached: Keep the frames of a file of events in the cache folder (a byte for each number), instead of counting
-            them at every use. Not for training recordings that are augmented.
+        path: "shd" or "ssc", whose files are searched for in the folder named by ADPTNET_DATA; or a file: an .h5 in
+            their layout, or an npz with `label` and either `frames` or the events of a camera.
+        validation_path: A separate file for validation. Without it, recordings of `path` are held out.
+        test_path: A separate file for the test. Without it, `test_speakers` of `path`, or what its `is_test` marks.
+        test_speakers: The speakers of `path` that are reserved for the test.
+        validation: Fraction of the remaining speakers that is held out for validation, rounded up; of the recordings if
+            the file names no speakers.
+        split_seed: Seed of that choice.
+        bins: How events are binned into frames. Frames of an npz are used unchanged.
+        merge: How many frames, and how many features of a frame, are summed into one.
+        masked: Mask the frames after the last event of a recording. Networks for SHD and SSC usually do not.
+        augmentations: Random changes to the events of training recordings, applied in order.
+        cached: Keep the frames of an event file in the cache folder (one byte per count), instead of binning the events
+            at every use. Does not apply to training recordings that are augmented.
     """
 
     path: str = "ssc"
@@ -73,16 +72,24 @@ class EventFrames(FiniteTask):
             if not (value is None and name != "path") and (not isinstance(value, str) or not value):
                 raise SpecError(f"EventFrames({name}={value!r}): pass 'shd', 'ssc' or the path of a file, as text.")
         if self.path in PUBLISHED and (self.test_path or self.validation_path or self.test_speakers):
-            raise IncompatibleError(f"EventFrames(path={self.path!r}) has its own splits. Drop test_path and the like.")
+            raise IncompatibleError(
+                f"EventFrames(path={self.path!r}) has its own splits. Drop test_path, validation_path, test_speakers."
+            )
         if self.path in (self.test_path, self.validation_path):
-            raise IncompatibleError(f"EventFrames(path={self.path!r}): the same file is to be learnt and tested on.")
+            raise IncompatibleError(
+                f"EventFrames(path={self.path!r}): the same file is used for training and for evaluation."
+            )
         if self.test_path is not None and self.test_speakers:
-            raise IncompatibleError("EventFrames: test_path and test_speakers are two test sets. Pass one of them.")
+            raise IncompatibleError(
+                "EventFrames: test_path and test_speakers both define the test set. Pass one of them."
+            )
         check_fraction(self, below="at 1 nothing would be left to train on", validation=self.validation)
         check_seed(self, split_seed=self.split_seed)
         check_kind(self, Bins, "events.Bins()", bins=self.bins)
         if len(self.merge) != 2:
-            raise SpecError(f"EventFrames(merge={self.merge}): two numbers, of frames and of features: merge=(2, 1).")
+            raise SpecError(
+                f"EventFrames(merge={self.merge}): pass the numbers of frames and of features: merge=(2, 1)."
+            )
         for number in self.merge:
             check_size(self, merge=number)
         for change in self.augmentations:
@@ -90,7 +97,7 @@ class EventFrames(FiniteTask):
 
     @property
     def length(self) -> int:
-        """Steps."""
+        """Number of frames per recording, after merging."""
         return self._shape[0]
 
     @property
@@ -99,13 +106,13 @@ class EventFrames(FiniteTask):
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a frame after merging, as `bins` has them."""
+        """Duration of a frame after merging, according to `bins`."""
         return round(self.merge[0] * self.bins.duration / self.bins.steps, 12)
 
     @property
     def output_size(self) -> int:
-        """Classes."""
-        sources = [_source(self, split) for split in ("train", "test")]
+        """Number of classes."""
+        sources = [_open_source(self, split) for split in ("train", "test")]
         return max(max(len(source.words), int(source.labels.max()) + 1) for source in sources)
 
     @property
@@ -113,27 +120,27 @@ class EventFrames(FiniteTask):
         return 1 / self.output_size
 
     def size(self, split: Split) -> int:
-        return len(_indices(self, split))
+        return len(_split_indices(self, split))
 
     def examples(self, split: Split, indices: Tensor, *, length: int | None = None) -> Batch:
         if length is not None and length != self.length:
             raise InputError(f"length={length}: these recordings have {self.length} frames. Choose bins= or merge=.")
-        return self._batch(_source(self, split).dataset, _indices(self, split)[indices])
+        return self._batch(_open_source(self, split).dataset, _split_indices(self, split)[indices])
 
     def training_batch(self, step: int, size: int, seed: int) -> Batch:
         if not self.augmentations:
             return super().training_batch(step, size, seed)
-        changing = _source(self, "train", augmented=True).dataset
-        assert isinstance(changing, EventDataset)
-        changing.seed, changing.epoch = seed, step  # what is drawn is a function of seed, step and recording
-        return self._batch(changing, _indices(self, "train")[self.training_indices(step, size, seed)])
+        augmented = _open_source(self, "train", augmented=True).dataset
+        assert isinstance(augmented, EventDataset)
+        augmented.seed, augmented.epoch = seed, step  # the draws are a function of seed, step and recording
+        return self._batch(augmented, _split_indices(self, "train")[self.training_indices(step, size, seed)])
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
         return {"accuracy": float((outputs.argmax(-1) == targets).double().mean())}
 
     @property
     def _shape(self) -> tuple[int, int]:
-        frames = _source(self, "train").dataset[0].frames
+        frames = _open_source(self, "train").dataset[0].frames
         for name, size, merged in zip(("frames", "features"), frames.shape, self.merge, strict=True):
             if size % merged:
                 most = next(n for n in range(merged, 0, -1) if size % n == 0)
@@ -145,8 +152,8 @@ class EventFrames(FiniteTask):
         (steps, features), (together, pooled) = self._shape, self.merge
         if batch.frames.shape[1:] != (steps * together, features * pooled):
             raise DataError(
-                f"a recording has {tuple(batch.frames.shape[1:])} frames and features, those of {self.path} "
-                f"{(steps * together, features * pooled)}. Make the files with the same bins."
+                f"a recording has {tuple(batch.frames.shape[1:])} frames and features, those of {self.path} have "
+                f"{(steps * together, features * pooled)}. Make both files with the same bins."
             )
         frames = batch.frames.reshape(len(indices), steps, together, features, pooled).sum((2, 4))
         lengths = -(-batch.lengths // together)
@@ -163,29 +170,31 @@ class _Source(NamedTuple):
     words: Sequence[str]
 
 
-def _source(task: EventFrames, split: Split, *, augmented: bool = False) -> _Source:
-    """Where the recordings of a split are, among others perhaps."""
-    path = _path(task, split)
-    kept = task.cached and not augmented
-    return _opened(path, task.bins, task.augmentations if augmented else (), kept)
+def _open_source(task: EventFrames, split: Split, *, augmented: bool = False) -> _Source:
+    """Return the file that holds the recordings of a split, possibly with those of other splits."""
+    path = _find_path(task, split)
+    cached = task.cached and not augmented
+    return _open_file(path, task.bins, task.augmentations if augmented else (), cached)
 
 
-def _path(task: EventFrames, split: Split) -> Path:
+def _find_path(task: EventFrames, split: Split) -> Path:
     if task.path in PUBLISHED:
         files = PUBLISHED[task.path]
-        return _published(files.get(split, files["train"]))
+        return _find_published(files.get(split, files["train"]))
     own = {"train": None, "validation": task.validation_path, "test": task.test_path}[split]
     return Path(own or task.path)
 
 
-def _published(name: Any) -> Path:
-    places = folders()
+def _find_published(name: Any) -> Path:
+    places = data_folders()
     for folder in places:
         if any((folder / f"{name}.h5{suffix}").exists() for suffix in ("", ".zip", ".gz")):
             try:
-                return find(folder, name)
+                return find_split(folder, name)
             except InputError as error:
-                raise DataError(f"{error} A file that is meant to differ is named itself: --task.path FILE.") from None
+                raise DataError(
+                    f"{error} To use a file that differs on purpose, pass its path: --task.path FILE."
+                ) from None
     raise DataError(
         f"{name}.h5 is not in {' or '.join(map(str, places))}. Download https://zenkelab.org/datasets/{name}.h5.zip "
         "(CC BY 4.0) into a folder and set ADPTNET_DATA to that folder, or pass the path of a file: --task.path FILE."
@@ -193,7 +202,7 @@ def _published(name: Any) -> Path:
 
 
 @functools.lru_cache(maxsize=8)
-def _opened(path: Path, bins: Bins, augmentations: tuple[Augmentation, ...], kept: bool) -> _Source:
+def _open_file(path: Path, bins: Bins, augmentations: tuple[Augmentation, ...], cached: bool) -> _Source:
     if not path.is_file():
         raise DataError(f"there is no file {path}. Pass 'shd', 'ssc', an .h5 file in their layout, or an npz.")
     if path.suffix == ".npz":
@@ -203,44 +212,44 @@ def _opened(path: Path, bins: Bins, augmentations: tuple[Augmentation, ...], kep
     else:
         raise DataError(f"{path}: recordings are in .h5 files in the layout of SHD and SSC, or in an npz.")
     speakers = file.speakers if file.speakers is not None and len(file.speakers) else None
-    described = file.labels, speakers, getattr(file, "is_test", None), getattr(file, "words", ())
+    metadata = file.labels, speakers, getattr(file, "is_test", None), getattr(file, "words", ())
     if not len(file):
         raise DataError(f"{path} holds no recordings.")
     if isinstance(file, FrameFile):
         if augmentations:
-            raise IncompatibleError(f"{path} holds frames; augmentations change events. Drop augmentations.")
-        return _Source(file, *described)
-    place = _place(path, bins) if kept else None
-    return _Source(EventDataset(file, bins, augmentations=augmentations, cache=place), *described)
+            raise IncompatibleError(f"{path} holds frames; augmentations apply to events. Drop augmentations.")
+        return _Source(file, *metadata)
+    cache = _cache_path(path, bins) if cached else None
+    return _Source(EventDataset(file, bins, augmentations=augmentations, cache=cache), *metadata)
 
 
-def _place(path: Path, bins: Bins) -> Path:
-    """Where the frames of a file are kept; another name for another file or other bins."""
+def _cache_path(path: Path, bins: Bins) -> Path:
+    """Return the path of the cached frames of a file; its name depends on the file and the bins."""
     status = path.stat()
-    described = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {bins.to_json()}"
-    folder = cache() / "frames"
+    identity = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {bins.to_json()}"
+    folder = cache_folder() / "frames"
     folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"{path.stem}-{hashlib.sha256(described.encode()).hexdigest()[:12]}.npy"
+    return folder / f"{path.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}.npy"
 
 
 @functools.lru_cache(maxsize=16)
-def _indices(task: EventFrames, split: Split) -> Tensor:
-    """Which recordings of its file belong to a split."""
-    source, everything = _source(task, split), np.arange(len(_source(task, split).labels))
-    if _path(task, split) != _path(task, "train"):
+def _split_indices(task: EventFrames, split: Split) -> Tensor:
+    """Return the indices of the recordings of a split in its file."""
+    source = _open_source(task, split)
+    everything = np.arange(len(source.labels))
+    if _find_path(task, split) != _find_path(task, "train"):
         return torch.from_numpy(everything)
-    tested = _tested(task, source)
-    if not tested.any() and _path(task, "test") == _path(task, "train"):  # said before anything is learnt
+    in_test = _mark_test(task, source)
+    if not in_test.any() and _find_path(task, "test") == _find_path(task, "train"):  # raise before training starts
         raise DataError(
-            f"EventFrames(path={task.path!r}): which recordings are the test? Pass test_path='FILE', or "
-            f"test_speakers=(…){_heard(source)}."
+            f"EventFrames(path={task.path!r}): the test set is not defined. Pass test_path='FILE', or "
+            f"test_speakers=(…){_describe_speakers(source)}."
         )
     if split == "test":
-        return torch.from_numpy(everything[tested])
-    held_out = (
-        np.zeros_like(tested) if _path(task, "validation") != _path(task, "train") else _held(task, source, tested)
-    )
-    chosen = everything[held_out if split == "validation" else ~tested & ~held_out]
+        return torch.from_numpy(everything[in_test])
+    own_validation = _find_path(task, "validation") != _find_path(task, "train")
+    held_out = np.zeros_like(in_test) if own_validation else _mark_validation(task, source, in_test)
+    chosen = everything[held_out if split == "validation" else ~in_test & ~held_out]
     if not chosen.size:
         raise DataError(
             f"EventFrames(path={task.path!r}, validation={task.validation}): no recording is left for {split}."
@@ -248,30 +257,32 @@ def _indices(task: EventFrames, split: Split) -> Tensor:
     return torch.from_numpy(chosen)
 
 
-def _tested(task: EventFrames, source: _Source) -> np.ndarray:
-    """Which recordings of the training file are the test's."""
+def _mark_test(task: EventFrames, source: _Source) -> np.ndarray:
+    """Return a mask of the recordings of the training file that belong to the test set."""
     if task.test_speakers:
         speakers = np.zeros(0) if source.speakers is None else source.speakers
         unknown = sorted(set(task.test_speakers) - set(speakers.tolist()))
         if unknown:
-            raise DataError(f"EventFrames(test_speakers=…): {task.path} has no speaker {unknown[0]}{_heard(source)}.")
+            raise DataError(
+                f"EventFrames(test_speakers=…): {task.path} has no speaker {unknown[0]}{_describe_speakers(source)}."
+            )
         return np.isin(speakers, task.test_speakers)
     marked = source.is_test if task.test_path is None else None
     return np.zeros(len(source.labels), bool) if marked is None else marked
 
 
-def _heard(source: _Source) -> str:
+def _describe_speakers(source: _Source) -> str:
     if source.speakers is None:
         return "; it names no speakers"
     known = np.unique(source.speakers)
     return f"; its speakers are {known.min()} to {known.max()}"
 
 
-def _held(task: EventFrames, source: _Source, tested: np.ndarray) -> np.ndarray:
-    """Which recordings are held out for validation: all of some speakers, if speakers are known."""
-    groups = np.arange(len(tested)) if source.speakers is None else source.speakers
-    known = np.unique(groups[~tested])
+def _mark_validation(task: EventFrames, source: _Source, in_test: np.ndarray) -> np.ndarray:
+    """Return a mask of the recordings held out for validation: all of some speakers, if speakers are known."""
+    groups = np.arange(len(in_test)) if source.speakers is None else source.speakers
+    known = np.unique(groups[~in_test])
     count = int(np.ceil(task.validation * len(known)))
-    held = np.random.default_rng(task.split_seed).permutation(known)[:count]
-    chosen: np.ndarray = np.isin(groups, held) & ~tested
-    return chosen
+    held_out = np.random.default_rng(task.split_seed).permutation(known)[:count]
+    marked: np.ndarray = np.isin(groups, held_out) & ~in_test
+    return marked

@@ -1,4 +1,4 @@
-"""Images from files: CIFAR-10's binary archive, or any npz of images and labels. Nothing is unpickled."""
+"""Image files: CIFAR-10's binary archive, or any npz of images and labels. Nothing is unpickled."""
 
 import functools
 import gzip
@@ -20,7 +20,7 @@ RECORD = 1 + 3 * 32 * 32  # a label, then red, green and blue
 
 
 class Images(NamedTuple):
-    """Images with their labels, as they are in a file."""
+    """Images and labels of one file."""
 
     x_train: Tensor  # (images, height, width, channels) uint8
     y_train: Tensor  # (images,) int64
@@ -32,6 +32,9 @@ class Images(NamedTuple):
 def read_images(path: Path) -> Images:
     """Return the images of cifar-10-binary.tar.gz, or of an npz with x_train, y_train, x_test and y_test.
 
+    Args:
+        path: The archive; an npz by its suffix.
+
     Raises:
         DataError: There is no such file, it is damaged, in another layout, or too large when unpacked.
     """
@@ -41,44 +44,45 @@ def read_images(path: Path) -> Images:
         return _from_npz(path) if path.suffix == ".npz" else _from_archive(path)
     except AdptnetError:
         raise
-    except Exception as error:  # tarfile, gzip and zipfile raise their own, zlib's, struct's, ...
+    except Exception as error:  # tarfile, gzip and zipfile raise their own errors, those of zlib, of struct, ...
         raise DataError(f"{path} cannot be read: {error}. Fetch it again, or check it: adptnet data verify") from None
 
 
 def _from_archive(path: Path) -> Images:
-    wanted = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
+    members = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
     found = {}
     with open(path, "rb") as packed:
         compressed = packed.read(2) == b"\x1f\x8b"
-    # Read once from start to end, so that the limit counts every byte: a member may be as large as it says.
+    # Read as a stream, so that the limit counts every unpacked byte: the header of a member may claim any size.
     with (
         (gzip.open if compressed else open)(path, "rb") as stream,
         tarfile.open(fileobj=LimitedReader(stream, path.stat().st_size), mode="r|") as archive,
     ):
         for member in archive:
             name = Path(member.name).name
-            content = archive.extractfile(member) if name in wanted else None
+            content = archive.extractfile(member) if name in members else None
             if content is not None:
                 found[name] = np.frombuffer(content.read(), dtype=np.uint8)
-    for name in wanted:
+    for name in members:
         if name not in found or not found[name].size or found[name].size % RECORD:
             what = f"{found[name].size:,} bytes" if name in found else "nothing"
             raise DataError(
                 f"{path} is not CIFAR-10's binary archive: it has {what} under {name}, where records of {RECORD} "
-                "bytes are needed. It is called cifar-10-binary.tar.gz."
+                "bytes are needed. Pass cifar-10-binary.tar.gz."
             )
-    train, test = np.concatenate([found[name] for name in wanted[:-1]]), found[wanted[-1]]
-    return Images(*_records(train), *_records(test))
+    train, test = np.concatenate([found[name] for name in members[:-1]]), found[members[-1]]
+    return Images(*_parse_records(train), *_parse_records(test))
 
 
-def _records(content: np.ndarray) -> tuple[Tensor, Tensor]:
+def _parse_records(content: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Return images (count, 32, 32, 3) and labels of CIFAR-10 records."""
     rows = torch.from_numpy(content.reshape(-1, RECORD).copy())
     return rows[:, 1:].reshape(-1, 3, 32, 32).permute(0, 2, 3, 1).contiguous(), rows[:, 0].long()
 
 
 def _from_npz(path: Path) -> Images:
     if not zipfile.is_zipfile(path):
-        raise DataError(f"{path} is no npz file. Save it with np.savez(path, x_train=..., y_train=..., ...).")
+        raise DataError(f"{path} is not an npz file. Save it with np.savez(path, x_train=..., y_train=..., ...).")
     try:
         found, there = read_npz(path, Images._fields)
     except ValueError as error:

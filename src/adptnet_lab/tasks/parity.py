@@ -1,4 +1,4 @@
-"""Parity: is the number of ones so far odd?"""
+"""Parity: whether the number of ones is odd."""
 
 import torch
 from torch import Tensor
@@ -14,12 +14,12 @@ __all__ = ["Parity"]
 
 @spec
 class Parity(Task):
-    """Random bits; the answer is due at the last one.
+    """Parity of a sequence of random bits, predicted at the last bit.
 
     Attributes:
-        length: Most bits of a training sequence.
-        shortest: Fewest; each sequence has a length of its own, drawn evenly. A batch of a given length has no other.
-        every_step: Ask for the running parity at every bit, which makes the task far easier to learn.
+        length: Largest number of bits of a training sequence.
+        shortest: Smallest number of bits. The length of each training sequence is drawn uniformly from this range.
+        every_step: Predict the running parity at every bit, which makes the task far easier to learn.
     """
 
     length: int = 40
@@ -30,7 +30,7 @@ class Parity(Task):
         check_size(self, length=self.length, shortest=self.shortest)
         if self.shortest > self.length:
             raise SpecError(
-                f"Parity(length={self.length}, shortest={self.shortest}): the shortest is longer than the longest. "
+                f"Parity(length={self.length}, shortest={self.shortest}): shortest exceeds length. "
                 f"Pass shortest={self.length} or less."
             )
 
@@ -51,8 +51,8 @@ class Parity(Task):
         step = torch.arange(longest)
         inside = step < lengths.unsqueeze(-1)
         inputs = torch.randint(2, (size, longest), generator=generator) * inside
-        asked = inside if self.every_step else step == lengths.unsqueeze(-1) - 1
-        targets = torch.where(asked, inputs.cumsum(-1) % 2, IGNORED)
+        counted = inside if self.every_step else step == lengths.unsqueeze(-1) - 1
+        targets = torch.where(counted, inputs.cumsum(-1) % 2, IGNORED)
         return Batch(inputs, targets, lengths if shortest < longest else None)
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Scores:

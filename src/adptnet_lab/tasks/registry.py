@@ -1,7 +1,7 @@
-"""Tasks by the names that the command line uses."""
+"""Tasks by their names on the command line."""
 
 from adptnet.errors import InputError
-from adptnet.spec import nearest
+from adptnet.spec import suggest_name
 
 from .base import Task
 from .copy_memory import CopyMemory
@@ -21,7 +21,7 @@ from .sequential_image import SequentialImage
 from .text import Text
 from .word_problem import WordProblem
 
-__all__ = ["TASKS", "named"]
+__all__ = ["TASKS", "get_task"]
 
 TASKS: dict[str, type[Task]] = {
     "copy-memory": CopyMemory,
@@ -41,8 +41,12 @@ TASKS: dict[str, type[Task]] = {
 }
 
 
-def named(name: str) -> type[Task]:
-    """The task of that name: `named("word-problem")("S5", length=16)`."""
+def get_task(name: str) -> type[Task]:
+    """Return the class of the task called `name`, e.g. `get_task("word-problem")("S5", length=16)`.
+
+    Raises:
+        InputError: There is none; the message suggests the nearest name.
+    """
     if name not in TASKS:
-        raise InputError(f"there is no task {name!r}.{nearest(str(name), TASKS)}")
+        raise InputError(f"there is no task {name!r}.{suggest_name(str(name), TASKS)}")
     return TASKS[name]

@@ -1,4 +1,4 @@
-"""Scores that several tasks share."""
+"""Scores shared by several tasks."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,12 @@ __all__ = ["macro_accuracy", "recall_scores"]
 
 
 def recall_scores(outputs: Tensor, targets: Tensor) -> Scores:
-    """Accuracy over the positions that count, and the share of sequences that are right at all of them."""
+    """Return the accuracy over the targets that are not `IGNORED`, and the fraction of fully correct sequences.
+
+    Args:
+        outputs: Logits, (batch, time, classes).
+        targets: (batch, time).
+    """
     counted = targets != IGNORED
     correct = outputs.argmax(-1) == targets
     return {
@@ -19,7 +24,12 @@ def recall_scores(outputs: Tensor, targets: Tensor) -> Scores:
 
 
 def macro_accuracy(predictions: Tensor, targets: Tensor) -> float:
-    """The share that is right in each class, averaged over the classes among the targets."""
+    """Return the accuracy within each class, averaged over the classes among the targets.
+
+    Args:
+        predictions: Predicted classes, of the shape of `targets`.
+        targets: Classes; those that are `IGNORED` do not count.
+    """
     counted = targets != IGNORED
     truth = targets[counted]
     right = truth[predictions[counted] == truth]

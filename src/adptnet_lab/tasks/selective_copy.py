@@ -1,4 +1,4 @@
-"""Selective Copy: symbols scattered among noise, recalled in order (sec:selective_copy_results)."""
+"""Selective Copy: recall symbols scattered among noise, in order (sec:selective_copy_results)."""
 
 from typing import Literal
 
@@ -16,16 +16,17 @@ __all__ = ["SELECTIVE_COPY_SETTINGS", "SelectiveCopy"]
 
 @spec
 class SelectiveCopy(Task):
-    """`symbols` out of `vocabulary` - 2 in noise, then as many markers, at which they are due in order.
+    """`symbols` symbols among noise tokens, then as many markers, at which the symbols must be recalled in order.
 
-    Token 0 is noise, `vocabulary` - 1 the marker. The placement is that of S4's data set, which the paper's numbers
-    match (10 000 fresh sequences an epoch, 1 000 to be scored on); MAD places them otherwise.
+    Token 0 is noise and `vocabulary` - 1 is the marker; the symbols are drawn from the other `vocabulary` - 2. The
+    placement is that of S4's data set, whose sizes match the paper's (10 000 fresh sequences per epoch, 1 000 for
+    evaluation). MAD places the symbols differently.
 
     Attributes:
-        length: Steps in all, or steps of noise if `length_of` says so.
-        symbols: How many to recall.
-        vocabulary: Tokens, noise and marker included.
-        variable: Symbols at random places; otherwise at the beginning, which is the Copy Memory twin.
+        length: Steps per sequence, or steps of noise, according to `length_of`.
+        symbols: Number of symbols to recall.
+        vocabulary: Number of tokens, including noise and marker.
+        variable: Symbols at random positions; otherwise at the beginning, which is the Copy Memory twin.
         length_of: What `length` counts. The paper does not say; its tables fit "sequence".
     """
 
@@ -40,7 +41,7 @@ class SelectiveCopy(Task):
         if self.length_of not in ("sequence", "noise"):
             raise SpecError(f'SelectiveCopy(length_of={self.length_of!r}): pass "sequence" or "noise".')
         if self.vocabulary < 3:
-            raise SpecError(f"SelectiveCopy(vocabulary={self.vocabulary}): noise, marker and a symbol make 3 at least.")
+            raise SpecError(f"SelectiveCopy(vocabulary={self.vocabulary}): noise, marker and a symbol need at least 3.")
         self._noise(self.length)
 
     @property
@@ -48,7 +49,7 @@ class SelectiveCopy(Task):
         return 1 / (self.vocabulary - 2)
 
     def _noise(self, length: int) -> int:
-        """Steps of noise before the markers."""
+        """Return the steps of noise before the markers."""
         noise = length - 2 * self.symbols if self.length_of == "sequence" else length
         if noise < 0:
             raise SpecError(
@@ -61,17 +62,17 @@ class SelectiveCopy(Task):
         before = self._noise(self.length if length is None else length) + self.symbols
         if size < 1:
             raise InputError(f"a batch of {size} sequences: it must be at least 1.")
-        drawn = torch.randint(1, self.vocabulary - 1, (size, self.symbols), generator=generator)
+        symbols = torch.randint(1, self.vocabulary - 1, (size, self.symbols), generator=generator)
         if self.variable:
             order = torch.rand(size, before, generator=generator)
-            places = order.topk(self.symbols, -1, sorted=False).indices.sort(-1).values
+            positions = order.topk(self.symbols, -1, sorted=False).indices.sort(-1).values
         else:
-            places = torch.arange(self.symbols).expand(size, -1)
+            positions = torch.arange(self.symbols).expand(size, -1)
         inputs = torch.zeros(size, before + self.symbols, dtype=torch.int64)
-        inputs.scatter_(1, places, drawn)
+        inputs.scatter_(1, positions, symbols)
         inputs[:, before:] = self.vocabulary - 1
         targets = torch.full_like(inputs, IGNORED)
-        targets[:, before:] = drawn
+        targets[:, before:] = symbols
         return Batch(inputs, targets)
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
@@ -81,7 +82,7 @@ class SelectiveCopy(Task):
 SELECTIVE_COPY_SETTINGS = {
     "linear": SelectiveCopy(length=1024),  # the table of LinearADPTNet
     "non-linear": SelectiveCopy(length=128),  # the table of ADPTNet
-    "twin": SelectiveCopy(length=128),  # and the same symbols, tokens and length
-    "twin-copy": SelectiveCopy(length=128, variable=False),  # with nothing to select
+    "twin": SelectiveCopy(length=128),  # to compare with the next one,
+    "twin-copy": SelectiveCopy(length=128, variable=False),  # which has nothing to select
     "laptop": SelectiveCopy(length=40, symbols=6, vocabulary=8),
 }

@@ -1,4 +1,4 @@
-"""Sequential images: one pixel a step, and the class at the end (sec:scifar)."""
+"""Sequential image classification: one pixel per step (sec:scifar)."""
 
 import functools
 from pathlib import Path
@@ -16,24 +16,24 @@ from .images import Images, read_images
 
 __all__ = ["SequentialImage"]
 
-# Of CIFAR-10's training set, as state-space models use them: red, green, blue; and grey.
+# Mean and deviation of CIFAR-10's training set, as used for state-space models: red, green, blue; and grey.
 _CIFAR10 = {3: ((0.4914, 0.4822, 0.4465), (0.247, 0.243, 0.261)), 1: ((122.6 / 255,), (61.0 / 255,))}
 _GREY = (0.299, 0.587, 0.114)  # luminance of red, green, blue (ITU-R 601)
 
 
 @spec
 class SequentialImage(FiniteTask):
-    """Images read row by row, one pixel a step; the model averages over time and says the class.
+    """Classification of images read row by row, one pixel per step; the head averages over time.
 
     Attributes:
-        data: "cifar10", which has to be here (`adptnet data fetch cifar10`), or the path of an npz with x_train,
-            y_train, x_test, y_test. CIFAR-10 is normalised by its usual constants, other images by their own.
-        grey: One number a pixel instead of three.
-        permutation: Seed of a fixed order of the pixels; None reads them row by row.
+        data: "cifar10", which must be downloaded first (`adptnet data fetch cifar10`), or the path of an npz with
+            x_train, y_train, x_test, y_test. CIFAR-10 is normalised by its usual constants, other images by their own.
+        grey: One channel per pixel instead of three.
+        permutation: Seed of a fixed permutation of the pixels; None reads them row by row.
         side: Average the images down to side × side.
-        training_images, test_images: Use so many; all if not given.
-        validation: Share of the training images that is held out for validation.
-        split_seed: Which ones.
+        training_images, test_images: Number of images to use; all by default.
+        validation: Fraction of the training images that is held out for validation.
+        split_seed: Seed of that choice.
     """
 
     data: str = "cifar10"
@@ -64,7 +64,7 @@ class SequentialImage(FiniteTask):
 
     @property
     def output_size(self) -> int:
-        """Classes."""
+        """Number of classes."""
         return int(max(self._images.y_train.max(), self._images.y_test.max())) + 1
 
     @property
@@ -73,21 +73,21 @@ class SequentialImage(FiniteTask):
 
     @property
     def length(self) -> int:
-        """Pixels."""
+        """Number of pixels."""
         _, height, width, _ = self._images.x_train.shape
         return height * width if self.side is None else self.side**2
 
     def size(self, split: Split) -> int:
-        return len(_indices(self, split))
+        return len(_split_indices(self, split))
 
     def examples(self, split: Split, indices: Tensor, *, length: int | None = None) -> Batch:
         if length is not None and length != self.length:
             raise InputError(f"length={length}: these images have {self.length} pixels. Choose side= instead.")
         images = self._images
-        chosen = _indices(self, split)[indices]
+        chosen = _split_indices(self, split)[indices]
         x, y = (images.x_test, images.y_test) if split == "test" else (images.x_train, images.y_train)
-        mean, deviation = _normalisation(self)
-        pixels = (self._averaged(x[chosen]) - mean) / deviation
+        mean, deviation = _channel_statistics(self)
+        pixels = (self._to_float(x[chosen]) - mean) / deviation
         sequence = pixels.flatten(1, 2)
         if self.permutation is not None:
             order = torch.randperm(sequence.shape[1], generator=torch.Generator().manual_seed(self.permutation))
@@ -99,15 +99,18 @@ class SequentialImage(FiniteTask):
 
     @property
     def _images(self) -> Images:
-        return read_images(download.find("cifar10") if self.data == "cifar10" else Path(self.data))
+        return read_images(download.find_data("cifar10") if self.data == "cifar10" else Path(self.data))
 
-    def _averaged(self, images: Tensor) -> Tensor:
-        """uint8 images as numbers from 0 to 1, grey and averaged if asked for: (images, height, width, channels)."""
+    def _to_float(self, images: Tensor) -> Tensor:
+        """Convert uint8 images to floats from 0 to 1, in grey and averaged down as the fields request.
+
+        Images are (images, height, width, channels).
+        """
         x = images.float() / 255
         if self.grey and x.shape[-1] == 3:
             x = (x * torch.tensor(_GREY, dtype=x.dtype)).sum(-1, keepdim=True)
         elif self.grey and x.shape[-1] != 1:
-            raise InputError(f"grey=True takes red, green and blue; these images have {x.shape[-1]} channels.")
+            raise InputError(f"grey=True needs red, green and blue; these images have {x.shape[-1]} channels.")
         if self.side is None:
             return x
         _, height, width, channels = x.shape
@@ -120,8 +123,8 @@ class SequentialImage(FiniteTask):
 
 
 @functools.lru_cache(maxsize=16)
-def _indices(task: SequentialImage, split: Split) -> Tensor:
-    """Which images of the file belong to a split."""
+def _split_indices(task: SequentialImage, split: Split) -> Tensor:
+    """Return the indices of the images of a split in the file."""
     images = task._images
     if split == "test":
         order, limit = torch.arange(len(images.x_test)), task.test_images
@@ -132,15 +135,15 @@ def _indices(task: SequentialImage, split: Split) -> Tensor:
         order = shuffled[: total - held_out] if split == "train" else shuffled[total - held_out :]
         limit = task.training_images if split == "train" else task.test_images
     if split != "validation" and limit is not None and limit > len(order):
-        raise InputError(f"{limit} {split} images are asked for, and there are {len(order)}.")
+        raise InputError(f"{limit} {split} images were requested, but there are {len(order)}.")
     return order if limit is None else order[:limit]
 
 
 @functools.lru_cache(maxsize=16)
-def _normalisation(task: SequentialImage) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each channel."""
+def _channel_statistics(task: SequentialImage) -> tuple[Tensor, Tensor]:
+    """Return mean and standard deviation of each channel."""
     if task.data == "cifar10":
         mean, deviation = _CIFAR10[task.input_size]
         return torch.tensor(mean), torch.tensor(deviation)
-    x = task._averaged(task._images.x_train[_indices(task, "train")])
+    x = task._to_float(task._images.x_train[_split_indices(task, "train")])
     return x.mean((0, 1, 2)), x.std((0, 1, 2)).clamp(min=1e-6)

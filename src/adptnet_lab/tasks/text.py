@@ -14,22 +14,23 @@ from adptnet.errors import DataError, InputError, SpecError
 from adptnet.spec import check_fraction, check_size, spec
 
 from . import download
-from .base import Batch, Scores, Split, Task, generator_for
+from .base import Batch, Scores, Split, Task, make_generator
 
 __all__ = ["Text"]
 
 
 @spec
 class Text(Task):
-    """The next symbol of a text, at every step. The text is parted in order: training, validation, test.
+    """Prediction of the next symbol of a text at every step. The text is split in order: training, validation, test.
 
     Attributes:
-        path: A text file; tiny Shakespeare, which has to be here (`adptnet data fetch tiny-shakespeare`), if not given.
-        length: Steps of a sequence.
-        symbols: Bytes (256 of them), or the characters that are in the file, which must then be UTF-8.
-        validation, test: Shares of the text.
-        carry: Let each row of a batch go on where it ended in the batch before (`Batch.continues`), for training with
-            a state that is passed on. Otherwise training sequences begin at random places.
+        path: A text file; by default tiny Shakespeare, which must be downloaded first (`adptnet data fetch
+            tiny-shakespeare`).
+        length: Steps per sequence.
+        symbols: "bytes" (256 of them), or "characters" (those in the file, which must then be UTF-8).
+        validation, test: Fractions of the text.
+        carry: Let each row of a batch continue where it ended in the previous batch (`Batch.continues`), for training
+            that carries the hidden state. Otherwise training sequences begin at random positions.
     """
 
     path: str | None = None
@@ -58,24 +59,28 @@ class Text(Task):
         return math.log2(self.vocabulary)
 
     def encode(self, text: str) -> Tensor:
-        """Tokens of a text, for a prompt."""
+        """Return the tokens of a text, e.g. of a prompt.
+
+        Raises:
+            InputError: The text has a character that the file does not have.
+        """
         if self.symbols == "bytes":
             return torch.tensor(list(text.encode()), dtype=torch.int64)
         number = {character: i for i, character in enumerate(self._alphabet)}
         unknown = sorted(set(text) - set(number))
         if unknown:
-            raise InputError(f"the file has no character {unknown[0]!r}. Leave it out, or take symbols='bytes'.")
+            raise InputError(f"the file has no character {unknown[0]!r}. Leave it out, or use symbols='bytes'.")
         return torch.tensor([number[character] for character in text], dtype=torch.int64)
 
     def decode(self, tokens: Tensor) -> str:
-        """The text of (time,) tokens."""
+        """Return the text of (time,) tokens."""
         if self.symbols == "bytes":
             return bytes(tokens.tolist()).decode(errors="replace")
         return "".join(self._alphabet[token] for token in tokens.tolist())
 
     def part(self, split: Split) -> Tensor:
-        """The tokens of a split, in order."""
-        whole = _content(self._path, self.symbols)[0]
+        """Return the tokens of a split, in order."""
+        whole = _read_tokens(self._path, self.symbols)[0]
         ends = [0, *(int(len(whole) * share) for share in (1 - self.validation - self.test, 1 - self.test)), len(whole)]
         i = ("train", "validation", "test").index(split)
         return whole[ends[i] : ends[i + 1]]
@@ -84,30 +89,30 @@ class Text(Task):
         length = self.length if length is None else length
         if size < 1 or length < 1:
             raise InputError(f"a batch of {size} sequences of {length} steps: both must be at least 1.")
-        tokens = self._at_least("train", length + 1)
+        tokens = self._require("train", length + 1)
         return _windows(tokens, torch.randint(len(tokens) - length, (size,), generator=generator), length)
 
     def training_batch(self, step: int, size: int, seed: int) -> Batch:
         if not self.carry:
             return Task.training_batch(self, step, size, seed)
-        stretch = len(self._at_least("train", size * (2 * self.length + 1))) // size  # of the text, for each row
-        steps = stretch // self.length - 1
+        span = len(self._require("train", size * (2 * self.length + 1))) // size  # symbols per row
+        steps = span // self.length - 1
         epoch, within = divmod(step, steps)
-        shift = int(torch.randint(self.length, (), generator=generator_for(seed, epoch)))
-        starts = torch.arange(size) * stretch + shift + within * self.length
+        shift = int(torch.randint(self.length, (), generator=make_generator(seed, epoch)))
+        starts = torch.arange(size) * span + shift + within * self.length
         return _windows(self.part("train"), starts, self.length)._replace(continues=within > 0)
 
     def evaluation(
         self, split: Split, size: int, batch_size: int, *, seed: int = 1, length: int | None = None
     ) -> Iterator[Batch]:
-        """The first `size` sequences of the split, end to end, or as many as there are.
+        """Yield the first `size` consecutive sequences of the split, or all of them if there are fewer.
 
-        With `carry`, rows go on from batch to batch: each of them is a stretch of the text.
+        With `carry`, rows continue from batch to batch: each row is a contiguous part of the text.
         """
         length = self.length if length is None else length
         if size < 1 or batch_size < 1 or length < 1:
             raise InputError(f"{size} sequences of {length} steps in batches of {batch_size}: all must be at least 1.")
-        tokens = self._at_least(split, length + 1)
+        tokens = self._require(split, length + 1)
         count = min(size, (len(tokens) - 1) // length)
         if not self.carry:
             for indices in torch.arange(count).split(batch_size):
@@ -125,18 +130,19 @@ class Text(Task):
 
     @property
     def _path(self) -> Path:
-        return download.find("tiny-shakespeare") if self.path is None else Path(self.path)
+        return download.find_data("tiny-shakespeare") if self.path is None else Path(self.path)
 
     @property
     def _alphabet(self) -> str:
-        return _content(self._path, self.symbols)[1]
+        return _read_tokens(self._path, self.symbols)[1]
 
-    def _at_least(self, split: Split, needed: int) -> Tensor:
+    def _require(self, split: Split, needed: int) -> Tensor:
+        """Return the tokens of a split; raise `InputError` if there are fewer than `needed`."""
         tokens = self.part(split)
         if len(tokens) < needed:
             raise InputError(
-                f"the {split} part of {self._path} has {len(tokens):,} symbols, and {needed:,} are needed. Take a "
-                f"longer text, a smaller length or batch, or a larger share for it."
+                f"the {split} split of {self._path} has {len(tokens):,} symbols, but {needed:,} are needed. Use a "
+                f"longer text, a smaller length or batch, or a larger fraction for this split."
             )
         return tokens
 
@@ -147,8 +153,8 @@ def _windows(tokens: Tensor, starts: Tensor, length: int) -> Batch:
 
 
 @functools.lru_cache(maxsize=4)
-def _content(path: Path, symbols: str) -> tuple[Tensor, str]:
-    """The tokens of a file, and the characters they stand for."""
+def _read_tokens(path: Path, symbols: str) -> tuple[Tensor, str]:
+    """Return the tokens of a file and the characters that they denote."""
     try:
         if path.exists() and not path.is_file():
             raise DataError(f"{path} is not a regular file. Pass the path of a text file.")

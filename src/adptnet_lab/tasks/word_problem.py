@@ -7,21 +7,23 @@ from adptnet.errors import InputError
 from adptnet.spec import check_fraction, check_size, spec
 
 from .base import Batch, Scores, Task
-from .groups import table_of
+from .groups import shared_product_table
 
 __all__ = ["WordProblem"]
 
 
 @spec
 class WordProblem(Task):
-    """Elements drawn evenly from `group`; the target at each step is the product so far, y_t = y_{t-1}·x_t.
+    """Running product of elements drawn uniformly from `group`: the target at step t is y_t = y_{t-1}·x_t.
 
-    The reported accuracy is the mean over the last min(10, length) positions: what the paper's numbers imply
-    (docs/explanation/deviations.md). The others are there beside it.
+    The reported accuracy is the mean over the last min(10, length) positions, which is what the paper's numbers imply
+    (docs/explanation/deviations.md). `scores` also returns the accuracy of the last position, of all positions, of
+    whole sequences and of each position.
 
     Attributes:
-        group: "S3", "A5", "Z60", "D4", "Q8", a direct product "S3xZ2", or a product table as text (`tasks.spelled`).
-        length: Elements in a sequence.
+        group: "S3", "A5", "Z60", "D4", "Q8", a direct product "S3xZ2", or a product table as text
+            (`tasks.format_product_table`).
+        length: Elements per sequence.
         identity: Probability with which an element is replaced by the identity; p in the paper's table, 0 there.
     """
 
@@ -30,13 +32,13 @@ class WordProblem(Task):
     identity: float = 0.0
 
     def __post_init__(self) -> None:
-        table_of(self.group)
+        shared_product_table(self.group)
         check_size(self, length=self.length)
         check_fraction(self, below="at 1 every product would be the identity", identity=self.identity)
 
     @property
     def vocabulary(self) -> int:
-        return len(table_of(self.group))
+        return len(shared_product_table(self.group))
 
     @property
     def chance(self) -> float:
@@ -46,7 +48,7 @@ class WordProblem(Task):
         length = self.length if length is None else length
         if size < 1 or length < 1:
             raise InputError(f"a batch of {size} sequences of {length} steps: both must be at least 1.")
-        table = table_of(self.group)
+        table = shared_product_table(self.group)
         inputs = torch.randint(self.vocabulary, (size, length), generator=generator)
         if self.identity:
             inputs[torch.rand(size, length, generator=generator) < self.identity] = 0

@@ -1,28 +1,27 @@
-"""Training: one loop for a laptop and for many processes, its settings, and what it writes."""
+"""Training: one loop for laptops, multi-process and Slurm runs, with bit-exact resume."""
 
+from .._runtime import Interrupted
+from .checkpoint_store import CheckpointWarning
 from .config import TrainConfig
+from .distributed import AccelerateStrategy
+from .divergence import Diagnosis, TrainingDiverged, diagnose
 from .evaluation import evaluate
 from .experiment import Experiment
-from .failure import Diagnosis, TrainingDiverged, diagnose
-from .folder import Keeping, RunFolder
-from .keepers import Keeper
-from .lock import FolderInUse
-from .metrics import read_metrics
-from .optim import Adam, AdamW, RMSprop
-from .places import Accelerated, Alone, Place, launched
-from .records import environment, write_json
-from .runs import finished, replay, run
+from .optimizers import Adam, AdamW, RMSprop
+from .recorder import NullRecorder, Recorder
+from .run_folder import RunFolder, SaveOptions
+from .run_lock import FolderInUse
+from .run_metrics import read_metrics
+from .runs import load_model, read_experiment, read_result, replay, run
 from .schedules import Constant, Cosine, Linear, ReduceOnPlateau
-from .signals import Interrupted
-from .store import CheckpointWarning
-from .telemetry import telemetry
+from .strategy import SingleProcess, Strategy, detect_strategy
+from .telemetry import collect_telemetry
 from .trainer import Record, train
 
 __all__ = [
-    "Accelerated",
+    "AccelerateStrategy",
     "Adam",
     "AdamW",
-    "Alone",
     "CheckpointWarning",
     "Constant",
     "Cosine",
@@ -30,25 +29,27 @@ __all__ = [
     "Experiment",
     "FolderInUse",
     "Interrupted",
-    "Keeper",
-    "Keeping",
     "Linear",
-    "Place",
+    "NullRecorder",
     "RMSprop",
     "Record",
+    "Recorder",
     "ReduceOnPlateau",
     "RunFolder",
+    "SaveOptions",
+    "SingleProcess",
+    "Strategy",
     "TrainConfig",
     "TrainingDiverged",
+    "collect_telemetry",
+    "detect_strategy",
     "diagnose",
-    "environment",
     "evaluate",
-    "finished",
-    "launched",
+    "load_model",
+    "read_experiment",
     "read_metrics",
+    "read_result",
     "replay",
     "run",
-    "telemetry",
     "train",
-    "write_json",
 ]

@@ -1,12 +1,13 @@
-"""The settings of a training run: all that changes its numbers."""
+"""`TrainConfig`: every setting of a training run that affects its numbers."""
 
-from typing import Literal, get_args
+from collections.abc import Mapping
+from typing import ClassVar, Literal, get_args
 
 from adptnet.errors import SpecError
-from adptnet.spec import Spec, check_kind, check_nonnegative, check_positive, check_seed, check_size, nearest, spec
+from adptnet.spec import Spec, check_kind, check_nonnegative, check_positive, check_seed, check_size, spec, suggest_name
 
 from ..tasks import Task
-from .optim import AdamW, OptimiserSpec
+from .optimizers import AdamW, OptimizerSpec
 from .schedules import Linear, ReduceOnPlateau, Schedule
 
 __all__ = ["Precision", "SolverName", "TrainConfig"]
@@ -17,38 +18,40 @@ SolverName = Literal["sequential", "auto", "deer", "quasi-deer", "forward-deer",
 
 @spec
 class TrainConfig(Spec):
-    """How to train and how to choose among the weights met on the way; defaults for a laptop.
+    """Settings of a training run and of the choice of its weights; the defaults suit a laptop.
 
     Attributes:
-        steps: Optimiser steps.
-        batch_size: Sequences a step, over all processes.
-        learning_rate: The peak of the schedule.
-        weight_decay: For all but the parameters marked otherwise.
-        optimiser: Adam, AdamW or RMSprop, with their settings.
+        steps: Optimizer steps.
+        batch_size: Sequences per step, over all processes.
+        learning_rate: Peak of the schedule.
+        weight_decay: Weight decay of all parameters that are not exempt from it.
+        optimizer: Adam, AdamW or RMSprop, with their settings.
         schedule: Constant, Linear, Cosine or ReduceOnPlateau, with their warm-up.
         clip: Largest gradient norm; None for no clipping.
-        accumulation: Parts into which each process cuts its share of a batch, one after the other, to save memory.
+        accumulation: Micro-batches into which each process splits its share of a batch, to save memory.
         precision: "bf16" or "fp16" for autocast around float32 weights. The recurrence stays in float32.
-        solver: How layers find their states.
-        seed: Of weights, data and dropout.
-        evaluate_every: Steps from one evaluation on validation data to the next; None for none before the end.
-        lengths: Lengths to evaluate at, the one to choose by first; the task's own if none are given.
+        solver: Solver of the recurrent layers.
+        seed: Seed of weights, data and dropout.
+        evaluate_every: Steps between evaluations on validation data; None for none before the end.
+        lengths: Lengths to evaluate at; the first one selects the weights. The task's own if none are given.
         evaluation_size: Sequences of an evaluation at each length.
-        evaluation_batch: Sequences of an evaluation at a time.
-        select: Whether the weights of the best evaluation are kept, or the last ones.
-        select_by: "loss", or a score of the task; the task's own metric if not given.
-        stop_at: End as soon as the score chosen by is this good; None for never.
-        patience: End after so many evaluations without a better one; None for never.
-        exponents_every: Evaluations from one record of Lyapunov exponents to the next; None for none.
-        snapshot_steps: Steps after which the weights are kept for good.
-        snapshot_epochs: Likewise, in passes through the training data.
+        evaluation_batch: Batch size of an evaluation.
+        select: Whether to keep the weights of the best evaluation or the last ones.
+        select_by: Score that selects: "loss" or a score of the task; the task's own metric if not given.
+        stop_at: Stop as soon as the selecting score is this good; None for never.
+        patience: Stop after this many evaluations without improvement; None for never.
+        exponents_every: Evaluations between records of Lyapunov exponents; None for none.
+        snapshot_steps: Steps after which the weights are saved permanently.
+        snapshot_epochs: Passes through the training data after which the weights are saved permanently.
     """
+
+    renamed_fields: ClassVar[Mapping[str, str]] = {"optimiser": "optimizer"}
 
     steps: int = 1500
     batch_size: int = 256
     learning_rate: float = 2e-3
     weight_decay: float = 0.0
-    optimiser: OptimiserSpec = AdamW()
+    optimizer: OptimizerSpec = AdamW()
     schedule: Schedule = Linear()
     clip: float | None = 0.25
     accumulation: int = 1
@@ -73,7 +76,7 @@ class TrainConfig(Spec):
         check_positive(self, learning_rate=self.learning_rate)
         check_nonnegative(self, weight_decay=self.weight_decay)
         check_seed(self, seed=self.seed)
-        check_kind(self, OptimiserSpec, "training.AdamW()", optimiser=self.optimiser)
+        check_kind(self, OptimizerSpec, "training.AdamW()", optimizer=self.optimizer)
         check_kind(self, Schedule, "training.Linear()", schedule=self.schedule)
         if self.clip is not None:
             check_positive(self, clip=self.clip)
@@ -88,7 +91,7 @@ class TrainConfig(Spec):
             if getattr(self, name) not in get_args(kind):
                 raise SpecError(
                     f"TrainConfig({name}={getattr(self, name)!r}) is unknown."
-                    f"{nearest(str(getattr(self, name)), get_args(kind))}"
+                    f"{suggest_name(str(getattr(self, name)), get_args(kind))}"
                 )
         waiting = [name for name in ("stop_at", "patience", "exponents_every") if getattr(self, name) is not None]
         if isinstance(self.schedule, ReduceOnPlateau):
@@ -99,8 +102,15 @@ class TrainConfig(Spec):
                 f"TrainConfig({waiting[0]}={given!r}) waits for evaluations. Pass evaluate_every=100 with it."
             )
 
-    def snapshots(self, task: Task) -> dict[int, list[str]]:
-        """The steps after which weights are kept, with the names they are kept under."""
+    def plan_snapshots(self, task: Task) -> dict[int, list[str]]:
+        """Return the names of the snapshots to save, by the step after which they are saved.
+
+        Args:
+            task: Determines the number of steps per epoch.
+
+        Raises:
+            SpecError: The task has no epochs, or a snapshot comes after the last step.
+        """
         names = {step: [f"step-{step}"] for step in self.snapshot_steps}
         size = task.training_size
         if self.snapshot_epochs and size is None:

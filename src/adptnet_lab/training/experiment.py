@@ -1,4 +1,4 @@
-"""An experiment: a task, a model for it and the settings of its training. What config.json holds."""
+"""`Experiment`: a task, a model and the settings of the training; the content of config.json."""
 
 import hashlib
 import json
@@ -6,7 +6,7 @@ from typing import Any
 
 from adptnet.errors import IncompatibleError
 from adptnet.nn.block import BlockSpec
-from adptnet.nn.spiking import SpikingModelSpec
+from adptnet.nn.spiking_model import SpikingModelSpec
 from adptnet.spec import ModuleSpec, Spec, check_kind, spec
 
 from ..tasks import Task
@@ -17,12 +17,12 @@ __all__ = ["Experiment"]
 
 @spec
 class Experiment(Spec):
-    """All that decides the numbers of a run; equal experiments give equal numbers.
+    """Everything that determines the numbers of a run: equal experiments give equal numbers.
 
     Attributes:
-        task: What is learnt.
-        model: What learns it: `task.model(block, depth)`, or `task.spiking_model(network)`.
-        training: How.
+        task: The task to learn.
+        model: The model, `task.model(block, depth)` or `task.spiking_model(network)`.
+        training: The settings of the training.
     """
 
     task: Task
@@ -46,13 +46,13 @@ class Experiment(Spec):
 
     @property
     def digest(self) -> str:
-        """A short name: equal experiments have the same."""
+        """A short hash that is the same for equal experiments."""
         numbers_alike = json.loads(self.to_json(), parse_int=float)  # 4 equals 4.0
         return hashlib.sha256(json.dumps(numbers_alike).encode()).hexdigest()[:12]
 
     @property
     def block(self) -> BlockSpec:
-        """What the model repeats."""
+        """The block that the model repeats."""
         block: Any = getattr(self.model, "block", None)
         check_kind(self, BlockSpec, "task.model(block, depth)", block=block)
         assert isinstance(block, BlockSpec)
@@ -60,6 +60,6 @@ class Experiment(Spec):
 
     @property
     def depth(self) -> int:
-        """How often."""
+        """The number of blocks."""
         depth: int = self.model.depth  # type: ignore[attr-defined]
         return depth

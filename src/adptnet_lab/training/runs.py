@@ -1,4 +1,4 @@
-"""Running an experiment in a folder, from the beginning or from where it was cut off."""
+"""Runs: train an experiment in a folder, resume it, and read what it wrote."""
 
 import json
 from collections.abc import Sequence
@@ -9,27 +9,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from adptnet._io.files import read_regular, write_whole
-from adptnet.checkpoint import load, serialised
+from adptnet._io.files import read_regular, write_atomic
+from adptnet._io.json_values import from_json_value, to_json_value
+from adptnet.checkpoint import load, serialize
 from adptnet.errors import CheckpointError, IncompatibleError, InputError, SpecError
 from adptnet.spec import Spec
 
+from .._json_files import read_json
+from .._runtime import STOP_SIGNALS, catch_stop_signals
 from ..tasks import Scores
+from .checkpoint_store import CheckpointStore, explain_damage, list_copies, read_intact_copy
+from .divergence import Diagnosis, diagnose
 from .evaluation import evaluate
 from .experiment import Experiment
-from .failure import Diagnosis, diagnose
-from .folder import Keeping, RunFolder, batch_from, check_settings
-from .lock import hold_folder
-from .metrics import plain, read_lines, restored
-from .places import Place, launched
-from .progress import Silent, screen
-from .records import differences, list_changes, read_json
-from .signals import STOPPING, stoppable
-from .state import progress_from, set_random_states
-from .store import Store, copies, explain_damage, read_whole_copy
+from .progress_display import NoDisplay, show_progress
+from .run_environment import find_differences, format_differences
+from .run_folder import RunFolder, SaveOptions, check_settings, parse_batch
+from .run_lock import lock_folder
+from .run_metrics import read_lines
+from .strategy import Strategy, detect_strategy
 from .trainer import train
+from .training_state import parse_progress, set_random_states
 
-__all__ = ["finished", "read_experiment", "replay", "run", "trained"]
+__all__ = ["build_model", "load_model", "read_experiment", "read_result", "replay", "run"]
 
 WEIGHTS, RESULT = "model.safetensors", "result.json"
 LARGEST_CONFIG = 2**20  # bytes
@@ -40,40 +42,56 @@ def run(
     folder: Path,
     *,
     resume: bool = False,
-    place: Place | None = None,
-    keeping: Keeping = Keeping(),
-    signals: Sequence[int] = STOPPING,
+    strategy: Strategy | None = None,
+    save_options: SaveOptions = SaveOptions(),
+    signals: Sequence[int] = STOP_SIGNALS,
 ) -> dict[str, Any]:
-    """Trains, keeps everything in `folder`, scores the chosen weights on test data; returns what result.json holds.
+    """Train a model in a folder, score the selected weights on test data, and return the content of result.json.
+
+    A run that has finished is not repeated; its result is returned.
 
     Args:
-        experiment: What to run.
-        folder: For this run alone.
-        resume: Go on from the newest checkpoint, if the folder holds one; the numbers are those of a run without a cut.
-        place: The processes; found from the environment if not given.
-        keeping: How often to save.
-        signals: Those that save and stop, with `Interrupted`: SIGTERM and SIGINT if not given.
+        experiment: The task, the model and the settings.
+        folder: The folder of this run alone.
+        resume: Resume from the newest checkpoint if the folder holds one. The numbers are those of an uninterrupted
+            run.
+        strategy: The processes; by default those that torchrun started, or this one.
+        save_options: How often to save.
+        signals: The signals at which the run saves a checkpoint and stops.
+
+    Raises:
+        InputError: The folder holds another experiment, or this one and `resume` is False.
+        FolderInUse: Another process trains in the folder.
+        Interrupted: A signal has stopped the run.
+        TrainingDiverged: The loss or the gradient norm is not finite.
     """
-    place = place or launched(experiment.training.precision)
+    strategy = strategy or detect_strategy(experiment.training.precision)
     with ExitStack() as stack:
-        hold = None
-        if place.first:
-            hold = stack.enter_context(hold_folder(folder))
+        lock = None
+        if strategy.is_main:
+            lock = stack.enter_context(lock_folder(folder))
             _claim(folder, experiment, resume)
-        done = place.gathered(finished(folder) if place.first else None)[0]
+        done = strategy.gather(read_result(folder) if strategy.is_main else None)[0]
         if done is not None:
             return dict(done)
-        for length in experiment.training.lengths or (None,):  # what the run will be scored on: better missed now
+        for length in experiment.training.lengths or (None,):  # missing test data raise now, not after the training
             next(iter(experiment.task.evaluation("test", 1, 1, length=length)))
-        keeper = RunFolder(folder, place, keeping, json.loads(experiment.to_json())["spec"], hold)
-        stack.callback(keeper.close)
-        request = stack.enter_context(stoppable(signals))
-        model = built(experiment)
-        shown = stack.enter_context(screen(experiment.training.steps)) if place.first else Silent()
+        settings = json.loads(experiment.to_json())["spec"]
+        recorder = RunFolder(folder, strategy, save_options, settings, lock)
+        stack.callback(recorder.close)
+        stop_request = stack.enter_context(catch_stop_signals(signals))
+        model = build_model(experiment)
+        steps = experiment.training.steps
         record = train(
-            model, experiment.task, experiment.training, place=place, keeper=keeper, screen=shown, request=request
+            model,
+            experiment.task,
+            experiment.training,
+            strategy=strategy,
+            recorder=recorder,
+            display=stack.enter_context(show_progress(steps)) if strategy.is_main else NoDisplay(),
+            stop_request=stop_request,
         )
-        scores = scored(model, experiment, place)
+        scores = _score(model, experiment, strategy)
         result = {
             "metric": experiment.task.metric,
             "score": next(iter(scores.values()))[experiment.task.metric],
@@ -83,24 +101,28 @@ def run(
             "seconds": record.seconds,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
         }
-        weights = {name: place.whole(tensor) for name, tensor in model.state_dict().items()}
-        if place.first:
-            keeper.write(WEIGHTS, serialised(experiment.model, weights))
-            keeper.write_metrics()
-            keeper.write(RESULT, json.dumps(plain(result), indent=1, allow_nan=False).encode())
+        weights = {name: strategy.gather_tensor(tensor) for name, tensor in model.state_dict().items()}
+        if strategy.is_main:
+            recorder.write(WEIGHTS, serialize(experiment.model, weights))
+            recorder.write_metrics()
+            recorder.write(RESULT, json.dumps(to_json_value(result), indent=1, allow_nan=False).encode())
         return result
 
 
-def built(experiment: Experiment) -> nn.Module:
-    """The model before training. The seed decides its weights, whatever ran before."""
+def build_model(experiment: Experiment) -> nn.Module:
+    """Return the untrained model. The seed of the experiment alone determines its weights.
+
+    Args:
+        experiment: Provides the model and the seed.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(experiment.training.seed)
         model: nn.Module = experiment.model.build()
         return model
 
 
-def scored(model: nn.Module, experiment: Experiment, place: Place | None = None) -> dict[int, Scores]:
-    """Scores on test data at the lengths of the experiment."""
+def _score(model: nn.Module, experiment: Experiment, strategy: Strategy) -> dict[int, Scores]:
+    """Return the scores on test data at the lengths of the experiment."""
     settings = experiment.training
     return evaluate(
         model,
@@ -108,16 +130,23 @@ def scored(model: nn.Module, experiment: Experiment, place: Place | None = None)
         settings.lengths or (None,),
         size=settings.evaluation_size,
         batch_size=settings.evaluation_batch,
-        place=place,
+        strategy=strategy,
     )
 
 
-def finished(folder: Path) -> dict[str, Any] | None:
-    """Return the result of the run in `folder`; None if it has not ended."""
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """Return the content of result.json; None if the run has not finished.
+
+    Args:
+        folder: The folder of a run.
+
+    Raises:
+        CheckpointError: The file is damaged.
+    """
     path = folder / RESULT
     if not path.exists():
         return None
-    result = restored(read_json(path))
+    result = from_json_value(read_json(path))
     numbers = ("score", "seconds", "step", "parameters")
     if (
         not isinstance(result, dict)
@@ -129,7 +158,15 @@ def finished(folder: Path) -> dict[str, Any] | None:
 
 
 def read_experiment(path: Path) -> Experiment:
-    """The experiment in a file, or in the folder of a run."""
+    """Return the experiment in a config.json.
+
+    Args:
+        path: The file, or the folder of a run.
+
+    Raises:
+        InputError: The file cannot be read.
+        SpecError: It does not hold an experiment that this version of adptnet can read.
+    """
     hint = "Pass a config.json, or the folder of a run."
     try:
         path = path / "config.json" if path.is_dir() else path
@@ -137,7 +174,7 @@ def read_experiment(path: Path) -> Experiment:
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}). {hint}") from None
     except UnicodeDecodeError:
-        raise InputError(f"{path} is no text. {hint}") from None
+        raise InputError(f"{path} is not text. {hint}") from None
     except (SpecError, IncompatibleError, InputError) as error:
         raise type(error)(f"{path}: {error}") from None
     if not isinstance(found, Experiment):
@@ -145,9 +182,16 @@ def read_experiment(path: Path) -> Experiment:
     return found
 
 
-def trained(folder: Path) -> nn.Module:
-    """The model of a run: as chosen at its end, or the best so far of one that has not ended."""
-    from safetensors.torch import load as parsed
+def load_model(folder: Path) -> nn.Module:
+    """Return the model of a run with the weights selected at its end, or the best so far if it has not finished.
+
+    Args:
+        folder: The folder of a run.
+
+    Raises:
+        CheckpointError: There are no weights yet, or they are damaged.
+    """
+    from safetensors.torch import load as load_tensors
 
     if folder.is_file():
         raise InputError(f"{folder} is a file. Pass the folder of the run: {folder.parent}")
@@ -157,32 +201,43 @@ def trained(folder: Path) -> nn.Module:
             return load(folder / WEIGHTS)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{error} A run writes it once more if {folder / RESULT} is deleted: "
+                f"{error} To write it again, delete {folder / RESULT} and type: "
                 f"adptnet train --output {folder} --resume"
             ) from None
-    newest = Store(folder / "checkpoints").newest()
+    store = CheckpointStore(folder / "checkpoints")
+    newest = store.read_newest()
     if newest is None:
-        raise CheckpointError(f"{folder} holds no weights yet. Go on with: adptnet train --output {folder} --resume")
+        raise CheckpointError(f"{folder} holds no weights yet. Resume with: adptnet train --output {folder} --resume")
     step, files = newest
-    model = built(experiment)
-    with explain_damage(Store(folder / "checkpoints").path(step)):
-        model.load_state_dict(parsed(files["best.safetensors" if "best.safetensors" in files else WEIGHTS]))
+    model = build_model(experiment)
+    with explain_damage(store.path(step)):
+        model.load_state_dict(load_tensors(files["best.safetensors" if "best.safetensors" in files else WEIGHTS]))
     return model
 
 
 def replay(folder: Path) -> tuple[int, Diagnosis]:
-    """Runs the step at which the run in `folder` failed once more; returns its number and what was found."""
-    from safetensors.torch import load
+    """Repeat the step at which a run failed.
 
-    if not any(copy.is_dir() for copy in copies(folder / "failure")):
+    Args:
+        folder: The folder of the run.
+
+    Returns:
+        The number of the step, and the diagnosis.
+
+    Raises:
+        InputError: The run has not failed.
+    """
+    from safetensors.torch import load as load_tensors
+
+    if not any(copy.is_dir() for copy in list_copies(folder / "failure")):
         raise InputError(f"{folder} holds no failure to replay.")
-    files = read_whole_copy(folder / "failure")[1]
+    files = read_intact_copy(folder / "failure")[1]
     experiment = read_experiment(folder)
-    model = built(experiment).train()
+    model = build_model(experiment).train()
     with explain_damage(folder / "failure"), torch.random.fork_rng(devices=[]):
-        model.load_state_dict(load(files["model.safetensors"]))
-        set_random_states({"cpu": load(files["random.safetensors"])["0/cpu"]})
-        batch, step = batch_from(files["batch.safetensors"]), progress_from(files["progress.json"]).step
+        model.load_state_dict(load_tensors(files[WEIGHTS]))
+        set_random_states({"cpu": load_tensors(files["random.safetensors"])["0/cpu"]})
+        batch, step = parse_batch(files["batch.safetensors"]), parse_progress(files["progress.json"]).step
         after = torch.get_rng_state()
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(after)
@@ -190,36 +245,36 @@ def replay(folder: Path) -> tuple[int, Diagnosis]:
 
 
 def _claim(folder: Path, experiment: Experiment, resume: bool) -> None:
-    """Make the folder this experiment's own, or say why it cannot be."""
+    """Write the settings of the experiment to its folder; raise if the folder is in use for another one."""
     path = folder / "config.json"
     settings = json.loads(experiment.to_json())
     try:
-        if _begun(folder):
+        if _has_started(folder):
             if path.exists():
                 before = read_experiment(path)
                 if before != experiment:
-                    changed = differences(json.loads(before.to_json())["spec"], settings["spec"])
+                    changed = find_differences(json.loads(before.to_json())["spec"], settings["spec"])
                     raise InputError(
-                        f"{folder} holds another experiment: {list_changes(changed)}. Pass another --output."
+                        f"{folder} holds another experiment: {format_differences(changed)}. Pass another --output."
                     )
             else:
-                _check_newest(Store(folder / "checkpoints"), settings["spec"])
+                _check_newest(CheckpointStore(folder / "checkpoints"), settings["spec"])
             if not resume:
-                raise InputError(f"{folder} already holds this run. Pass --resume to go on, or another --output.")
+                raise InputError(f"{folder} already holds this run. Pass --resume to resume it, or another --output.")
         if not path.exists() or read_experiment(path) != experiment:
-            write_whole(path, (json.dumps(settings, indent=1) + "\n").encode())
+            write_atomic(path, (json.dumps(settings, indent=1) + "\n").encode())
     except OSError as error:
         raise InputError(f"{path} cannot be written ({error.strerror}). Pass another --output.") from None
 
 
-def _check_newest(store: Store, settings: dict[str, Any]) -> None:
-    """Raise a `CheckpointError` if the newest checkpoint is of other settings."""
-    found = store.newest()
+def _check_newest(store: CheckpointStore, settings: dict[str, Any]) -> None:
+    """Raise `CheckpointError` if the newest checkpoint is of other settings."""
+    found = store.read_newest()
     if found is not None:
         check_settings(store.path(found[0]), found[1], settings)
 
 
-def _begun(folder: Path) -> bool:
-    """Whether a run has left anything in `folder` but its settings: one that was refused has not."""
+def _has_started(folder: Path) -> bool:
+    """Return whether a run has written more than its settings to `folder`: one that failed its checks has not."""
     kept = ("checkpoints", "snapshots", "failure", WEIGHTS, RESULT)
     return any((folder / name).exists() for name in kept) or bool(read_lines(folder / "metrics.jsonl"))

@@ -1,4 +1,4 @@
-"""Schedules: the learning rate of a step, as a fraction of the peak. A function of the step: a run can go on."""
+"""Specs of learning-rate schedules. A rate is a function of the step alone, so that a run can be resumed anywhere."""
 
 import abc
 import math
@@ -10,9 +10,10 @@ __all__ = ["Constant", "Cosine", "Linear", "ReduceOnPlateau", "Schedule"]
 
 
 class Schedule(Spec, abc.ABC):
-    """A learning rate over the steps of a run.
+    """Base class of schedules: the learning rate of every step, as a fraction of its peak.
 
-    Every member has `warmup`, the fraction of the steps over which the rate rises from zero along a line.
+    Attributes:
+        warmup: Fraction of the steps over which the rate rises linearly from zero.
     """
 
     warmup: float
@@ -21,40 +22,55 @@ class Schedule(Spec, abc.ABC):
         check_fraction(self, below="at 1 the learning rate would never reach its peak", warmup=self.warmup)
 
     def rate(self, step: int, steps: int, plateaus: int = 0) -> float:
-        """The rate of `step`, counted from 0, in a run of `steps`, after so many plateaus."""
+        """Return the rate of a step, as a fraction of the peak.
+
+        Args:
+            step: The step, from 0.
+            steps: The number of steps of the run.
+            plateaus: How often the score has stopped improving.
+        """
         rising = round(self.warmup * steps)
         if step < rising:
             return step / rising
-        return self.after((step - rising) / max(1, steps - rising), plateaus)
+        return self.rate_after_warmup((step - rising) / max(1, steps - rising), plateaus)
 
     @abc.abstractmethod
-    def after(self, passed: float, plateaus: int) -> float:
-        """The rate when the fraction `passed` of the steps after the warm-up is done."""
+    def rate_after_warmup(self, progress: float, plateaus: int) -> float:
+        """Return the rate when the fraction `progress` of the steps after the warm-up is done.
+
+        Args:
+            progress: The fraction of the steps after the warm-up that are done.
+            plateaus: How often the score has stopped improving.
+        """
 
 
 @spec
 class Constant(Schedule):
-    """The peak, from the warm-up on."""
+    """The peak rate after the warm-up."""
 
     warmup: float = 0.0
 
-    def after(self, passed: float, plateaus: int) -> float:
+    def rate_after_warmup(self, progress: float, plateaus: int) -> float:
         return 1.0
 
 
 @spec
 class Linear(Schedule):
-    """From the peak to zero along a line (appendix:s5_training_config)."""
+    """A linear decrease from the peak to zero (appendix:s5_training_config)."""
 
     warmup: float = 0.1
 
-    def after(self, passed: float, plateaus: int) -> float:
-        return 1 - passed
+    def rate_after_warmup(self, progress: float, plateaus: int) -> float:
+        return 1 - progress
 
 
 @spec
 class Cosine(Schedule):
-    """From the peak to `floor`, a fraction of it, along half a cosine."""
+    """A decrease from the peak along half a cosine.
+
+    Attributes:
+        floor: The last rate, as a fraction of the peak.
+    """
 
     warmup: float = 0.0
     floor: float = 0.0
@@ -63,13 +79,18 @@ class Cosine(Schedule):
         super().__post_init__()
         check_fraction(self, below="at 1 nothing would fall", floor=self.floor)
 
-    def after(self, passed: float, plateaus: int) -> float:
-        return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * passed)) / 2
+    def rate_after_warmup(self, progress: float, plateaus: int) -> float:
+        return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * progress)) / 2
 
 
 @spec
 class ReduceOnPlateau(Schedule):
-    """Times `factor` whenever more than `patience` evaluations in a row brought nothing better."""
+    """A decrease by a factor whenever the score on validation data has stopped improving.
+
+    Attributes:
+        factor: The factor on the rate.
+        patience: Evaluations in a row without improvement that are tolerated.
+    """
 
     warmup: float = 0.0
     factor: float = 0.7
@@ -81,5 +102,5 @@ class ReduceOnPlateau(Schedule):
         if not 0 < self.factor < 1:
             raise SpecError(f"ReduceOnPlateau(factor={self.factor!r}): must be between 0 and 1, e.g. 0.7.")
 
-    def after(self, passed: float, plateaus: int) -> float:
+    def rate_after_warmup(self, progress: float, plateaus: int) -> float:
         return self.factor**plateaus

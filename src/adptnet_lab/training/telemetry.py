@@ -1,37 +1,41 @@
-"""What the layers are like while they learn: timescales, β, how their states were found, exponents."""
+"""Telemetry: statistics of the recurrent layers during training."""
 
 from typing import Any
 
 import torch
 from torch import nn
 
-from adptnet.analysis import captured, lyapunov_exponents
+from adptnet.analysis import lyapunov_exponents, record_layer_inputs
 from adptnet.cells import ADPTCell
 from adptnet.nn.layer import RecurrentLayer
 from adptnet.solvers import Result, Sequential
 
 from ..tasks import Task
 
-__all__ = ["telemetry"]
+__all__ = ["collect_telemetry"]
 
-SEQUENCES = 4  # of validation data, on which a layer is looked at
+SEQUENCES = 4  # of validation data, on which layers are measured
 
 
 @torch.no_grad()
-def telemetry(model: nn.Module, task: Task, *, exponents: bool = False) -> dict[str, dict[str, Any]]:
-    """Numbers about every recurrent layer of `model`, by name.
+def collect_telemetry(model: nn.Module, task: Task, *, exponents: bool = False) -> dict[str, dict[str, Any]]:
+    """Return timescales, β and solver statistics of every recurrent layer, by its name.
 
     Args:
-        model: Looked at on a few sequences of validation data.
-        task: Where they come from.
-        exponents: Also the Lyapunov exponents, on one sequence. The cost of a step is that of `state_size` steps.
+        model: Run on a few sequences of validation data.
+        task: The source of the sequences.
+        exponents: Also measure the Lyapunov exponents, on one sequence. Each of its steps costs as much as
+            `state_size` steps of the layer.
+
+    Returns:
+        For an ADPT cell `log_lambda_min`, `log_lambda_max` and `beta`; for a parallel solver `iterations` (the mean),
+        `most_iterations` and `fallbacks` to the sequential loop; `exponents` if requested.
     """
     batch = next(iter(task.evaluation("validation", SEQUENCES, SEQUENCES)))
     device = next(model.parameters()).device
-    found = captured(model, batch.inputs.to(device))
     numbers = {}
-    for name, (layer, inputs) in found.items():
-        numbers[name] = _of_layer(layer)
+    for name, (layer, inputs) in record_layer_inputs(model, batch.inputs.to(device)).items():
+        numbers[name] = _describe_cell(layer)
         if not isinstance(layer.solver, Sequential):
             solution = layer.solve(inputs)
             numbers[name] |= {
@@ -44,7 +48,7 @@ def telemetry(model: nn.Module, task: Task, *, exponents: bool = False) -> dict[
     return numbers
 
 
-def _of_layer(layer: RecurrentLayer) -> dict[str, Any]:
+def _describe_cell(layer: RecurrentLayer) -> dict[str, Any]:
     if not isinstance(layer.cell, ADPTCell):
         return {}
     logs = layer.cell.spectrum.log_modulus()

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases, through accelerate."""
+"""Experiment trackers, TensorBoard and Weights & Biases, through accelerate."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,16 @@ __all__ = ["Trackers"]
 
 
 class Trackers:
-    """The trackers asked for by name; each gets single numbers under names with slashes."""
+    """Trackers that receive single numbers under names with slashes.
+
+    Args:
+        names: "tensorboard", "wandb" or both.
+        folder: The folder of the run, whose name is that of the run.
+        settings: The settings of the run, as JSON.
+
+    Raises:
+        IncompatibleError: accelerate or the tracker is not installed.
+    """
 
     def __init__(self, names: Sequence[str], folder: Path, settings: dict[str, Any]):
         self._trackers: list[Any] = []
@@ -27,24 +36,31 @@ class Trackers:
                 raise IncompatibleError(
                     f"--keep.track {name} needs accelerate and {name}: pip install 'adptnet[train]' {name}."
                 ) from None
-            self._trackers[-1].store_init_configuration(dict(flattened(settings, textual=True)))
+            self._trackers[-1].store_init_configuration(dict(_flatten(settings, with_text=True)))
 
     def log(self, step: int, numbers: dict[str, Any]) -> None:
+        """Send the single numbers of a nested dictionary to every tracker.
+
+        Args:
+            step: The number of steps done.
+            numbers: The numbers, by name.
+        """
         for tracker in self._trackers:
-            tracker.log(dict(flattened(numbers)), step=step)
+            tracker.log(dict(_flatten(numbers)), step=step)
 
     def close(self) -> None:
+        """Finish every tracker."""
         for tracker in self._trackers:
             tracker.finish()
 
 
-def flattened(numbers: Any, prefix: str = "", *, textual: bool = False) -> list[tuple[str, Any]]:
-    """Single numbers of a nested dictionary by path; text as well if asked for."""
+def _flatten(numbers: Any, prefix: str = "", *, with_text: bool = False) -> list[tuple[str, Any]]:
+    """Return the single numbers of a nested dictionary by path, and its texts if requested."""
     if isinstance(numbers, dict):
         return [
             item
             for key, value in numbers.items()
-            for item in flattened(value, f"{prefix}/{key}" if prefix else str(key), textual=textual)
+            for item in _flatten(value, f"{prefix}/{key}" if prefix else str(key), with_text=with_text)
         ]
-    kept = (int, float, str) if textual else (int, float)
+    kept = (int, float, str) if with_text else (int, float)
     return [(prefix, numbers)] if isinstance(numbers, kept) else []

@@ -1,4 +1,4 @@
-"""Certificates: they hold, are attained, are never looser than the paper's, and say why there is none."""
+"""Certificates: they hold, are attained, are never looser than the paper's, and explain why there is none."""
 
 import math
 
@@ -16,8 +16,8 @@ from adptnet.analysis import (
     mean_log_singular_values,
     singular_value_shifts,
 )
-from adptnet.analysis.systems import posed
-from adptnet.analysis.turning import enclosing_radius, joint_condition, turnings
+from adptnet.analysis.head_constants import compute_head_constants, enclosing_radius, joint_condition
+from adptnet.analysis.trajectory import make_trajectory
 from adptnet.errors import IncompatibleError, InputError
 from adptnet.recurrence.spectra import BlockDiagonal
 from support.members import adpt_cell, all_retractions, build, legal, name_of
@@ -32,13 +32,13 @@ def norm(matrix):
 
 
 def deviation(cell, states):
-    """‖J - M‖ at each state."""
+    """Return ‖J - M‖ at each state."""
     silent = torch.zeros_like(states)
     return norm(cell.jacobian(states, silent) - cell.conjugate(states, silent).dense())
 
 
 def ill_conditioned(size):
-    """A matrix whose condition number is anything up to ten thousand."""
+    """Return a matrix with a random condition number up to ten thousand."""
     left, right = torch.linalg.qr(torch.randn(2, size, size)).Q
     return left @ torch.diag(torch.logspace(0, -4 * float(torch.rand(())), size)) @ right
 
@@ -56,7 +56,7 @@ def random_cell(seed, size=6):
 
 
 def random_states(cell, count):
-    """Random ones, and ones close to where K or V shrink most."""
+    """Return random states, and states close to where K or V shrink most."""
     states = torch.randn(count, cell.state_size)
     for i, part in enumerate((cell.directions[0].key_projection, cell.directions[0].value_projection)):
         worst = torch.linalg.svd(part.dense()).Vh[-1]
@@ -101,7 +101,7 @@ def test_the_bounds_hold_for_ten_thousand_random_cells(thousand):
 
 
 def attaining_layer(beta, retraction, size=6):
-    """V = I, K = diag(-1, 1, …), λ̄ from the largest to the smallest, at the state e_n."""
+    """Return the layer that attains the bound at the state e_n: V = I, K = diag(-1, 1, …), λ̄ in descending order."""
     layer = ADPTNet(size, beta=beta, retraction=retraction, spectrum=WIDE).requires_grad_(False)
     key = eye(size)
     key[0, 0] = -1
@@ -116,14 +116,14 @@ def test_the_bound_is_attained_also_by_the_largest_exponent(beta, retraction):
     layer = attaining_layer(beta, retraction)
     held, start = certificate(layer), eye(6)[-1]
     assert_close(deviation(layer.cell, start).item(), held.deviation, rtol=1e-12, atol=0)
-    found = lyapunov_exponents(layer, state=start, steps=450, transient=300)  # then λ̄_n^t leaves floating point
+    found = lyapunov_exponents(layer, state=start, steps=450, transient=300)  # beyond that λ̄_n^t underflows
     assert_close(float(found.largest), held.exponents[1], atol=1e-12, rtol=0)
     moduli = layer.cell.eigenvalues().real
     assert_close(held.exponents[1], float((moduli.max() + 2 * beta * (moduli.max() - moduli.min())).log()))
 
 
 def ascend(objective, *variables, steps, rate):
-    """The largest value that gradient ascent finds; each row of the variables is an attempt of its own."""
+    """Return the largest value that gradient ascent finds; each row of the variables is a separate attempt."""
     optimiser = torch.optim.Adam(variables, lr=rate, maximize=True)
     best = 0.0
     for _ in range(steps):
@@ -136,24 +136,24 @@ def ascend(objective, *variables, steps, rate):
 
 
 def gaps(retraction, x, key, value, eigen, beta):
-    """‖J - M‖ by automatic differentiation, each row with weights, Λ̄ (dense) and β of its own."""
+    """Return ‖J - M‖ by automatic differentiation; each row has its own weights, Λ̄ (dense) and β."""
 
-    def turned(x, key, value, beta):
+    def rotate(x, key, value, beta):
         return retraction(directions.unit(key @ x), directions.unit(value @ x), beta)
 
     def gap(x, key, value, eigen, beta):
-        def moved(x):
-            rotation = turned(x, key, value, beta)
+        def step(x):
+            rotation = rotate(x, key, value, beta)
             return rotation.apply(eigen @ rotation.apply_transposed(x))
 
-        rotation = turned(x, key, value, beta).dense()
-        return torch.func.jacrev(moved)(x) - rotation @ eigen @ rotation.mT
+        rotation = rotate(x, key, value, beta).dense()
+        return torch.func.jacrev(step)(x) - rotation @ eigen @ rotation.mT
 
     return norm(torch.func.vmap(gap)(x, key, value, eigen, beta))
 
 
 def attack_weights(retraction, attempts, steps):
-    """Gradient ascent on ‖J - M‖ / bound over K, V, Λ̄ and x; half from random ones, half from near the example."""
+    """Run gradient ascent on ‖J - M‖ / bound over K, V, Λ̄ and x; half start at random, half near the example."""
     size, near = 4, (torch.arange(attempts) % 2).reshape(-1, 1, 1)
     beta = 10 ** (3 * torch.rand(attempts, 1) - 2)
     signs = torch.tensor([-1.0, 1, 1, 1])
@@ -174,7 +174,7 @@ def attack_weights(retraction, attempts, steps):
 
 
 def attack_states(retraction, cells, steps):
-    """Gradient ascent on ‖J - M‖ over the state alone, eight of each cell, against the certificates of the weights."""
+    """Run gradient ascent on ‖J - M‖ over the state alone, eight per cell, against the certificates of the weights."""
     x = torch.cat([random_states(cell, 8) for cell in cells]).requires_grad_()
     every = {
         "key": [cell.directions[0].key_projection.dense() for cell in cells],
@@ -190,7 +190,7 @@ def attack_states(retraction, cells, steps):
 
 
 def attack_state(cell, steps):
-    """The same for one cell of any form, by its own Jacobians."""
+    """Run gradient ascent over the state of one cell of any form, with its own Jacobians."""
     x = random_states(cell, 8).requires_grad_()
     largest = ascend(lambda: deviation(cell, x / x.norm(dim=-1, keepdim=True)), x, steps=steps, rate=0.02)
     return largest / certificate(cell).deviation
@@ -212,7 +212,7 @@ def test_an_adversary_with_time_does_not_pass_the_bound(place):
     assert 0.5 < attack_states(retraction, [random_cell(seed) for seed in range(place, 96, 2)], 300) <= ROUNDING
 
 
-# What enters the bound
+# The constants of the bound
 
 
 def test_the_enclosing_radius_is_that_of_a_fine_grid():
@@ -242,7 +242,7 @@ def test_the_joint_condition_is_above_every_state_and_below_the_sum_of_condition
         assert reached <= found * ROUNDING
         assert found <= float(torch.linalg.cond(key) + torch.linalg.cond(value)) * ROUNDING
         ratios.append(reached / found)
-    assert max(ratios) > 0.99  # it is not only valid but near what is reached
+    assert max(ratios) > 0.99  # it is not only valid but nearly attained
     assert joint_condition(eye(5), torch.linalg.qr(torch.randn(5, 5)).Q) == pytest.approx(2, abs=1e-12)
     assert joint_condition(torch.diag(torch.tensor([1.0, 0.01])), eye(2)) == pytest.approx(101, rel=0.01)
     assert joint_condition(torch.diag(torch.tensor([1.0, 0.0])), eye(2)) == math.inf
@@ -268,11 +268,11 @@ def test_the_joint_condition_holds_to_the_end_of_floating_point(condition):
 
 @pytest.mark.parametrize("axes", legal, ids=name_of)
 @torch.no_grad()
-def test_what_is_certified_holds_for_every_layer_and_is_refused_where_the_spec_says_so(axes):
+def test_certificates_hold_for_every_layer_and_exist_where_the_spec_says_so(axes):
     layer = build(axes)
     x = torch.randn(2, 24, layer.width)
     always, here = certificate(layer), certificate(layer, x, transient=4)
-    check_refusal(layer, always)
+    check_certified(layer, always)
     found = lyapunov_exponents(layer, x, transient=4).exponents
     low, high = found.flip(-1).cumsum(-1).amin(0), found.cumsum(-1).amax(0)
     for held in (here, always):
@@ -288,17 +288,20 @@ def test_what_is_certified_holds_for_every_layer_and_is_refused_where_the_spec_s
     assert (here.lower >= always.lower / ROUNDING - 1e-12).all()
     assert always.deviation <= always.paper * ROUNDING
     if always.ball is not None:
-        trajectory = posed(layer, x)
+        trajectory = make_trajectory(layer, x)
         radii = always.ball.along(trajectory.drive, trajectory.state)
         inside = layer.solve(x).states[..., : sum(always.ball.sizes)].norm(dim=-1)
         assert (inside <= radii * ROUNDING).all()
 
 
-def check_refusal(layer, held):
-    """It holds for more than the lemmas do: a slow memory and the second-order Taylor form have proofs of their own."""
+def check_certified(layer, held):
+    """Check that a certificate exists where the spec has one, or where there is a proof beyond the lemmas.
+
+    A slow memory and the second-order Taylor form have proofs of their own.
+    """
     beyond = {"memory", "|λ̄| >= 1", f"conjugate={conjugates.Taylor(2)}"}
     outside = set(layer.spec.cell.outside_lemmas) - beyond
-    singular = any(math.isinf(turning.rate) for turning in turnings(adpt_cell(layer)))
+    singular = any(math.isinf(turning.rate) for turning in compute_head_constants(adpt_cell(layer)))
     assert held.holds == (not outside and not singular)
     if not held.holds:
         assert held.deviation == held.lipschitz == math.inf
@@ -310,26 +313,26 @@ def check_refusal(layer, held):
     ("axes", "words"),
     [
         ({"direction": directions.FromState(relu=True)}, "ReLU"),
-        ({"direction": directions.FromState(spike=0.1)}, "jumps"),
+        ({"direction": directions.FromState(spike=0.1)}, "discontinuous"),
         ({"direction": directions.FromState(layer_norm=True)}, "layer_norm"),
         ({"direction": directions.FromState(dot=0.5)}, "parallel"),
         ({"projection": projections.Dense(bias=True)}, "bias"),
         ({"projection": projections.LowRank(rank=2)}, "singular"),
         ({"projection": projections.LowParam(factors=(3, 2), rank=2)}, "κ = ∞"),
         ({"rotation_aware": True}, "rotation_aware"),
-        ({"conjugate": conjugates.Stateful()}, "remembered"),
+        ({"conjugate": conjugates.Stateful()}, "stored rotation"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_each_refusal_says_why(axes, words):
+def test_a_missing_certificate_has_reasons(axes, words):
     held = certificate(ADPTNet(6, beta=1.0, **axes))
     assert not held.holds
     assert any(words in reason for reason in held.reasons)
-    assert held.ball is not None  # the state is bounded all the same
+    assert held.ball is not None  # the state is bounded nevertheless
     assert not held.contracts
 
 
-def test_without_turning_everything_is_certain():
+def test_without_rotation_the_bounds_are_exact():
     singular = {"projection": projections.LowRank(rank=2), "direction": directions.FromState(relu=True)}
     for axes in (
         {"beta": 0.0, **singular},
@@ -348,7 +351,7 @@ def test_without_turning_everything_is_certain():
             assert certificate(layer, torch.randn(30, 6)).deviation < 1e-12
 
 
-def test_a_head_that_does_not_turn_may_have_any_weights():
+def test_a_head_that_does_not_rotate_may_have_any_weights():
     layer = ADPTNet(6, beta=(0.0, 0.5), direction=directions.FromState(heads=2)).requires_grad_(False)
     layer.cell.directions[0].key_projection.projections[0].weight.zero_()
     assert certificate(layer).holds
@@ -367,7 +370,7 @@ def test_the_bound_of_the_paper_is_reported_where_the_paper_has_one():
 
 
 def test_taylor_and_product_have_bounds_of_their_own():
-    """Adversarial states, against the form for each."""
+    """Compare adversarial states with the bound of each form."""
     for conjugate in (conjugates.Taylor(), conjugates.Taylor(2), conjugates.Product(3)):
         for seed, beta in enumerate((0.05, 2.0)):
             torch.manual_seed(seed)
@@ -387,7 +390,7 @@ def test_the_ball_of_a_coupled_cell_needs_a_small_feedback():
     assert certificate(calm).ball.contraction < 1
     assert certificate(CoupledADPTNet(5, beta=0.5, memory=cells.SlowMemory(feedback=3.0))).ball.contraction > 1
     x = torch.randn(1, 400, 5)
-    trajectory = posed(calm, x)
+    trajectory = make_trajectory(calm, x)
     largest = float(trajectory.drive[..., :5].norm(dim=-1).max())
     assert float(calm.solve(x).states.norm(dim=-1).max()) <= certificate(calm).ball.radius(largest)
 
@@ -420,12 +423,12 @@ def test_other_cells_have_bounds_along_a_trajectory_only():
 
 
 def test_a_trajectory_does_not_certify_contraction():
-    """Slopes along it say nothing of other states: this map shrinks around zero and grows beyond."""
+    """Jacobians along it say nothing about other states: this map contracts around zero and expands beyond."""
     held = certificate(lambda x: x**3, state=torch.full((2,), 0.1), steps=20)
     assert held.lipschitz < 0.1
     assert not held.contracts
     assert not held.everywhere
-    assert "every two states" not in str(held)
+    assert "any two states" not in str(held)
     assert "at most 0.03 here" in str(held)
     assert "‖J - M‖" not in str(held)  # there is no M
     assert "‖J - M‖" in str(certificate(ADPTNet(4)))
@@ -443,11 +446,11 @@ def test_the_shifts_are_the_singular_values_less_the_moduli_and_within_the_bound
         assert_close(shifts + moduli, torch.linalg.svdvals(jacobians(layer, x)))
     assert shifts.shape == (2, 50, 6)
     assert float(shifts.abs().max()) <= certificate(layer).deviation * ROUNDING
-    with pytest.raises(IncompatibleError, match="has no Λ̄"):
+    with pytest.raises(IncompatibleError, match="has no M"):
         singular_value_shifts(torch.nn.GRUCell(3, 4), x)
 
 
-def test_deviation_bounds_cover_relu_and_singular_weights_and_refuse_the_rest():
+def test_deviation_bounds_cover_relu_and_singular_weights_and_reject_the_rest():
     for axes in (
         {"direction": directions.FromState(relu=True)},
         {"projection": projections.LowRank(rank=3)},

@@ -1,4 +1,4 @@
-"""Local errors, their sum, the basin of quadratic convergence, entropy, cost and timescales."""
+"""Local errors, their sum, the quadratic basin, entropy, cost and timescales."""
 
 import math
 
@@ -18,7 +18,7 @@ from adptnet.analysis import (
     key_value_statistics,
     local_errors,
     lyapunov_exponents,
-    materialised,
+    materialize_conjugate,
     memory_horizon,
     offdiagonal_entropy,
     overshoot,
@@ -53,7 +53,7 @@ def test_the_local_errors_keep_to_the_bounds_of_the_table_and_to_tighter_ones(be
     assert (found.conv_to_quasi <= (found.forward + found.derivative_diagonal) * found.state_norm + 1e-12).all()
 
 
-def test_the_derivative_does_not_act_against_deer():
+def test_the_derivative_term_vanishes_on_the_state():
     """ε^der is up to 8βλ̄_max in the paper; on the state itself it is zero."""
     layer, x = frozen(4.0), torch.randn(60, 6)
     found = local_errors(layer, x)
@@ -64,10 +64,10 @@ def test_the_derivative_does_not_act_against_deer():
     assert_close(found.conv_to_deer, (gap @ states.unsqueeze(-1)).squeeze(-1).norm(dim=-1))
 
 
-def test_complex_pairs_keep_the_nearest_number_of_each_block():
+def test_complex_pairs_keep_the_nearest_complex_number_of_each_block():
     layer = frozen(0.5, spectrum=spectra.S4DInv(dt_min=0.05, dt_max=1.0))
     found = local_errors(layer, torch.randn(30, 6))
-    assert float(found.forward[0]) < 1e-12  # at the zero state M = Λ̄, which has no part that is lost
+    assert float(found.forward[0]) < 1e-12  # at the zero state M = Λ̄, which is block diagonal already
     assert float(found.diagonal[0]) < 1e-12
     with pytest.raises(IncompatibleError, match="has no M"):
         local_errors(nn.GRUCell(3, 4), torch.randn(30, 3))
@@ -84,7 +84,7 @@ def test_the_accumulated_error_is_the_sum_of_the_paper(growth):
     with pytest.raises(InputError, match="growth"):
         accumulated_error(local, math.nan)
     with pytest.raises(InputError, match=r"growth=inf.*certificate\(layer, inputs\)"):
-        accumulated_error(local, math.inf)  # what certificate(layer).lipschitz is where there is none
+        accumulated_error(local, math.inf)  # the value of certificate(layer).lipschitz without a certificate
     with pytest.raises(InputError, match="at least one step"):
         accumulated_error(local[:, :0], growth)
 
@@ -117,7 +117,7 @@ def test_the_largest_exponent_may_be_a_tensor_of_one_number_and_no_more():
 
 
 def change(cell, x, direction):
-    """‖dJ/dx [direction]‖ at unit x, for a unit direction."""
+    """Return ‖dJ/dx [direction]‖ at unit x, for a unit direction."""
     x, direction = x / x.norm(), direction / direction.norm()
     silent = torch.zeros_like(x)
     eager = torch.func.jacfwd(lambda y: cell.step(y, silent))
@@ -147,9 +147,9 @@ def test_the_jacobian_changes_no_faster_than_its_lipschitz_constant(conjugate, r
 @pytest.mark.parametrize("beta", [0.02, 0.3, 2.0])
 @pytest.mark.parametrize("distance", [1e-4, 0.3])
 def test_an_adversary_does_not_make_the_jacobian_change_faster(conjugate, retraction, beta, distance):
-    """Gradient ascent on ‖J(x) - J(y)‖ / ‖x - y‖ from 32 pairs of states at once."""
+    """Run gradient ascent on ‖J(x) - J(y)‖ / ‖x - y‖ from 32 pairs of states."""
     layer = frozen(beta, 4, conjugate=conjugate, retraction=retraction)
-    bound = jacobian_lipschitz(layer, 1 - distance)  # the segment comes no nearer to zero than that
+    bound = jacobian_lipschitz(layer, 1 - distance)  # distance of the segment from zero
     state, direction = (torch.randn(32, 4, requires_grad=True) for _ in range(2))
     optimiser = torch.optim.Adam((state, direction), lr=0.05, maximize=True)
     silent, largest = torch.zeros(64, 4), []
@@ -172,7 +172,7 @@ def test_there_is_no_lipschitz_constant_at_zero_or_without_a_certificate():
     assert jacobian_lipschitz(frozen(0.0), 1.0) == 0
 
 
-def test_the_overshoot_bounds_every_product_it_looked_at():
+def test_the_overshoot_bounds_every_product_it_measured():
     layer, x = frozen(2.0), torch.randn(2, 24, 6)
     largest = float(lyapunov_exponents(layer, x, transient=0).largest.max())
     found = overshoot(layer, x, largest, starts=24)
@@ -211,15 +211,15 @@ def test_complex_pairs_count_as_one_modulus_each():
         offdiagonal_entropy(torch.eye(5), pairs=True)
 
 
-def test_m_is_materialised_at_the_state_that_enters_the_step():
+def test_m_is_materialized_at_the_state_that_enters_the_step():
     layer, x = frozen(1.0), torch.randn(2, 9, 6)
     states = layer.solve(x).states
-    assert_close(materialised(layer, x), layer.cell.conjugate(states[:, -2], x[:, 0]).dense())
-    assert_close(materialised(layer, x[0], step=0), layer.cell.eigenvalues().dense())
+    assert_close(materialize_conjugate(layer, x), layer.cell.conjugate(states[:, -2], x[:, 0]).dense())
+    assert_close(materialize_conjugate(layer, x[0], step=0), layer.cell.eigenvalues().dense())
     with pytest.raises(InputError, match="9 steps"):
-        materialised(layer, x, step=9)
+        materialize_conjugate(layer, x, step=9)
     with pytest.raises(IncompatibleError, match="has no M"):
-        materialised(nn.GRUCell(6, 4), x)
+        materialize_conjugate(nn.GRUCell(6, 4), x)
 
 
 # Timescales and directions
@@ -242,7 +242,7 @@ def test_key_and_value_along_a_trajectory():
     assert "k·v" in str(found)
     several = frozen((0.1, 1.0), conjugate=conjugates.Product(3), direction=directions.FromState(heads=2))
     assert key_value_statistics(several, torch.randn(20, 6)).angle.shape == (1, 20, 3, 2)
-    with pytest.raises(IncompatibleError, match="does not turn"):
+    with pytest.raises(IncompatibleError, match="does not rotate"):
         key_value_statistics(frozen(0, conjugate=conjugates.Diagonal()), torch.randn(20, 6))
 
 

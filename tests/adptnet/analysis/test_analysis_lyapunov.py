@@ -1,4 +1,4 @@
-"""Lyapunov exponents: known answers, every kind of cell, gradients, and input that has none."""
+"""Lyapunov exponents: known values, every kind of cell, gradients, and invalid input."""
 
 import math
 import resource
@@ -16,9 +16,9 @@ from adptnet.analysis import (
     key_value_statistics,
     local_errors,
     lyapunov_exponents,
-    materialised,
+    materialize_conjugate,
     mean_log_singular_values,
-    parallelisability,
+    parallelizability,
     propagators,
     singular_value_shifts,
 )
@@ -32,7 +32,7 @@ def henon(x):
 
 
 def lorenz_flow(x, dt=0.01):
-    """One step of the fourth-order Runge-Kutta method along the vector field of Lorenz."""
+    """Return one step of the fourth-order Runge-Kutta method for the Lorenz system."""
 
     def field(x):
         return torch.stack([10 * (x[1] - x[0]), x[0] * (28 - x[2]) - x[1], x[0] * x[1] - 8 / 3 * x[2]])
@@ -43,7 +43,7 @@ def lorenz_flow(x, dt=0.01):
     return x + dt / 6 * (a + 2 * b + 2 * c + field(x + dt * c))
 
 
-# Known answers
+# Known values
 
 
 def test_a_diagonal_system_has_the_logarithms_of_its_eigenvalues():
@@ -55,7 +55,7 @@ def test_a_diagonal_system_has_the_logarithms_of_its_eigenvalues():
     assert found.window == (70, 600)
 
 
-def test_eigenvalues_far_apart_are_orthonormalised_often_and_close_ones_seldom():
+def test_a_wide_spectrum_is_orthonormalized_often_and_a_narrow_one_seldom():
     wide, narrow = torch.tensor([1.0, 1e-9]), torch.tensor([0.9, 0.89])
     assert lyapunov_exponents(lambda x: wide * x, state=torch.ones(2), steps=100).interval == 1
     assert lyapunov_exponents(lambda x: narrow * x, state=torch.ones(2), steps=1000).interval == 64
@@ -64,7 +64,7 @@ def test_eigenvalues_far_apart_are_orthonormalised_often_and_close_ones_seldom()
 
 
 def test_a_spectrum_that_widens_on_the_way_loses_no_digits():
-    """A long interval, chosen while J was the identity, is taken back where J is not."""
+    """A long interval, chosen while J was the identity, is shortened where J is not."""
     late = torch.diag(torch.tensor([1.0, 1e-12]))
     matrices = torch.cat((torch.eye(2).expand(300, 2, 2), late.expand(300, 2, 2)))
     cell = cells.from_function(lambda x, u: (u.unflatten(-1, (2, 2)) @ x.unsqueeze(-1)).squeeze(-1), 2)
@@ -74,12 +74,12 @@ def test_a_spectrum_that_widens_on_the_way_loses_no_digits():
 
 
 def test_a_few_ill_conditioned_steps_among_many_lose_no_digits():
-    """Also where the interval is two: a saturated tanh makes a Jacobian nearly singular for a single step."""
+    """A saturated tanh makes a Jacobian nearly singular for a single step, also where the interval is two."""
     matrices = torch.linalg.qr(torch.randn(200, 3, 3)).Q
     for start in (50, 91, 150):
         matrices[start : start + 2] *= torch.tensor([1.0, 1e-2, 1e-4]).reshape(3, 1)
     cell = cells.from_function(lambda x, u: (u.unflatten(-1, (3, 3)) @ x.unsqueeze(-1)).squeeze(-1), 3)
-    for steady in (0.0, 0.3, 2.0):  # what the spectrum is otherwise sets the interval: long, a few steps, two
+    for steady in (0.0, 0.3, 2.0):  # the rest of the spectrum sets the interval: long, a few steps, two
         scale = torch.tensor([steady, 0.0, -steady]).exp().reshape(3, 1)
         moved = matrices[0] @ (scale * (matrices[0].mT @ matrices))
         found = lyapunov_exponents(cell, moved.flatten(1), state=torch.zeros(3), transient=0)
@@ -127,7 +127,7 @@ def test_the_lorenz_system_by_its_flow():
 
 
 def test_the_exponents_are_those_of_the_definition():
-    """QR at every step, by hand."""
+    """The reference runs QR at every step."""
     layer, x = ADPTNet(6, beta=1.0, spectrum=spectra.Linspace(dt_min=0.1, dt_max=2.0)), torch.randn(120, 6)
     with torch.no_grad():
         found = lyapunov_exponents(layer, x, transient=20)
@@ -136,7 +136,7 @@ def test_the_exponents_are_those_of_the_definition():
             frame, upper = torch.linalg.qr(matrix @ frame)
             total += upper.diagonal().abs().log() if t >= 20 else 0
     expected = (total / 100).sort(descending=True).values
-    assert_close(found.exponents, expected, atol=0.02, rtol=0)  # another frame to start from
+    assert_close(found.exponents, expected, atol=0.02, rtol=0)  # another initial frame
     assert_close(found.exponents.sum(), expected.sum(), atol=1e-12, rtol=0)
 
 
@@ -181,7 +181,7 @@ def test_the_exponents_of_other_cells_sum_to_the_mean_log_determinant(name):
 
 
 def test_a_singular_jacobian_has_exponents_of_minus_infinity_not_of_rounding():
-    """fig:orthogonal_rnn_lyapunov shows e^-40 for these, which is the precision of the program."""
+    """fig:orthogonal_rnn_lyapunov shows e^-40 for these, which is the rounding error of that program."""
     layer = Recurrent(cells.OrthogonalRNN(16))
     with torch.no_grad():
         found = lyapunov_exponents(layer, torch.randn(200, 16)).exponents
@@ -208,7 +208,7 @@ def test_each_trajectory_of_a_batch_is_its_own():
     assert alone.final.shape == (6,)
     assert_close(alone.exponents, batch.exponents[0], atol=1e-10, rtol=0)
     assert_close(alone.final, layer(x[:1])[1].state[0])
-    assert "a step over steps 19 to 90" in str(batch)
+    assert "per step over steps 19 to 90" in str(batch)
 
 
 def test_many_states_may_follow_one_input_and_a_state_carries_its_position():
@@ -244,17 +244,17 @@ def test_a_parallel_solver_may_find_the_states():
     found = lyapunov_exponents(layer, x, solver=solvers.ConvDEER())
     assert_close(found.exponents, expected.exponents, atol=1e-9, rtol=0)
     assert_close(found.final, expected.final, atol=1e-9, rtol=0)
-    with pytest.raises(InputError, match="all states at once"):
+    with pytest.raises(InputError, match="is not parallel in time"):
         lyapunov_exponents(layer, x, solver=solvers.Sequential())
     with pytest.raises(InputError, match=r"torch.no_grad\(\)"):
         lyapunov_exponents(layer.requires_grad_(), x, solver=solvers.ConvDEER())
     wild = ADPTNet(6, beta=4.0, spectrum=spectra.Negative()).requires_grad_(False)
-    with pytest.raises(InputError, match="not the states"):
+    with pytest.raises(InputError, match="did not find the states"):
         lyapunov_exponents(wild, x, solver=solvers.ConvDEER(max_iterations=3, on_failure=solvers.Return()))
 
 
-def by_automatic_differentiation(layer, x, transient):
-    """`torch.func.jacrev` and QR at every step."""
+def exponents_by_autograd(layer, x, transient):
+    """Return exponents by `torch.func.jacrev` and QR at every step."""
     steps, size = x.shape
     step, drive = layer.cell.stepper(), layer.cell.prepare(x.unsqueeze(0), torch.arange(steps).unsqueeze(0))[0]
     state, frame, total = torch.zeros(size), random_frame(size, size), torch.zeros(size)
@@ -270,7 +270,7 @@ def by_automatic_differentiation(layer, x, transient):
 def test_the_exponents_are_those_of_automatic_differentiation_and_qr_at_each_step():
     layer, x = ADPTNet(24, beta=0.125), torch.randn(100, 24)
     found = lyapunov_exponents(layer, x, solver=solvers.ConvDEER())
-    assert_close(found.exponents, by_automatic_differentiation(layer, x, found.window[0]), atol=1e-6, rtol=0)
+    assert_close(found.exponents, exponents_by_autograd(layer, x, found.window[0]), atol=1e-6, rtol=0)
 
 
 # Products
@@ -343,18 +343,18 @@ def test_the_flossing_loss_is_zero_at_its_targets_in_any_order():
 
 
 def test_exponents_of_minus_infinity_cannot_be_flossed():
-    """Their loss would be infinite, and every gradient NaN."""
+    """Their loss would be infinite and every gradient NaN."""
     line = torch.tensor([[0.5, 0.0], [0.5, 0.0]])
     assert float(gradient_flossing_loss(lambda x: line @ x, None, [0.0], state=torch.ones(2), steps=50)) > 0
     with pytest.raises(NonFiniteError, match=r"exponent 2 is minus infinity.*at most 1 targets"):
         gradient_flossing_loss(lambda x: line @ x, None, [0.0, -1.0], state=torch.ones(2), steps=50)
 
 
-# What has no exponents
+# Invalid input
 
 
-def test_a_state_that_escapes_is_named_with_its_step():
-    with pytest.raises(NonFiniteError, match=r"after step 7 of sequence 1 .*escapes"):
+def test_a_diverging_state_is_named_with_its_step():
+    with pytest.raises(NonFiniteError, match=r"after step 7 of sequence 1 .*diverges"):
         lyapunov_exponents(lambda x: x**2, state=torch.tensor([[0.5], [16.0]]), steps=60)
     with pytest.raises(NonFiniteError, match="Jacobian is not finite at step 3 of sequence 0"):
         lyapunov_exponents(lambda x: (x - 1).clamp(min=0).sqrt().square() + 0 * x, state=torch.tensor([4.0]), steps=20)
@@ -385,13 +385,13 @@ def test_wrong_input_is_explained():
     model = SequenceModel(layer.spec, depth=2, vocabulary=5)
     with pytest.raises(InputError, match=r"holds 2 recurrent layers.*get_submodule\('blocks.0.layer'\)"):
         lyapunov_exponents(model, x)
-    with pytest.raises(NonFiniteError, match="start from"):
+    with pytest.raises(NonFiniteError, match="the initial state holds NaN or infinity"):
         lyapunov_exponents(henon, state=torch.tensor([0.0, math.inf]), steps=10)
     with pytest.raises(InputError, match="needs all 4 exponents"):
         _ = lyapunov_exponents(layer, x, count=2).dimension
 
 
-def test_one_start_serves_every_sequence():
+def test_one_initial_state_serves_every_sequence():
     weight, x, start = torch.randn(3, 3) / 2, torch.randn(2, 30, 3), torch.randn(3)
     found = lyapunov_exponents(lambda s, u: torch.tanh(weight @ s + u), x, state=start).exponents
     each = lyapunov_exponents(lambda s, u: torch.tanh(weight @ s + u), x, state=start.expand(2, 3)).exponents
@@ -403,9 +403,9 @@ def test_one_start_serves_every_sequence():
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (lambda x: (x, x), "made a tuple of a state"),
-        (lambda x: [x[0], x[1]], "made a list.*torch.stack"),
-        (lambda x: 0.5, "made a float"),
+        (lambda x: (x, x), "returned a tuple"),
+        (lambda x: [x[0], x[1]], "returned a list.*torch.stack"),
+        (lambda x: 0.5, "returned a float"),
         (lambda x: x * x[0].item(), r"tensor operations alone.*no .item\(\)"),
         (lambda x: x if x[0] > 0 else -x, "torch.where for if"),
         (lambda x: torch.tensor([x[0], x[1]]), "torch.stack for torch.tensor"),
@@ -414,7 +414,7 @@ def test_one_start_serves_every_sequence():
         (lambda x, u: x + u, r"\(x, u\) is called as f\(state\), since there are no inputs.*'u'"),
     ],
 )
-def test_a_function_that_cannot_be_analysed_is_told_why(function, words):
+def test_a_function_that_cannot_be_analyzed_gets_a_clear_error(function, words):
     with pytest.raises(InputError, match=words):
         lyapunov_exponents(function, state=torch.ones(2), steps=20)
 
@@ -425,22 +425,22 @@ def test_an_error_of_the_function_itself_is_left_alone():
     assert not isinstance(caught.value, InputError)
 
 
-def test_nothing_to_analyse_is_said_by_every_analysis():
+def test_every_analysis_rejects_empty_input():
     layer, x = ADPTNet(4), torch.randn(2, 30, 4)
     for nothing in (x[:0], x[:, :0], x[0, :0]):
-        for analyse in (lyapunov_exponents, mean_log_singular_values, jacobians, certificate, parallelisability):
-            with pytest.raises(InputError, match="nothing to analyse"):
-                analyse(layer, nothing)
-        for analyse in (singular_value_shifts, local_errors, key_value_statistics, materialised):
-            with pytest.raises(InputError, match="nothing to analyse"):
-                analyse(layer, nothing)
-    with pytest.raises(InputError, match="nothing to analyse"):
+        for analyze in (lyapunov_exponents, mean_log_singular_values, jacobians, certificate, parallelizability):
+            with pytest.raises(InputError, match="nothing to analyze"):
+                analyze(layer, nothing)
+        for analyze in (singular_value_shifts, local_errors, key_value_statistics, materialize_conjugate):
+            with pytest.raises(InputError, match="nothing to analyze"):
+                analyze(layer, nothing)
+    with pytest.raises(InputError, match="nothing to analyze"):
         lyapunov_exponents(henon, state=torch.ones(0, 2), steps=20)
-    with pytest.raises(InputError, match="no numbers"):
+    with pytest.raises(InputError, match="dimension 0"):
         lyapunov_exponents(henon, state=torch.ones(0), steps=20)
 
 
-def test_what_is_no_tensor_no_cell_or_elsewhere_is_explained():
+def test_wrong_types_and_devices_are_explained():
     layer, x = ADPTNet(4), torch.randn(2, 30, 4)
     with pytest.raises(InputError, match="the state is a list"):
         lyapunov_exponents(henon, state=[0.1, 0.1], steps=20)
@@ -458,7 +458,7 @@ def test_what_is_no_tensor_no_cell_or_elsewhere_is_explained():
         certificate(SequenceModel(layer.spec, depth=2, vocabulary=5))
 
 
-def test_projections_that_are_parametrised_are_followed():
+def test_parametrized_projections_are_differentiated():
     layer, x = ADPTNet(6, beta=1.0, projection=projections.Orthogonal()), torch.randn(40, 6)
     with torch.no_grad():
         same_sum(layer, x)

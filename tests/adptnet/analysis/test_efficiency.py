@@ -1,4 +1,4 @@
-"""What a spiking network costs, counted one event at a time."""
+"""Cost of a spiking network, against counts of single events."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from adptnet import analysis, cells, projections
-from adptnet.analysis.efficiency import AC_ENERGY, MAC_ENERGY
+from adptnet.analysis.spiking_efficiency import AC_ENERGY, MAC_ENERGY
 from adptnet.errors import InputError
 from adptnet.nn import SpikingModelSpec, spiking_adpt_for_speech
 
@@ -68,19 +68,19 @@ def test_recurrent_spikes_are_counted(neuron):
     assert layer.dense_operations == 48 + 64
 
 
-def test_efficiency_is_of_a_network_and_of_recordings():
+def test_efficiency_needs_a_network_and_recordings():
     model, frames = firing(SpikingModelSpec(cells.LIF(8), 6, 3))
     with pytest.raises(InputError, match="at least one recording"):
         analysis.efficiency(model, frames[:0])
-    with pytest.raises(InputError, match=r"of a SpikingModel; got Linear"):
+    with pytest.raises(InputError, match=r"for a SpikingModel; got Linear"):
         analysis.efficiency(torch.nn.Linear(6, 6), frames)
 
 
 def test_silent_and_saturated_layers_are_named():
     model, frames = firing(SpikingModelSpec(cells.LIF(8), 6, 3, depth=1), scale=0.01)
-    with pytest.warns(analysis.ActivityWarning, match="layer 0 hardly ever fires") as seen:
+    with pytest.warns(analysis.ActivityWarning, match="layer 0 almost never fires") as seen:
         report = analysis.efficiency(model, frames)
-    assert "torch" not in Path(seen[0].filename).parts  # the line that is shown is not that of a decorator
+    assert "torch" not in Path(seen[0].filename).parts  # the warning shows the line of the caller, not of a decorator
     assert report.layers[0].silent_neurons == 1
     model, frames = firing(SpikingModelSpec(cells.LIF(8, reset="none", threshold=0.1), 6, 3, depth=1))
     torch.nn.init.constant_(model.layers[0].currents.norm.norm.bias, 10.0)

@@ -1,4 +1,4 @@
-"""`verify` for cells: every parallel solver against a plain loop."""
+"""`verify` for cells: every parallel solver against a sequential loop."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from adptnet import cells, errors, solvers
 
 
 class Twisted(torch.nn.Module):
-    """A step that mixes what it remembers, with a parameter that no state depends on."""
+    """A step that mixes the state, with a parameter that no state depends on."""
 
     def __init__(self, size, features):
         super().__init__()

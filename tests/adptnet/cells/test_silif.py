@@ -1,4 +1,4 @@
-"""SiLIF against its authors' program: weights they trained, spikes it fired."""
+"""SiLIF, compared with its authors' code: their trained weights and the spikes that their network fires."""
 
 import numpy as np
 import pytest
@@ -23,9 +23,9 @@ def test_the_trained_network_fires_as_the_authors_program_does():
             np.testing.assert_allclose(model(frames)[0].numpy(), file["output"], atol=1e-3, rtol=1e-5)
 
 
-def test_other_weights_are_refused(tmp_path):
+def test_other_weights_raise(tmp_path):
     with pytest.raises(CheckpointError, match="missing"):
         from_silif({"snn.0.dt": np.zeros(4)})
     (tmp_path / "weights.npz").write_bytes(b"PK no archive")
-    with pytest.raises(CheckpointError, match=r"is no \.npz file"):
+    with pytest.raises(CheckpointError, match=r"is not an \.npz file"):
         from_silif(tmp_path / "weights.npz")

@@ -1,4 +1,4 @@
-"""Spiking cells, layers and networks: each against its equations written out, and against the solvers."""
+"""Spiking cells, layers and networks, compared with their equations written out and with the parallel solvers."""
 
 import math
 
@@ -13,8 +13,8 @@ from adptnet import SpikingADPTNet, adjoints, analysis, cells, directions, proje
 from adptnet.cells.spiking import surrogate
 from adptnet.errors import IncompatibleError, InputError, SpecError
 from adptnet.nn import Recurrent, SpikingModelSpec, silif_for_speech, spiking_adpt_for_speech
-from adptnet.nn.spiking import spiking_adpt
-from adptnet.ops import _build
+from adptnet.nn.spiking_layer import spiking_adpt
+from adptnet.ops import _backends, _build
 
 SIZE = 5
 raw = {"input_projection": projections.Identity()}
@@ -43,23 +43,23 @@ each_neuron = pytest.mark.parametrize("spec", neurons.values(), ids=neurons)
 
 
 def currents(batch: int = 3, steps: int = 24, strength: float = 3.0) -> torch.Tensor:
-    """Strong enough that neurons fire, and not always."""
+    """Return random currents, strong enough that neurons fire, but not at every step."""
     return strength * (0.3 + torch.randn(batch, steps, SIZE))
 
 
 def run(cell: cells.Cell, inputs: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """States and spikes, of one sequence."""
+    """Return states and spikes of one sequence."""
     states = solvers.Sequential()(cell, inputs).states
     return states.detach().numpy(), cell.output(states).detach().numpy()
 
 
-def number(parameter) -> np.ndarray:
+def to_numpy(parameter) -> np.ndarray:
     return parameter.detach().numpy()
 
 
 @each_neuron
 def test_neurons_fire_and_fall_silent(spec):
-    """The comparisons below mean nothing for a neuron that never fires."""
+    """The comparisons below would test little on a neuron that never fires."""
     cell = spec.build()
     spikes = cell.output(solvers.Sequential()(cell, currents(8, 80)).states)
     assert set(spikes.unique().tolist()) == {0.0, 1.0}
@@ -67,14 +67,14 @@ def test_neurons_fire_and_fall_silent(spec):
 
 
 @each_neuron
-def test_every_step_is_the_sequence(spec):
+def test_single_steps_and_chunks_equal_the_whole_sequence(spec):
     layer, x = Recurrent(spec), currents()
     y, final = layer(x)
-    state, shown = None, []
+    state, outputs = None, []
     for t in range(x.shape[1]):
         out, state = layer.step(x[:, t], state)
-        shown.append(out)
-    assert_close(torch.stack(shown, 1), y)
+        outputs.append(out)
+    assert_close(torch.stack(outputs, 1), y)
     assert_close(state.state, final.state)
     first, middle = layer(x[:, :17])
     second, end = layer(x[:, 17:], middle)
@@ -86,9 +86,9 @@ def test_every_step_is_the_sequence(spec):
 @each_neuron
 def test_time_major_and_lengths(spec):
     layer, x = Recurrent(spec), currents()
-    turned = Recurrent(spec, batch_first=False)
-    turned.load_state_dict(layer.state_dict())
-    assert_close(turned(x.transpose(0, 1))[0].transpose(0, 1), layer(x)[0])
+    time_first = Recurrent(spec, batch_first=False)
+    time_first.load_state_dict(layer.state_dict())
+    assert_close(time_first(x.transpose(0, 1))[0].transpose(0, 1), layer(x)[0])
     y, final = layer(x, lengths=torch.tensor([24, 7, 1]))
     alone, end = layer(x[1:2, :7])
     assert_close(y[1:2, :7], alone)
@@ -106,29 +106,29 @@ def test_a_parallel_solver_finds_the_same_spikes_and_gradients(spec):
         (cell.output(states) * weight).sum().backward()
         return [p.grad for p in cell.parameters() if p.grad is not None]
 
-    wanted = gradients(expected.states)
+    expected_gradients = gradients(expected.states)
     for solver in (solvers.QuasiDEER(), solvers.Jacobi()):
         solution = solver(cell, x, adjoint=adjoints.Implicit())
         assert solution.result <= solvers.Result.FINISHED
         assert_close(cell.output(solution.states), cell.output(expected.states), atol=0, rtol=0)
         assert_close(solution.states, expected.states, atol=1e-6, rtol=1e-6)
-        for found, right in zip(gradients(solution.states), wanted, strict=True):
-            assert_close(found, right, atol=1e-5, rtol=1e-5)
+        for gradient, reference in zip(gradients(solution.states), expected_gradients, strict=True):
+            assert_close(gradient, reference, atol=1e-5, rtol=1e-5)
 
 
 @each_neuron
-def test_a_neuron_goes_through_json(spec):
+def test_a_neuron_spec_round_trips_through_json(spec):
     assert type(spec).from_json(spec.to_json()) == spec
 
 
-# The equations, one neuron at a time in plain numbers.
+# The equations, written out in NumPy.
 
 
 def test_lif_by_its_equation():
     for reset in ("subtract", "decayed", "zero", "none"):
         cell, x = cells.LIF(SIZE, reset=reset, threshold=0.8).build(), currents(1)[0]
         states, spikes = run(cell, x)
-        d, u, s = number(cell.decay()), np.zeros(SIZE), np.zeros(SIZE)
+        d, u, s = to_numpy(cell.decay()), np.zeros(SIZE), np.zeros(SIZE)
         for t, current in enumerate(x.numpy()):
             kept = {"subtract": d * u - 0.8 * s, "decayed": d * (u - 0.8 * s), "zero": d * u * (1 - s), "none": d * u}
             u = kept[reset] + (1 - d) * current
@@ -139,11 +139,11 @@ def test_lif_by_its_equation():
 
 @pytest.mark.parametrize("delay", [None, 1, 4])
 def test_recurrent_and_delayed_lif_by_their_equations(delay):
-    """rsnn hears s[t], eq:delay_lif s[t - τ]."""
+    """The recurrent current is W s[t] in rsnn and W s[t - τ] in eq:delay_lif."""
     spec = cells.LIF(SIZE, recurrent=projections.Dense()) if delay is None else cells.DelayedLIF(SIZE, delay)
     cell, x = spec.build(), currents(1)[0]
     states, spikes = run(cell, x)
-    w, d = number(cell.recurrent.dense()), number(cell.decay())
+    w, d = to_numpy(cell.recurrent.dense()), to_numpy(cell.decay())
     u, past = np.zeros(SIZE), [np.zeros(SIZE)] * 6
     for t, current in enumerate(x.numpy()):
         u = d * u + (1 - d) * (current + w @ past[-1 - (delay or 0)]) - past[-1]
@@ -157,19 +157,19 @@ def test_each_neuron_has_a_delay_of_its_own():
     cell, x = cells.DelayedLIF(SIZE, delay=(1, 4)).build(), currents(1)[0]
     assert len(cell.delays.unique()) > 1
     states, _ = run(cell, x)
-    w, d, delays = number(cell.recurrent.dense()), number(cell.decay()), cell.delays.numpy()
+    w, d, delays = to_numpy(cell.recurrent.dense()), to_numpy(cell.decay()), cell.delays.numpy()
     u, past = np.zeros(SIZE), [np.zeros(SIZE)] * 6
     for t, current in enumerate(x.numpy()):
-        heard = np.array([past[-1 - delays[j]][j] for j in range(SIZE)])
-        u = d * u + (1 - d) * (current + w @ heard) - past[-1]
+        delayed = np.array([past[-1 - delays[j]][j] for j in range(SIZE)])
+        u = d * u + (1 - d) * (current + w @ delayed) - past[-1]
         past.append((u >= 1).astype(float))
         np.testing.assert_allclose(states[t, :SIZE], u, atol=1e-12)
 
 
-def test_alif_by_its_equation_with_a_threshold_that_rests():
+def test_alif_by_its_equation_with_a_resting_threshold():
     cell, x = cells.ALIF(SIZE, strength=0.7).build(), currents(1)[0]
     states, spikes = run(cell, x)
-    d, alpha = number(cell.decay()), number(cell.slow_decay())
+    d, alpha = to_numpy(cell.decay()), to_numpy(cell.slow_decay())
     u, a, s = np.zeros((3, SIZE))
     for t, current in enumerate(x.numpy()):
         a = alpha * a + (1 - alpha) * s
@@ -182,8 +182,8 @@ def test_alif_by_its_equation_with_a_threshold_that_rests():
 def test_adlif_by_its_equation():
     cell, x = cells.AdLIF(SIZE).build(), currents(1)[0]
     states, spikes = run(cell, x)
-    d, alpha = number(cell.decay()), number(cell.slow_decay())
-    a, b = number(cell.coupling), number(cell.jump)
+    d, alpha = to_numpy(cell.decay()), to_numpy(cell.slow_decay())
+    a, b = to_numpy(cell.coupling), to_numpy(cell.jump)
     u, w, s = np.zeros((3, SIZE))
     for t, current in enumerate(x.numpy()):
         u, w = d * u + (1 - d) * (current + w) - s, alpha * w + (1 - alpha) * (a * u + b * s)
@@ -197,9 +197,9 @@ def test_silif_by_its_equation():
     with torch.no_grad():
         cell.coupling[0], cell.jump[0] = 1.7, -0.4  # clamped in the step
     states, spikes = run(cell, x)
-    step = np.exp(number(cell.log_dt))
-    alpha, beta = (np.exp(-np.exp(number(rate)) * step) for rate in (cell.log_decay, cell.log_slow_decay))
-    a, b = number(cell.coupling).clip(0, 1), number(cell.jump).clip(0, 2)
+    step = np.exp(to_numpy(cell.log_dt))
+    alpha, beta = (np.exp(-np.exp(to_numpy(rate)) * step) for rate in (cell.log_decay, cell.log_slow_decay))
+    a, b = to_numpy(cell.coupling).clip(0, 1), to_numpy(cell.jump).clip(0, 2)
     u, w, s = np.zeros((3, SIZE))
     for t, current in enumerate(x.numpy()):
         w = beta * w + a * u + b * s
@@ -214,12 +214,12 @@ def test_resonant_neurons_by_their_equations_in_complex_numbers():
     complex_silif, resonator = cells.CSiLIF(SIZE, dt=(0.1, 0.5)).build(), cells.ResonateAndFire(SIZE).build()
     for cell in (complex_silif, resonator):
         states, spikes = run(cell, x)
-        step, decay = np.exp(number(cell.log_dt)), np.exp(number(cell.log_decay))
-        multiplier = np.exp(step * (-decay + 1j * number(cell.frequency)))
+        step, decay = np.exp(to_numpy(cell.log_dt)), np.exp(to_numpy(cell.log_decay))
+        multiplier = np.exp(step * (-decay + 1j * to_numpy(cell.frequency)))
         u, s = np.zeros(SIZE, complex), np.zeros(SIZE)
         for t, current in enumerate(x.numpy()):
             if cell is complex_silif:
-                u = multiplier * (u - 0.5 * s) + number(cell.gain) * current
+                u = multiplier * (u - 0.5 * s) + to_numpy(cell.gain) * current
                 s = (2 * u.real - 1 > 0).astype(float)
             else:
                 u = multiplier * (u - 1j * s) + current
@@ -241,11 +241,11 @@ def test_the_spiking_adpt_cell_by_its_equations_with_dense_matrices(reset, adapt
     cell, inputs = spec.build(), currents(1, 30)[0]
     states, spikes = run(cell, inputs)
     coupled = cell.inner
-    lam, slow_decay = (number(s().real) for s in (coupled.fast.spectrum, coupled.slow))
+    lam, slow_decay = (to_numpy(s().real) for s in (coupled.fast.spectrum, coupled.slow))
     plane = coupled.fast.directions[0]
-    k, v = number(plane.key_projection.dense()), number(plane.value_projection.dense())
-    b, feedback = number(coupled.fast.drive.input_projection.dense()), number(coupled.feedback)
-    jump = number(cell.jump) if adaptation else 0.0
+    k, v = to_numpy(plane.key_projection.dense()), to_numpy(plane.value_projection.dense())
+    b, feedback = to_numpy(coupled.fast.drive.input_projection.dense()), to_numpy(coupled.feedback)
+    jump = to_numpy(cell.jump) if adaptation else 0.0
     x, w = np.zeros((2, SIZE))
     for t, current in enumerate(inputs.numpy()):
         source = np.maximum(x, 0) if directions_ == "relu" else (x >= theta).astype(float)
@@ -265,8 +265,8 @@ def test_the_spiking_adpt_cell_by_its_equations_with_dense_matrices(reset, adapt
     assert 0 < spikes.sum() < spikes.size
 
 
-def test_without_turning_it_is_a_coupled_linear_recurrence_with_a_threshold():
-    """β = 0: both states in closed form, as powers of one 2-by-2 matrix for each neuron."""
+def test_at_beta_zero_it_is_a_coupled_linear_recurrence_with_a_threshold():
+    """Both states in closed form, by powers of a 2-by-2 matrix for each neuron."""
     layer, x = SpikingADPTNet(6, beta=0.0, threshold=0.3), 3 * torch.randn(2, 30, 6)
     y, _ = layer(x)
     coupled = layer.cell.inner
@@ -283,17 +283,17 @@ def test_without_turning_it_is_a_coupled_linear_recurrence_with_a_threshold():
             states[:, t] += (power @ entering[:, k].unsqueeze(-1)).squeeze(-1)
     assert_close(y, (states[..., 0] >= 0.3).to(y))
     assert 0.05 < y.mean() < 0.95
-    turned = SpikingADPTNet(6, beta=1.0, threshold=0.3)
-    turned.load_state_dict(layer.state_dict())
-    assert (turned(x)[0] != y).any()
+    nonlinear = SpikingADPTNet(6, beta=1.0, threshold=0.3)
+    nonlinear.load_state_dict(layer.state_dict())
+    assert (nonlinear(x)[0] != y).any()
 
 
 def test_a_spiking_read_out_alone_is_the_layer_and_a_threshold():
     spiking = SpikingADPTNet(6, beta=1.0, threshold=0.2)
-    plain = adptnet.nn.LayerSpec(spiking.spec.cell.cell).build()
-    plain.load_state_dict({name.replace("inner.", ""): v for name, v in spiking.state_dict().items()})
+    inner = adptnet.nn.LayerSpec(spiking.spec.cell.cell).build()
+    inner.load_state_dict({name.replace("inner.", ""): v for name, v in spiking.state_dict().items()})
     x = 3 * torch.randn(2, 30, 6)
-    assert_close(spiking(x)[0], (plain(x)[0] >= 0.2).to(x))
+    assert_close(spiking(x)[0], (inner(x)[0] >= 0.2).to(x))
     for solver in (solvers.ConvDEER(), solvers.ForwardDEER(), solvers.DEER()):
         assert_close(spiking(x, solver=solver)[0], spiking(x)[0])
 
@@ -320,9 +320,9 @@ def test_the_boxcar_acts_on_the_state_above_its_threshold():
 
 
 def fpt(decay, theta, current, spike, iterations):
-    """fpt with the matrix of eq:fpt_matrix, one neuron: u ← -θ (B - I) s(u - θ) + B i, from u = 0.
+    """Run fixed-point training (fpt, eq:fpt_matrix) of one neuron: u ← -θ (B - I) s(u - θ) + B i, from u = 0.
 
-    A smoothed threshold is never quite silent, so the state of zero that enters is reset as well.
+    A smoothed threshold is positive even at u = 0, so the initial state of zero is reset as well.
     """
     steps = len(current)
     lags = torch.arange(steps)[:, None] - torch.arange(steps)
@@ -353,7 +353,7 @@ def test_fixed_point_training_is_conv_deer_on_a_lif_whose_reset_decays(spike):
     assert parallel.iterations.item() < 30
 
 
-def test_a_smoothed_lif_trains_in_parallel_as_in_sequence():
+def test_gradients_of_a_smoothed_lif_agree_between_parallel_and_sequential_solvers():
     cell, x = cells.LIF(SIZE, reset="decayed", spike=cells.Sigmoid(4.0)).build(), currents(2, 30)
     gradients = []
     for solver in (solvers.Sequential(), solvers.ConvDEER()):
@@ -364,8 +364,8 @@ def test_a_smoothed_lif_trains_in_parallel_as_in_sequence():
 
 
 @pytest.mark.parametrize("name", ["SiLIF", "adLIF", "ALIF", "C-SiLIF", "LIF"])
-def test_conv_deer_takes_what_a_neuron_does_between_spikes(name):
-    """Without a spike there is one iteration: the transition is exact."""
+def test_conv_deer_uses_the_transition_between_spikes(name):
+    """Without spikes the transition is exact, and one iteration suffices."""
     cell = neurons[name].build()
     quiet = solvers.ConvDEER()(cell, currents(2, 30, strength=1e-3))
     assert (quiet.iterations == 1).all()
@@ -395,12 +395,12 @@ def test_a_surrogate_is_a_step_with_its_derivative(spike, derivative):
     assert_close(torch.func.vmap(torch.func.jacfwd(spike))(x.detach()), gradient)
 
 
-def test_strict_leaves_out_the_threshold():
+def test_strict_does_not_fire_at_the_threshold():
     assert surrogate.Boxcar(strict=True)(torch.zeros(1)).item() == 0
 
 
-class _Own(torch.autograd.Function):
-    """As snnTorch builds its surrogates."""
+class _UserSurrogate(torch.autograd.Function):
+    """A surrogate built as in snnTorch."""
 
     @staticmethod
     def forward(ctx, x):
@@ -412,12 +412,12 @@ class _Own(torch.autograd.Function):
 
 
 def test_any_callable_is_a_surrogate():
-    spec = cells.LIF(2, spike=_Own.apply, reset="none")
+    spec = cells.LIF(2, spike=_UserSurrogate.apply, reset="none")
     layer = Recurrent(spec)
     x = torch.full((1, 3, 2), 4.0, requires_grad=True)
     layer(x)[0][:, 0].sum().backward()
     assert_close(x.grad[0, 0], 7 * (1 - layer.cell.decay()))
-    with pytest.raises(SpecError, match="cannot go into a spec"):
+    with pytest.raises(SpecError, match="cannot be stored in a spec"):
         spec.to_json()
 
 
@@ -425,7 +425,7 @@ def test_any_callable_is_a_surrogate():
 
 
 def test_lyapunov_exponents_of_neurons():
-    """Without reset a LIF forgets at its decay; a spike's surrogate derivative changes that."""
+    """The exponents of a LIF without reset are the logarithms of its decay factors."""
     cell = cells.LIF(SIZE, reset="none").build()
     found = analysis.lyapunov_exponents(cell, currents(1, 300)).exponents.flatten()
     assert_close(found.sum(), cell.decay().log().sum(), atol=1e-9, rtol=1e-9)
@@ -465,7 +465,7 @@ def test_batches_share_no_graph_and_evaluation_is_deterministic():
         (lambda: spiking_adpt_for_speech(0), "a width of 0: must be a whole number from 1"),
         (
             lambda: SpikingModelSpec(spiking_adpt(4, state_size=6), 3, 2),
-            "no spikes. Build the neuron without state_size",
+            "instead of spikes. Build the neuron without state_size",
         ),
         (lambda: SpikingADPTNet(4, spike_reset="soft"), "Known: none, subtract, zero"),
         (lambda: SpikingModelSpec(cells.ReLURNN(4), 3, 2), r"cells.SiLIF\(512\)"),
@@ -476,23 +476,23 @@ def test_batches_share_no_graph_and_evaluation_is_deterministic():
         (lambda: cells.SlowMemory(feedback=(1.0, -1.0)), "Exchange"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_what_to_type(make, words):
+def test_invalid_choices_raise_with_the_fix(make, words):
     with pytest.raises((SpecError, IncompatibleError), match=words):
         make()
 
 
-def test_a_layer_of_another_state_size_reads_its_spikes_out():
+def test_a_layer_with_another_state_size_has_a_readout_of_its_spikes():
     layer = SpikingADPTNet(4, state_size=6, threshold=0.1)
     x = torch.randn(2, 5, 4)
-    shown, state = layer(x)
-    assert (shown.shape, state.state.shape) == ((2, 5, 4), (2, 12))
+    outputs, state = layer(x)
+    assert (outputs.shape, state.state.shape) == ((2, 5, 4), (2, 12))
     spikes = layer.cell.output(layer.solve(x).states)
-    assert_close(shown, layer.readout(spikes))
+    assert_close(outputs, layer.readout(spikes))
 
 
-def test_a_spike_function_makes_a_spike_for_each_neuron():
+def test_a_spike_function_must_return_a_spike_for_each_neuron():
     layer = Recurrent(cells.LIF(4, spike=lambda above: (above > 0).to(above).sum()))
-    with pytest.raises(InputError, match=r"made shape \(\) of \(2, .*elementwise"):
+    with pytest.raises(InputError, match=r"returned shape \(\) for \(2, .*elementwise"):
         layer(torch.randn(2, 3, 4))
 
 
@@ -500,12 +500,12 @@ def test_a_spike_function_makes_a_spike_for_each_neuron():
 
 
 @pytest.mark.parametrize(("width", "count"), [(512, 355_689), (2048, 1_069_481)])
-def test_spiking_adptnet_has_the_parameters_of_the_paper(width, count):
+def test_spiking_adptnet_has_as_many_parameters_as_in_the_paper(width, count):
     model = spiking_adpt_for_speech(width).build(device="meta")
     assert sum(p.numel() for p in model.parameters()) == count
 
 
-def test_silif_has_the_parameters_of_its_authors():
+def test_silif_has_as_many_parameters_as_its_authors_report():
     assert sum(p.numel() for p in silif_for_speech().build(device="meta").parameters()) == 359_017
 
 
@@ -514,7 +514,7 @@ def tiny(**changes) -> SpikingModelSpec:
 
 
 @pytest.mark.parametrize("readout", ["softmax", "mean", "max", "last"])
-def test_padding_counts_for_nothing(readout):
+def test_padding_does_not_change_the_output(readout):
     model, x = tiny(readout=readout).build(), 4 * torch.rand(2, 20, 6)
     for mode in (True, False):
         model.train(mode)
@@ -547,7 +547,7 @@ def test_the_read_out_sums_softmax_over_time_and_streams():
         (torch.zeros(2, 5, dtype=torch.float64), "digits would be lost"),
     ],
 )
-def test_a_frame_that_does_not_fit_is_refused(frame, words):
+def test_an_invalid_frame_raises(frame, words):
     model = SpikingModelSpec(cells.LIF(4), 5, 2).build(dtype=torch.float32).eval()
     with pytest.raises(InputError, match=words):
         model.step(frame)
@@ -555,8 +555,8 @@ def test_a_frame_that_does_not_fit_is_refused(frame, words):
         model(torch.zeros(2, 7, 5, dtype=torch.float64))
 
 
-def test_a_network_by_hand():
-    """Linear, batch norm over batch and time, neurons, then the leaky read-out: written out."""
+def test_a_network_equals_its_equations():
+    """Linear map, batch norm over batch and time, neurons, then the leaky read-out, written out."""
     model, x = tiny(depth=1).build(), 4 * torch.rand(2, 20, 6)
     score, _ = model(x)
     layer = model.layers[0]
@@ -583,13 +583,13 @@ def test_a_network_learns_and_is_saved(tmp_path):
     x = (torch.rand(32, 20, 6) < 0.3).double()
     labels = torch.arange(32) % 2
     x[labels == 1, :, :3] *= 0.2
-    optimiser = torch.optim.Adam(model.parameters(), 0.02)
+    optimizer = torch.optim.Adam(model.parameters(), 0.02)
     losses = []
     for _ in range(25):
         loss = nn.functional.cross_entropy(model(x)[0] / 20, labels)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.1
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
@@ -599,9 +599,9 @@ def test_a_network_learns_and_is_saved(tmp_path):
     assert_close(again(x)[0], model(x)[0])
 
 
-@pytest.mark.skipif(not _build.wanted(), reason="ADPTNET_BACKEND=reference")
-def test_the_networks_of_speech_are_fused(caplog, monkeypatch):
-    monkeypatch.setattr(_build, "_said", set())
+@pytest.mark.skipif(not _build.kernels_enabled(), reason="ADPTNET_BACKEND=reference")
+def test_the_speech_networks_run_in_the_kernel(caplog, monkeypatch):
+    monkeypatch.setattr(_backends, "_logged", set())
     model = spiking_adpt_for_speech(16, input_size=6, output_size=2).build()
     x, lengths = (torch.rand(3, 20, 6) < 0.3).double(), torch.tensor([20, 4, 9])
     model(x, lengths=lengths)[0].sum().backward()
@@ -612,11 +612,11 @@ def test_the_networks_of_speech_are_fused(caplog, monkeypatch):
     assert_close(fused, model(x, lengths=lengths)[0])
 
 
-def test_integrators_at_once_are_those_step_by_step():
+def test_the_scan_of_integrators_equals_the_loop():
     layer = Recurrent(cells.LeakyIntegrator(5))
     x, lengths, reset = torch.randn(3, 9, 5), torch.tensor([9, 1, 4]), torch.rand(3, 9) < 0.3
     results = []
-    for adjoint in (None, adjoints.Implicit()):  # all steps at once, and one by one
+    for adjoint in (None, adjoints.Implicit()):  # in one scan, and step by step
         y, final = layer(x, lengths=lengths, reset=reset, adjoint=adjoint)
         gradient = torch.autograd.grad(y.sin().sum() + final.state.cos().sum(), layer.cell.decay)[0]
         results.append((y.detach(), final.state.detach(), gradient))
@@ -624,7 +624,7 @@ def test_integrators_at_once_are_those_step_by_step():
         assert_close(a, b)
 
 
-def test_a_trace_holds_what_each_layer_did():
+def test_a_trace_holds_inputs_membranes_and_spikes_of_each_layer():
     model, x = tiny().build().eval(), 4 * torch.rand(2, 20, 6)
     first, second = model.trace(x, lengths=torch.tensor([20, 5]))
     assert_close(first.inputs[0], x[0])
@@ -634,12 +634,12 @@ def test_a_trace_holds_what_each_layer_did():
     assert_close((first.membrane > 1).to(x), first.spikes)
 
 
-def test_k_and_v_of_spikes_are_directions_of_the_cell():
+def test_spiking_directions_are_directions_of_the_cell():
     cell = SpikingADPTNet(SIZE, spiking_directions=True, threshold=0.4).spec.cell
     assert cell.cell.direction == directions.FromState(spike=0.4)
 
 
-def test_a_network_of_a_layers_spec_says_to_pass_its_cell():
+def test_a_network_of_a_layer_spec_raises_with_the_advice_to_pass_its_cell():
     for layer in (SpikingADPTNet(12), Recurrent(cells.SiLIF(12))):
         with pytest.raises(SpecError, match=r"must be a spiking cell\. Pass layer\.spec\.cell, not layer\.spec\."):
             SpikingModelSpec(layer.spec, input_size=7, output_size=3)

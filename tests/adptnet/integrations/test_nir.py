@@ -1,4 +1,4 @@
-"""NIR: exact where it can be, written and read back by the package itself; refused elsewhere."""
+"""NIR export: exact after writing and reading back; an error where NIR cannot express the network."""
 
 import numpy as np
 import pytest
@@ -12,11 +12,11 @@ from adptnet import cells, conjugates, drive, projections, spectra
 from adptnet.errors import IncompatibleError, InputError
 from adptnet.integrations.nir import run_nir, to_nir, write_nir
 from adptnet.nn import SpikingModelSpec, spiking_adpt_for_speech
-from adptnet.nn.spiking import spiking_adpt
+from adptnet.nn.spiking_layer import spiking_adpt
 
 
 def trained(spec: SpikingModelSpec):
-    """A network whose norms have seen data, and that fires."""
+    """Return a network that fires, with batch norm statistics from data."""
     model = spec.build()
     for layer in model.layers:
         torch.nn.init.constant_(layer.currents.norm.norm.weight, 4.0)
@@ -58,7 +58,7 @@ def test_a_graph_that_was_written_and_read_back_fires_as_the_network_does(spec, 
         torch.testing.assert_close(softmax, model(frames[k : k + 1])[0][0], atol=1e-6, rtol=1e-6)
 
 
-def test_a_state_that_turns_is_refused_or_written_as_an_approximation(tmp_path):
+def test_a_rotating_state_is_rejected_or_written_as_an_approximation(tmp_path):
     model, frames = trained(spiking_adpt_for_speech(12, beta=0.5, input_size=7, output_size=3, threshold=0.4))
     with pytest.raises(IncompatibleError, match="allow_approximation=True"):
         to_nir(model, dt=0.004)
@@ -88,7 +88,7 @@ def test_a_state_that_turns_is_refused_or_written_as_an_approximation(tmp_path):
         (spiking_adpt(12, beta=0.0, gate=drive.SoftplusGate()), "a gate"),
     ],
 )
-def test_what_nir_cannot_say_is_refused(neuron, words, tmp_path):
+def test_what_nir_cannot_express_is_rejected(neuron, words, tmp_path):
     with pytest.raises(IncompatibleError, match=words):
         to_nir(SpikingModelSpec(neuron, 7, 3).build(), dt=0.004, allow_approximation=True)
 

@@ -1,4 +1,4 @@
-"""One step for other programs: what an export computes is what the network computes along the sequence."""
+"""Exported steps give the results of the network on the whole sequence."""
 
 import dataclasses
 import sys
@@ -26,7 +26,7 @@ NETWORKS = {
 
 
 def firing(spec: SpikingModelSpec, dtype: torch.dtype = torch.float64):
-    """A network in evaluation mode whose neurons fire, and frames (batch, time, channels)."""
+    """Return a network in evaluation mode whose neurons fire, and frames (batch, time, channels)."""
     model = dataclasses.replace(spec, momentum=0.6).build(dtype=dtype)
     frames = torch.poisson(torch.full((3, 25, 7), 0.6, dtype=dtype))
     for layer in model.layers:
@@ -49,7 +49,7 @@ def streamed(step, frames, carried):
 
 
 def along(model, frames):
-    """softmax(u) or u at every step, of a run along the whole sequence."""
+    """Return softmax(u) or u at every step of a run along the whole sequence."""
     seen = []
     hook = model.integrators.register_forward_hook(lambda module, given, outputs: seen.append(outputs[0]))
     with torch.no_grad():
@@ -59,7 +59,7 @@ def along(model, frames):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_step_with_its_state_spelled_out_is_the_sequence(name):
+def test_a_step_with_explicit_state_is_the_sequence(name):
     model, frames = firing(NETWORKS[name])
     step = StreamingStep(model)
     assert len(step.names) == 1 + len(step.initial(3))
@@ -77,7 +77,7 @@ def test_an_exported_step_is_the_sequence(name, tmp_path):
     exported = torch.export.load(tmp_path / "step.pt2").module()
     with torch.no_grad():
         assert_close(streamed(exported, frames, step.initial(3)), expected, rtol=0, atol=1e-12)
-        alone = streamed(exported, frames[:1], step.initial(1))  # any number of sequences
+        alone = streamed(exported, frames[:1], step.initial(1))  # any batch size
     assert_close(alone, expected[:1], rtol=0, atol=1e-12)
 
 
@@ -89,7 +89,7 @@ def test_an_onnx_step_is_the_sequence(name, tmp_path):
     model, frames = firing(NETWORKS[name], torch.float32)
     path = tmp_path / "step.onnx"
     write_onnx(model, path)
-    assert [file.name for file in tmp_path.iterdir()] == ["step.onnx"]  # nothing beside it
+    assert [file.name for file in tmp_path.iterdir()] == ["step.onnx"]  # no other file
     expected = along(model, frames).numpy()
     np.testing.assert_allclose(run_onnx(path, frames), expected, rtol=0, atol=1e-5)
     np.testing.assert_allclose(run_onnx(path, frames[:1]), expected[:1], rtol=0, atol=1e-5)
@@ -97,11 +97,11 @@ def test_an_onnx_step_is_the_sequence(name, tmp_path):
         run_onnx(path, frames[:, 0])
 
 
-def test_what_cannot_be_exported_is_said(tmp_path, monkeypatch):
+def test_what_cannot_be_exported_is_reported(tmp_path, monkeypatch):
     model = NETWORKS["silif"].build()
     with pytest.raises(InputError, match=r"Call model\.eval\(\) first"):
         export_step(model)
-    with pytest.raises(InputError, match="made of a SpikingModel; got ADPTNet"):
+    with pytest.raises(InputError, match="wraps a SpikingModel; got ADPTNet"):
         export_step(ADPTNet(4))
     monkeypatch.setitem(sys.modules, "onnx", None)
     with pytest.raises(InputError, match=r"ONNX needs onnx: pip install 'adptnet\[onnx\]'"):
@@ -112,7 +112,7 @@ def test_what_cannot_be_exported_is_said(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_random_start_is_no_file(tmp_path):
+def test_a_random_initial_state_is_not_exported(tmp_path):
     pytest.importorskip("onnxscript")
     model = SpikingModelSpec(cells.SiLIF(4, initial="uniform"), 7, 3).build().eval()
     with pytest.raises(IncompatibleError, match=r'Build them with initial="zero"'):

@@ -1,4 +1,4 @@
-"""Bad input: an error that says what was given, what was needed and what to type."""
+"""Invalid input: errors say what was given, what is needed and what to type."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ BAD_CALLS = {
     ),
     "state of another batch": (
         lambda f: f(torch.randn(2, 5, 6), f.initial_state(3)),
-        "Start one with initial_state(2)",
+        "Make one with initial_state(2)",
     ),
     "state of a bare tensor": (lambda f: f(torch.randn(2, 5, 6), torch.zeros(2, 6)), "the ADPTState an earlier call"),
     "length zero": (
@@ -58,7 +58,7 @@ BAD_CALLS = {
     "segments of a batch": (lambda f: f(torch.randn(2, 5, 6), **row(0, 5)), "x is one row of sequences"),
     "segments and lengths": (
         lambda f: f(torch.randn(1, 5, 6), lengths=torch.tensor([5]), **row(0, 5)),
-        "cu_seqlens already says where sequences begin and end; lengths does too. Drop lengths=",
+        "cu_seqlens already defines where sequences begin and end. Drop lengths=",
     ),
     "a guess for a sequential solve": (lambda f: f.solve(torch.randn(1, 5, 6), guess=torch.zeros(1)), "Drop guess="),
     "input of another width to a solver": (
@@ -79,7 +79,7 @@ def test_a_bad_call_gets_a_clear_error(layer, case):
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_check_and_solve_refuse_what_is_not_finite(layer, bad):
+def test_check_and_solve_reject_non_finite_input(layer, bad):
     x = torch.randn(2, 5, WIDTH)
     x[1, 3, 2] = bad
     for call in (layer.check, layer.solve):
@@ -92,13 +92,13 @@ def test_check_and_solve_refuse_what_is_not_finite(layer, bad):
     assert layer.solve(x[1], lengths=torch.tensor(3)).result is solvers.Result.CONVERGED
 
 
-def test_check_refuses_what_forward_would(layer):
+def test_check_rejects_what_forward_rejects(layer):
     for x in (torch.randn(2, 5, 7), torch.ones(2, 5, 6, dtype=torch.int64)):
         with pytest.raises(InputError):
             layer.check(x)
 
 
-def test_forward_lets_nan_through_and_only_where_it_belongs(layer):
+def test_forward_propagates_nan_within_its_sequence_only(layer):
     x = with_nan(2, 5, WIDTH)
     x[1] = 0.0
     y, _ = layer(x)
@@ -107,7 +107,7 @@ def test_forward_lets_nan_through_and_only_where_it_belongs(layer):
     assert not y[1].any()
 
 
-def test_plain_tuples_and_lists_are_understood(layer):
+def test_plain_tuples_and_lists_are_accepted(layer):
     x = torch.randn(2, 5, WIDTH)
     _, state = layer(x)
     assert torch.equal(layer(x, tuple(state))[0], layer(x, state)[0])
@@ -117,7 +117,7 @@ def test_plain_tuples_and_lists_are_understood(layer):
     assert not torch.equal(layer(x[0], reset=reset)[0], layer(x[0])[0])
 
 
-def test_a_model_says_what_it_takes():
+def test_a_model_rejects_wrong_input_with_the_right_shape():
     tokens = SequenceModel(ADPTNet(4).spec, vocabulary=5)
     vectors = SequenceModel(ADPTNet(4).spec, input_size=3, output_size=2, head="last")
     with pytest.raises(InputError, match=r"takes \(batch, time\) tokens, int64; got torch\.float64"):
@@ -132,7 +132,7 @@ def test_a_model_says_what_it_takes():
         tokens.generate(torch.zeros(1, 1, dtype=torch.int64), 3, temperature=-1.0)
 
 
-def test_what_has_no_step_or_reference_says_so():
+def test_missing_steps_and_references_are_reported():
     both = Bidirectional(ADPTNet(4).spec)
     with pytest.raises(InputError, match="needs the whole sequence"):
         both.step(torch.randn(2, 4))

@@ -1,4 +1,4 @@
-"""The contract of the layer: one sequence, however it is cut, packed, laid out or cast."""
+"""The interface of the layer: results do not depend on chunking, packing, layout or dtype."""
 
 import copy
 
@@ -53,7 +53,7 @@ def test_steps_are_the_whole(axes):
 def test_a_ragged_batch_is_each_sequence_alone(axes):
     layer, x = layer_and_input(axes)
     lengths = torch.tensor([11, 1, 7])
-    x[1, 1:], x[2, 7:] = torch.nan, torch.inf  # what is in the padding must not matter
+    x[1, 1:], x[2, 7:] = torch.nan, torch.inf  # padding must not affect the result
     y, final = layer(x, lengths=lengths)
     for i, n in enumerate(lengths.tolist()):
         alone, end = layer(x[i : i + 1, :n])
@@ -95,7 +95,7 @@ def test_packed_rows_are_each_sequence_alone(axes):
 
 
 @pytest.mark.parametrize("sort", [True, False])
-def test_torchs_packed_sequence_comes_back_packed(sort):
+def test_a_packed_sequence_returns_packed(sort):
     layer, x = layer_and_input(legal[0])
     lengths = torch.tensor([11, 7, 2] if sort else [2, 11, 7])
     packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=sort)
@@ -180,7 +180,7 @@ def test_under_autocast_the_recurrence_stays_in_float32():
 
 
 @every_layer
-def test_copies_and_casts_keep_the_numbers(axes):
+def test_copies_and_casts_keep_the_values(axes):
     layer, x = layer_and_input(axes)
     expected = layer(x)[0]
     close(copy.deepcopy(layer)(x)[0], expected)
@@ -212,7 +212,7 @@ def test_adjoints_change_no_gradient(adjoint):
         close(a, b)
 
 
-def test_a_solution_tells_how_it_was_found():
+def test_a_solution_reports_its_solver():
     layer, x = layer_and_input(legal[0])
     solution = layer.solve(x, lengths=torch.tensor([11, 4, 6]))
     assert solution.result is solvers.Result.CONVERGED
@@ -223,7 +223,7 @@ def test_a_solution_tells_how_it_was_found():
     assert repr(solution).startswith("Solution(CONVERGED, states (3, 11, 6), by Sequential()")
 
 
-def test_a_solution_that_is_not_finite_says_so_and_where():
+def test_a_non_finite_solution_is_reported_with_its_step():
     cell = cells.from_function(lambda state, drive: 1e200 * (state + drive), state_size=2)
     solution = solvers.Sequential()(cell, torch.ones(2, 5, 2) * torch.tensor([1.0, 0.0])[:, None, None])
     assert solution.result is solvers.Result.NON_FINITE
@@ -263,7 +263,7 @@ def test_a_function_is_a_cell():
     jacobian = cell.jacobian(state, x[:, 0])
     slope = 1 - (state @ weight.T + x[:, 0]).tanh().square()
     close(jacobian, slope.unsqueeze(-1) * weight)
-    close(cell.jacobian_diagonal(state, x[:, 0]), slope * weight.diagonal())
+    close(cell.jacobian_blocks(state, x[:, 0]).real, slope * weight.diagonal())
 
 
 def test_a_function_of_a_module_owns_its_parameters():
@@ -292,7 +292,7 @@ def test_the_relu_rnn_is_torchs():
     close(layer(x)[0], twin(x)[0])
 
 
-def test_optimiser_marks_are_on_the_spectrum_and_beta():
+def test_optimizer_marks_are_on_the_spectrum_and_beta():
     layer = ADPTNet(6, beta=TrainableBeta(1.0))
     marked = {name for name, p in layer.named_parameters() if getattr(p, "_no_weight_decay", False)}
     assert marked == {"cell.spectrum.log_decay", "cell.spectrum.log_dt", "cell.beta.parameter"}
@@ -314,25 +314,25 @@ def test_long_inputs_are_projected_and_scaled_by_one_product(gain, monkeypatch):
         y = layer(x)[0]
         return [y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
 
-    assert layer.cell.drive.by_one_product(x, layer.cell.spectrum) is not None
+    assert layer.cell.drive.project_and_scale(x, layer.cell.spectrum) is not None
     at_once = found()
-    monkeypatch.setattr(drive.Drive, "by_one_product", lambda *arguments: None)
+    monkeypatch.setattr(drive.Drive, "project_and_scale", lambda *arguments: None)
     for one, other in zip(at_once, found(), strict=True):
         close(one, other)
 
 
-def test_who_watches_or_changes_the_projection_is_called_for_long_inputs_too():
+def test_hooks_and_parametrizations_of_the_projection_run_for_long_inputs_too():
     layer, x, seen = ADPTNet(6, beta=1.0), torch.randn(3, 40, 6), []
     layer.cell.drive.input_projection.register_forward_hook(lambda *call: seen.append(1))
     layer(x)
     assert seen == [1]
     pruned = ADPTNet(6, beta=1.0)
     prune.l1_unstructured(pruned.cell.drive.input_projection, "weight", 0.5)
-    for _ in range(2):  # its hook makes the weights anew in every call
+    for _ in range(2):  # its hook recomputes the weight in every call
         pruned(x)[0].sum().backward()
 
 
-def test_autocast_does_not_reach_the_drive():
+def test_autocast_does_not_affect_the_drive():
     layer, x = ADPTNet(6, beta=1.0, dtype=torch.float32), torch.randn(1, 80, 6, dtype=torch.float32)
     plain = analysis.lyapunov_exponents(layer, x).exponents
     with torch.autocast("cpu", dtype=torch.bfloat16):

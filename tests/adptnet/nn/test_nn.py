@@ -41,7 +41,7 @@ def test_a_stack_drops_out_between_layers_only():
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-def test_backward_in_time_is_forward_on_the_turned_sequence(ragged):
+def test_backward_in_time_is_forward_on_the_reversed_sequence(ragged):
     both = Bidirectional(LAYER)
     x = torch.randn(3, 8, 6)
     lengths = torch.tensor([8, 5, 1]) if ragged else None
@@ -81,7 +81,7 @@ def test_a_block_is_its_formula(norm, prenorm, glu):
     assert_close(stepped, y[:, 0])
 
 
-def test_batch_statistics_leave_padding_out():
+def test_batch_statistics_exclude_padding():
     norm = nn.block.Norm("batch", 3)
     x = 2 + 3 * torch.randn(4, 10, 3)
     lengths = torch.tensor([10, 3, 7, 1])
@@ -138,7 +138,7 @@ def test_generation_carries_the_state_and_is_greedy_at_temperature_zero():
     assert torch.equal(found, expected)
 
 
-def test_generation_samples_with_its_own_seed_and_among_the_likeliest():
+def test_generation_samples_with_its_own_seed_and_among_the_top_k():
     net = model()
     prompt = torch.randint(7, (4, 3))
     seeded = [net.generate(prompt, 8, generator=torch.Generator().manual_seed(2)) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""What a user does with a module of torch, done to every kind of layer and model."""
+"""Common uses of a torch module, for every kind of layer and model: copies, devices, hooks, compilers, optimizers."""
 
 import copy
 import io
@@ -23,7 +23,7 @@ from adptnet import adjoints, analysis, cells, directions, projections, solvers,
 from adptnet.cells import ADPTState
 from adptnet.errors import IncompatibleError, InputError, SpecError, WeightDecayWarning
 from adptnet.nn import LayerSpec, LayerStates, SequenceModel
-from adptnet.ops import _build
+from adptnet.ops import _backends, _build
 from support.members import KIND_WIDTH as WIDTH
 from support.members import all_kinds, few_kinds, layer_kinds
 
@@ -34,7 +34,7 @@ some = pytest.mark.parametrize("make", few_kinds.values(), ids=few_kinds)
 every_slowly = pytest.mark.parametrize("make", all_kinds.values(), ids=all_kinds)
 with_directions = {
     name: make for name, make in layer_kinds.items() if "GRU" not in name and "LSTM" not in name
-}  # those that have K and V
+}  # the kinds that have K and V
 
 
 def inputs(steps=6, batch=3, **options):
@@ -59,11 +59,11 @@ def assert_states_close(state, other):
 
 
 @every
-def test_copies_and_files_keep_every_number(make):
+def test_copies_and_files_keep_every_value(make):
     model, x = make().eval(), inputs()
     expected = outputs(model, x)
     twins = [copy.deepcopy(model)]
-    if not any(hasattr(module, "parametrizations") for module in model.modules()):  # which torch does not pickle
+    if not any(hasattr(module, "parametrizations") for module in model.modules()):  # torch cannot pickle it
         twins.append(pickle.loads(pickle.dumps(model)))
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
@@ -101,7 +101,7 @@ def test_a_state_saves_detaches_moves_and_selects_rows(make):
             assert_close(outputs(model, second[index], chosen), outputs(model, second, state)[index])
 
 
-def test_rows_that_cannot_be_selected_are_named():
+def test_invalid_row_selections_are_reported():
     state = adpt.ADPTNet(WIDTH)(inputs())[1]
     with pytest.raises(InputError, match="indices or a mask"):
         state.select(1)
@@ -142,7 +142,7 @@ def test_meta_gives_the_shapes_of_outputs_states_and_gradients(make):
     assert all(p.grad is None or p.grad.is_meta for p in model.parameters())
 
 
-def test_meta_knows_the_shapes_of_every_solver_and_adjoint():
+def test_meta_gives_the_shapes_of_every_solver_and_adjoint():
     with torch.device("meta"):
         layer, x = adpt.ADPTNet(WIDTH), torch.randn(3, 6, WIDTH)
         for options in ({"solver": solvers.DEER()}, {"solver": solvers.Auto()}, {"adjoint": adjoints.Implicit()}):
@@ -153,7 +153,7 @@ def test_meta_knows_the_shapes_of_every_solver_and_adjoint():
 @every
 def test_a_model_made_on_meta_is_filled_from_a_state_dict(make):
     if any(isinstance(m, nn.Module) and hasattr(m, "parametrizations") for m in make().modules()):
-        pytest.skip("an orthogonal matrix is parametrised, which torch cannot do on meta")
+        pytest.skip("an orthogonal matrix is parametrize_key, which torch cannot do on meta")
     model, x = make().eval(), inputs()
     with torch.device("meta"):
         assigned, emptied = make().eval(), make().eval()
@@ -165,7 +165,7 @@ def test_a_model_made_on_meta_is_filled_from_a_state_dict(make):
 
 @every
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_runs_forward_and_backward_or_says_why_not(make, dtype):
+def test_half_precision_runs_forward_and_backward_or_raises(make, dtype):
     model, x = make().to(dtype), inputs(dtype=dtype)
     wrapped = any(isinstance(module, nn.RNNCellBase) for module in model.modules())
     if wrapped:
@@ -178,27 +178,27 @@ def test_half_precision_runs_forward_and_backward_or_says_why_not(make, dtype):
     y.sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is None or parameter.grad.dtype == parameter.dtype
-        if "parametrizations" not in name:  # torch's orthogonal one has no finite derivative in half precision
+        if "parametrizations" not in name:  # torch.orthogonal has no finite derivative in half precision
             assert parameter.grad is None or parameter.grad.isfinite().all(), name
 
 
 @every
-def test_autocast_changes_numbers_by_its_rounding_only(make):
+def test_autocast_changes_results_by_rounding_only(make):
     model, x = make().float().eval(), inputs(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         y = outputs(model, x)
-    if "Spiking" not in repr(model):  # a spike is there or not
+    if "Spiking" not in repr(model):  # spikes are binary
         assert_close(y.float(), outputs(model, x), rtol=0.1, atol=0.05)
 
 
 @every
-def test_parameters_are_drawn_again_as_at_construction(make):
+def test_reset_parameters_draws_as_the_constructor_does(make):
     torch.manual_seed(5)
     model = make()
     torch.manual_seed(6)
     other = make()
     kept = [id(parameter) for parameter in other.parameters()]
-    outputs(other, inputs())  # moves the statistics of batch norms
+    outputs(other, inputs())  # updates the statistics of batch norms
     torch.manual_seed(5)
     other.reset_parameters()
     for (name, one), (_, two) in zip(model.state_dict().items(), other.state_dict().items(), strict=True):
@@ -206,7 +206,7 @@ def test_parameters_are_drawn_again_as_at_construction(make):
     assert [id(parameter) for parameter in other.parameters()] == kept
 
 
-def test_a_cell_that_cannot_be_drawn_again_is_named():
+def test_a_cell_without_reset_parameters_is_named():
     class Step(nn.Module):
         def __init__(self):
             super().__init__()
@@ -224,7 +224,7 @@ def test_a_cell_that_cannot_be_drawn_again_is_named():
         layer.reset_parameters()
 
 
-def test_a_read_out_of_another_size_is_drawn_again():
+def test_a_read_out_of_another_size_is_reset():
     layer = adpt.Recurrent(cells.from_torch(nn.GRUCell(WIDTH, 5)))
     before = copy.deepcopy(layer.state_dict())
     layer.reset_parameters()
@@ -247,7 +247,7 @@ def test_functional_calls_and_gradients_are_those_of_autograd(make):
 
 
 @every
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # of torch, in a GRU's cell
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # from torch, in GRUCell
 def test_vmap_over_sets_of_inputs_is_each_alone(make):
     model = make().eval()
     if any(isinstance(module, nn.LSTMCell) for module in model.modules()):
@@ -259,7 +259,7 @@ def test_vmap_over_sets_of_inputs_is_each_alone(make):
 
 
 @every
-def test_recomputation_changes_no_gradient(make):
+def test_activation_checkpointing_changes_no_gradient(make):
     model, x = make().eval(), inputs(requires_grad=True)
     outputs(model, x).square().sum().backward()
     expected, x.grad = x.grad, None
@@ -278,7 +278,7 @@ def test_hooks_see_inputs_outputs_and_gradients(make):
     assert seen == ["pre", y.shape, "backward"]
 
 
-# K and V: hooks, other modules in their place, parametrisations.
+# K and V: hooks, replaced modules, parametrizations.
 
 
 def key_of(layer):
@@ -325,7 +325,7 @@ def replace_key(layer, change):
 
 
 class LowRankAdapter(nn.Module):
-    """A frozen map and a trained one of low rank beside it, as adapters have it."""
+    """A frozen map plus a trainable low-rank map, as in LoRA."""
 
     def __init__(self, base, rank=2):
         super().__init__()
@@ -363,7 +363,7 @@ def test_an_adapter_in_the_place_of_k_starts_as_k_and_learns(make):
     ],
 )
 def test_every_module_between_state_and_key_calls_its_hooks(place, caplog):
-    _build._said.clear()
+    _backends._logged.clear()
     layer = adpt.ADPTNet(
         WIDTH,
         beta=1.0,
@@ -418,7 +418,7 @@ def test_a_norm_of_another_kind_in_place_of_the_layer_norm_is_called():
 def test_a_module_of_the_wrong_size_in_the_place_of_v_is_named():
     layer = adpt.ADPTNet(WIDTH, beta=1.0)
     layer.cell.directions[0].value_projection = nn.Linear(WIDTH, 5)
-    with pytest.raises(InputError, match="Linear in the place of K or V"):
+    with pytest.raises(InputError, match="Linear, used as K or V"):
         layer(inputs())
 
 
@@ -438,7 +438,7 @@ def test_an_adapter_in_the_place_of_b_and_of_the_read_out_is_called():
     layer.half()(x.half())
 
 
-def parametrised(change):
+def parametrize_key(change):
     def changed(layer):
         change(key_of(layer))
         return layer
@@ -459,7 +459,7 @@ def parametrised(change):
     ids=["weight norm", "spectral norm", "orthogonal", "old weight norm", "old spectral norm", "pruned"],
 )
 @pytest.mark.filterwarnings("ignore:.*torch.nn.utils.weight_norm.*:FutureWarning")
-def test_a_parametrised_k_is_the_matrix_it_evaluates_to_and_learns(change, monkeypatch):
+def test_a_parametrized_k_is_the_matrix_it_evaluates_to_and_learns(change, monkeypatch):
     layer, x = adpt.ADPTNet(WIDTH, beta=1.0).eval(), inputs()
     key = key_of(layer)
     change(key)
@@ -473,7 +473,7 @@ def test_a_parametrised_k_is_the_matrix_it_evaluates_to_and_learns(change, monke
     )
     assert_close(outputs(layer, x), outputs(plain, x))
     optimizer = torch.optim.SGD(layer.parameters(), 0.5)
-    for _ in range(2):  # a weight that was computed once would fail at the second backward, or stay behind
+    for _ in range(2):  # a cached weight would fail at the second backward pass, or be stale
         optimizer.zero_grad()
         before = outputs(layer, x)
         before.square().sum().backward()
@@ -485,7 +485,7 @@ def test_a_parametrised_k_is_the_matrix_it_evaluates_to_and_learns(change, monke
 
 
 def test_pruning_and_weight_norm_keep_the_compiled_kernel(caplog):
-    _build._said.clear()
+    _backends._logged.clear()
     layer = adpt.ADPTNet(WIDTH, beta=1.0)
     prune.l1_unstructured(key_of(layer), "weight", 0.5)
     parametrizations.weight_norm(layer.cell.directions[0].value_projection)
@@ -498,7 +498,7 @@ def test_pruning_and_weight_norm_keep_the_compiled_kernel(caplog):
 
 
 def run_unchecked(*jobs):
-    """Jobs of unchecked.py, in a process of their own."""
+    """Run jobs of unchecked.py in a separate process."""
     program = [sys.executable, "-m", "support.unchecked"]
     ended = subprocess.run([*program, *jobs], cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-3000:]
@@ -517,7 +517,7 @@ def test_every_kind_compiles(job):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_packages_compiled_ahead_of_time_have_the_same_numbers():
+def test_packages_compiled_ahead_of_time_give_the_same_results():
     if _build.find_compiler() is None:
         pytest.skip("there is no C++ compiler")
     run_unchecked(*[f"package:{name}" for name in all_kinds])
@@ -525,7 +525,7 @@ def test_packages_compiled_ahead_of_time_have_the_same_numbers():
 
 def exported(model, x, **options):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of its pytrees
+        warnings.simplefilter("ignore")  # from torch, about its pytrees
         return torch.export.export(model, (x,), **options)
 
 
@@ -586,7 +586,7 @@ def test_a_traced_call_keeps_its_options():
     model.named = False
     assert torch.equal(torch.fx.symbolic_trace(model)(x, lengths), model(x, lengths))
     model.named = True
-    with pytest.raises(IncompatibleError, match="Give it to the layer instead"):
+    with pytest.raises(IncompatibleError, match="Pass it to the layer instead"):
         torch.fx.symbolic_trace(model)
 
 
@@ -620,7 +620,7 @@ def counted(model, x, *, backward=False, **options):
 @pytest.mark.parametrize("axes", [{}, {"spectrum": spectra.S4DInv()}, {"memory": cells.SlowMemory()}], ids=str)
 def test_the_counter_of_torch_counts_b_k_and_v(axes):
     layer = adpt.ADPTNet(WIDTH, beta=1.0, **axes)
-    once = 2 * 3 * 6 * WIDTH * WIDTH  # a product of each step of each sequence with one matrix
+    once = 2 * 3 * 6 * WIDTH * WIDTH  # one matrix-vector product per step and sequence
     assert counted(layer, inputs()) == 3 * once
     assert counted(layer, inputs(requires_grad=True), backward=True) == 3 * 3 * once
     assert counted(layer, inputs(requires_grad=True), backward=True, adjoint=adjoints.Checkpointed()) == 11 * once
@@ -635,7 +635,7 @@ def test_the_counter_counts_a_backward_alone_and_heads_and_no_products_at_beta_z
     assert counted(adpt.ADPTNet(WIDTH, direction=directions.FromState(heads=2)), inputs()) == 2 * once
     assert counted(adpt.ADPTNet(WIDTH, beta=0.0), inputs()) == once
     few = adpt.ADPTNet(64, input_projection=projections.Identity(), projection=projections.LowRank(2))
-    matrices = 2 * 2 * 64 * 2 * 64  # K and V as they are for the derivative, once a call
+    matrices = 2 * 2 * 64 * 2 * 64  # K and V as dense matrices for the derivative, once per call
     assert counted(few, torch.randn(3, 6, 64)) == 2 * 3 * 6 * 2 * (2 * 2 * 64) + matrices
 
 
@@ -657,7 +657,7 @@ def test_weight_decay_is_for_matrices_and_never_for_timescales(make):
     groups = adpt.optim.param_groups(model, lr=1e-3, weight_decay=0.1)
     decayed = {id(p) for group in groups for p in group["params"] if group["weight_decay"]}
     unmarked = copy.deepcopy(model)
-    for parameter in unmarked.parameters():  # as torch makes new ones when it shards them
+    for parameter in unmarked.parameters():  # as torch replaces parameters when it shards them
         parameter.__dict__.clear()
     assert [len(group["params"]) for group in adpt.optim.param_groups(unmarked, 1e-3, 0.1)] == [
         len(group["params"]) for group in groups
@@ -682,7 +682,7 @@ def test_an_optimizer_that_decays_timescales_warns_once(kind):
     with pytest.warns(WeightDecayWarning, match=r"decay to 3 parameters that are marked as exempt.*param_groups"):
         optimizer.step()
     optimizer.step()
-    kind(frozen.parameters()).step()  # nothing is decayed
+    kind(frozen.parameters()).step()  # no decay
     kind(nn.Linear(2, 2).parameters()).step()
 
 
@@ -706,18 +706,21 @@ def test_a_moving_average_of_weights_follows_them(make):
 
 
 @every
-def test_dynamic_quantisation_takes_the_linear_maps_and_leaves_the_recurrence(make):
+def test_dynamic_quantization_replaces_the_linear_maps_and_not_the_recurrence(make):
     model, x = make().float().eval(), inputs(dtype=torch.float32)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch is about to move it elsewhere
+        warnings.simplefilter("ignore")  # torch announces that it will move
         quantised = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear}, dtype=torch.qint8)
     assert not any(type(module) is nn.Linear for module in quantised.modules())
     if "Spiking" not in repr(model):
         assert_close(outputs(quantised, x), outputs(model, x), rtol=0.1, atol=0.05)
 
 
-def test_a_batch_norm_that_torch_synchronises_is_still_over_batch_and_time():
-    model, x = all_kinds["model, batch norm"](), inputs(WIDTH)  # as many steps as features: no shape would tell
+def test_a_synchronized_batch_norm_is_still_over_batch_and_time():
+    model, x = (
+        all_kinds["model, batch norm"](),
+        inputs(WIDTH),
+    )  # as many steps as features, so that shapes do not reveal a wrong layout
     outputs(model, x)
     expected = outputs(model.eval(), x)
     assert_close(outputs(nn.SyncBatchNorm.convert_sync_batchnorm(model), x), expected)
@@ -726,7 +729,7 @@ def test_a_batch_norm_that_torch_synchronises_is_still_over_batch_and_time():
 # Names.
 
 
-def test_a_count_of_layers_under_the_other_name_is_answered_with_the_right_one():
+def test_the_other_name_for_the_number_of_layers_gets_a_hint():
     with pytest.raises(SpecError, match=r"Stack has no argument 'depth'\. Pass num_layers="):
         adpt.Stack(SPEC, depth=2)
     with pytest.raises(SpecError, match=r"SequenceModel has no argument 'num_layers'\. Pass depth="):
@@ -739,7 +742,7 @@ def test_a_count_of_layers_under_the_other_name_is_answered_with_the_right_one()
 
 
 class Features(torch.utils.data.Dataset):
-    """Outputs of a model, made in the worker."""
+    """Data set of outputs of a model, computed in the worker."""
 
     def __init__(self, model, x):
         self.model = model

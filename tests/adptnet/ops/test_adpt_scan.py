@@ -1,12 +1,10 @@
-"""The fused recurrence against its specification: values and every gradient, at sizes that are not round."""
+"""The fused recurrence against its specification: values and all gradients, at sizes that are not powers of two."""
 
-import math
 import multiprocessing
 import threading
 
 import pytest
 import torch
-from test_native import python
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
@@ -15,49 +13,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from adptnet import ADPTNet, adjoints, conjugates, directions, projections, solvers
 from adptnet.cells import fused
 from adptnet.errors import InputError
-from adptnet.ops import _build
-from adptnet.ops.adpt_scan import Constants, Factors, Form, Retracted, Source, adpt_scan, cpu, reference
-from adptnet.ops.adpt_scan.form import form_of, numbers_of
+from adptnet.ops import _backends
+from adptnet.ops.adpt_scan import Constants, Factors, Form, Source, adpt_scan, cpu, reference
+from adptnet.ops.adpt_scan.form import decode_form, encode_form
+from support.kernels import VARIANTS, make_factors, make_problem, run_python, use_threads
 from support.members import build, legal, name_of
 
-pytestmark = pytest.mark.skipif(not cpu.ready(torch.float64), reason="no compiler, or ADPTNET_BACKEND=reference")
+pytestmark = pytest.mark.skipif(not cpu.has_kernel(torch.float64), reason="no compiler, or ADPTNET_BACKEND=reference")
 
 NAMES = ("drive", "state", *Constants._fields)
 
 
-def problem(batch, steps, size, *, heads=1, pairs=False, bias=False, coupled=False, beta=0.7, dtype=None, **form):
-    """Random arguments of `adpt_scan`."""
-    m, form = size // heads, Form(heads=heads, **form)
-
-    def randn(*shape):
-        return torch.randn(*shape, dtype=dtype)
-
-    def each(condition, value):
-        return value if condition else None
-
-    real = 0.9 * torch.tanh(randn(size))
-    features = size * (3 if form.given else 1) + form.beta_given
-    drive = 0.5 * randn(batch, steps, features)
-    if form.beta_given:
-        drive[..., -1].abs_()
-    constants = Constants(
-        0.7 * real[::2].repeat_interleave(2) if pairs else real,
-        each(pairs, 0.5 * torch.tanh(randn(size // 2)).repeat_interleave(2)),
-        each(form.turns and not form.given, randn(heads, 2, m, m) / math.sqrt(m)),
-        each(bias, randn(heads, 2, m)),
-        each(form.turns and not form.beta_given, beta * (1 + randn(heads).square())),
-        each(coupled, 0.1 * randn(size)),
-        each(coupled and pairs, 0.1 * randn(size)),
-        each(coupled, randn(size).sigmoid()),
-        each(coupled, randn(size).sigmoid()),
-        each(form.norm is not None, 1 + 0.3 * randn(2, size)),
-        each(form.norm is not None, 0.3 * randn(2, size)),
-    )
-    return drive, randn(batch, size * (2 if coupled else 1)), constants, form
-
-
-def both(drive, state, constants, form, **options):
-    """Values and gradients of the kernel and of the specification, by name."""
+def run_both(drive, state, constants, form, **options):
+    """Return values and gradients of the kernel and of the specification, by name."""
     leaves = [t for t in (drive, state, *constants) if t is not None]
     names = [name for name, t in zip(NAMES, (drive, state, *constants), strict=True) if t is not None]
     weights = torch.randn(*drive.shape[:2], state.shape[-1], dtype=drive.dtype)
@@ -73,7 +41,7 @@ def both(drive, state, constants, form, **options):
 
 
 def assert_agree(*arguments, tolerance=1e-10, **options):
-    found, expected = both(*arguments, **options)
+    found, expected = run_both(*arguments, **options)
     for name, value in expected.items():
         scale = max(1.0, float(value.abs().max())) if value.numel() else 1.0
         assert_close(found[name], value, atol=tolerance * scale, rtol=0, msg=lambda m, name=name: f"{name}: {m}")
@@ -82,20 +50,20 @@ def assert_agree(*arguments, tolerance=1e-10, **options):
 @pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 13, 50, 97])
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 8, 17])
-@pytest.mark.parametrize("norm", [None, 1e-5], ids=["plain", "normed"])
+@pytest.mark.parametrize("norm", [None, 1e-5], ids=["no norm", "norm"])
 def test_any_width_and_batch(batch, size, norm, lean):
-    assert_agree(*problem(batch, 6, size, norm=norm), lean=lean)
+    assert_agree(*make_problem(batch, 6, size, norm_epsilon=norm), lean=lean)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("size", [17, 33, 40, 70, 81, 140])
 def test_one_or_two_sequences_of_any_width(size, batch):
-    """Their products take up to four or three panels at a time, and what is left in twos and threes."""
-    assert_agree(*problem(batch, 3, size))
+    """Their products take up to four or three panels per register tile, and the remainder in twos and threes."""
+    assert_agree(*make_problem(batch, 3, size))
 
 
-def test_no_row_moves_the_digits_of_another():
-    drive, state, constants, form = problem(8, 9, 6, beta_given=True, dtype=torch.float32)
+def test_a_row_does_not_depend_on_the_others_in_its_simd_group():
+    drive, state, constants, form = make_problem(8, 9, 6, beta_in_drive=True, dtype=torch.float32)
     drive[..., -1] = 0.33
     alone = adpt_scan(drive, state, constants, form)[0]
     for other in (0.8, 40.0):
@@ -103,70 +71,45 @@ def test_no_row_moves_the_digits_of_another():
         assert torch.equal(adpt_scan(drive, state, constants, form)[0], alone)
 
 
-KINDS = {
-    "exponential": {"beta": 3.0},
-    "cayley": {"retracted": Retracted.CAYLEY},
-    "taylor one": {"retracted": Retracted.TAYLOR_ONE, "beta": 0.1},
-    "taylor two": {"retracted": Retracted.TAYLOR_TWO, "beta": 0.1},
-    "bias": {"bias": True},
-    "relu": {"source": Source.RELU},
-    "spikes": {"source": Source.SPIKES, "spike": 0.1},
-    "heads": {"heads": 3, "bias": True},
-    "fixed dot": {"dot": 0.4, "beta": 2.0},
-    "fixed dot and heads": {"dot": -0.9, "heads": 3, "source": Source.RELU},
-    "given": {"given": True},
-    "given heads": {"given": True, "heads": 3, "aware": True},
-    "beta given": {"beta_given": True},
-    "aware": {"aware": True},
-    "coupled": {"coupled": True},
-    "coupled and aware": {"coupled": True, "aware": True, "retracted": Retracted.CAYLEY},
-    "diagonal": {"turns": False},
-    "normed": {"norm": 1e-5, "beta": 2.0},
-    "normed, by its epsilon": {"norm": 0.3, "bias": True, "retracted": Retracted.CAYLEY, "aware": True},
-    "normed, fixed dot": {"norm": 1e-5, "dot": 0.4, "retracted": Retracted.TAYLOR_TWO, "beta": 0.1},
-    "speech": {"norm": 1e-5, "bias": True, "coupled": True, "source": Source.RELU, "beta": 0.0125},
-    "speech, of spikes": {"norm": 1e-5, "bias": True, "coupled": True, "source": Source.SPIKES, "spike": 0.1},
-}
-
-
 @pytest.mark.parametrize("pairs", [False, True], ids=["real", "pairs"])
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("lean", [False, True])
-def test_one_sequence_of_every_kind(kind, pairs, lean):
-    """It begins without a state, and is reset later; some kinds have a loop of their own."""
-    drive, state, constants, form = problem(1, 7, 12, pairs=pairs, **kind)
+def test_one_sequence_of_every_variant(variant, pairs, lean):
+    """The initial state is zero, and there are resets; the basic recurrence has a loop of its own."""
+    drive, state, constants, form = make_problem(1, 7, 12, pairs=pairs, **variant)
     reset = torch.tensor([[False, False, True, False, True, True, False]])
     assert_agree(drive, 0 * state, constants, form, reset=reset, lean=lean)
     assert_agree(drive, state, constants, form, lengths=torch.tensor([4]), lean=lean)
 
 
 @pytest.mark.parametrize("pairs", [False, True], ids=["real", "pairs"])
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("lean", [False, True])
-def test_every_kind_of_recurrence(kind, pairs, lean):
-    assert_agree(*problem(5, 7, 12, pairs=pairs, **kind), lean=lean)
+def test_every_variant_of_the_recurrence(variant, pairs, lean):
+    assert_agree(*make_problem(5, 7, 12, pairs=pairs, **variant), lean=lean)
     reset, lengths = torch.rand(5, 7) < 0.3, torch.tensor([7, 1, 3, 5, 6])
-    assert_agree(*problem(5, 7, 12, pairs=pairs, **kind), reset=reset, lengths=lengths, lean=lean)
+    assert_agree(*make_problem(5, 7, 12, pairs=pairs, **variant), reset=reset, lengths=lengths, lean=lean)
 
 
 @pytest.mark.parametrize(
-    "kind", ["exponential", "taylor two", "heads", "fixed dot", "relu", "spikes", "coupled and aware", "speech"]
+    "variant",
+    ["exponential", "taylor two", "heads", "fixed dot", "relu", "spikes", "slow memory, rotation-aware", "speech"],
 )
 @pytest.mark.parametrize("pairs", [False, True], ids=["real", "pairs"])
 @pytest.mark.parametrize("batch", [1, 3, 13])
 @pytest.mark.parametrize("lean", [False, True])
-def test_longer_than_a_stretch_of_the_backward(kind, pairs, batch, lean):
-    """Stretches are of 64 rows: 64 steps of one sequence, 21 of three, of thirteen 5 and, of the last, 64."""
-    settings = {**KINDS[kind], "beta": 0.05}  # small, so that rounding does not grow to another trajectory
-    arguments = problem(batch, 131, 12, pairs=pairs, **settings)
+def test_sequences_longer_than_a_block_of_the_backward(variant, pairs, batch, lean):
+    """A block has 64 rows: 64 steps of one sequence, 21 of three, and of thirteen 5, but 64 of the last one."""
+    settings = {**VARIANTS[variant], "beta": 0.05}  # small, so that rounding errors do not grow into another trajectory
+    arguments = make_problem(batch, 131, 12, pairs=pairs, **settings)
     reset, lengths = torch.rand(batch, 131) < 0.02, torch.randint(60, 132, (batch,))
     assert_agree(*arguments, reset=reset, lengths=lengths, lean=lean)
 
 
 @pytest.mark.parametrize("pairs", [False, True], ids=["real", "pairs"])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("beta given", "diagonal")])
-def test_where_beta_is_fixed_at_zero_directions_are_not_computed_and_change_nothing(kind, pairs):
-    drive, state, constants, form = problem(5, 7, 12, pairs=pairs, **KINDS[kind])
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant not in ("beta in drive", "diagonal")])
+def test_where_beta_is_fixed_at_zero_directions_are_not_computed_and_change_nothing(variant, pairs):
+    drive, state, constants, form = make_problem(5, 7, 12, pairs=pairs, **VARIANTS[variant])
     constants = constants._replace(beta=torch.zeros(form.heads))
     leaves = [t for t in (drive, state, *constants) if t is not None and t is not constants.beta]
     reset, lengths = torch.rand(5, 7) < 0.3, torch.tensor([7, 1, 3, 5, 6])
@@ -177,34 +120,34 @@ def test_where_beta_is_fixed_at_zero_directions_are_not_computed_and_change_noth
             leaf.requires_grad_()
         states = adpt_scan(drive, state, constants, form_in_use, reset=reset, lengths=lengths)
         found.append([states, *torch.autograd.grad((states * weights).sum(), leaves)])
-    for computed, left_out in zip(*found, strict=True):
-        assert_close(left_out, computed, rtol=0, atol=1e-14)
+    for computed, skipped in zip(*found, strict=True):
+        assert_close(skipped, computed, rtol=0, atol=1e-14)
     with pytest.raises(InputError, match="fixed at zero"):
         adpt_scan(drive, state, constants._replace(beta=torch.zeros(form.heads).requires_grad_()), form_in_use)
 
 
-@pytest.mark.parametrize("kind", ["exponential", "relu", "coupled and aware", "heads", "speech"])
-def test_in_single_precision_it_is_as_close_as_rounding_allows(kind):
+@pytest.mark.parametrize("variant", ["exponential", "relu", "slow memory, rotation-aware", "heads", "speech"])
+def test_single_precision_is_as_accurate_as_rounding_allows(variant):
     steps = 64
-    arguments = problem(3, steps, 36, **{**KINDS[kind], "beta": 0.125})
-    _, exact = both(*arguments)
+    arguments = make_problem(3, steps, 36, **{**VARIANTS[variant], "beta": 0.125})
+    _, exact = run_both(*arguments)
     narrow = [t.detach().float() for t in arguments[:2]]
     constants = Constants(*(None if t is None else t.detach().float() for t in arguments[2]))
-    torch.manual_seed(1)  # the same weights of the sum below
-    found, expected = both(*narrow, constants, arguments[3])
+    torch.manual_seed(1)  # the weights of the sum in `run_both`
+    found, expected = run_both(*narrow, constants, arguments[3])
     for name, value in expected.items():
-        # Both round at every step; neither is right. Their difference is bounded by what that may add up to.
+        # Both have rounding errors at every step. Their difference is bounded by the sum of these.
         scale = float(value.abs().max())
         assert (found[name] - value).abs().max() <= 8 * steps * torch.finfo(torch.float32).eps * scale, name
     assert (found["states"].double() - exact["states"]).abs().max() <= 4 * steps * torch.finfo(torch.float32).eps
 
 
-def test_over_a_long_memory_its_gradients_round_no_worse_than_the_loops():
-    drive, state, constants, form = problem(2, 400, 40, beta=0.1)
+def test_with_long_memory_gradients_are_as_accurate_as_those_of_the_loop():
+    drive, state, constants, form = make_problem(2, 400, 40, beta=0.1)
     lambda_bar = torch.exp(-0.5 * torch.logspace(-3, -1, 40))
     arguments = [0.1 * drive, state, constants._replace(real=lambda_bar)]
-    torch.manual_seed(1)  # the weights of the sum, the same for all
-    _, exact = both(*arguments, form)
+    torch.manual_seed(1)  # the same weights of the sum for all
+    _, exact = run_both(*arguments, form)
     narrow = Constants(*(None if t is None else t.detach().float() for t in arguments[2]))
     torch.manual_seed(1)
     weights = torch.randn(2, 400, 40)
@@ -222,7 +165,7 @@ def test_over_a_long_memory_its_gradients_round_no_worse_than_the_loops():
 
 
 @pytest.mark.parametrize("axes", legal, ids=name_of)
-def test_every_legal_layer_is_its_own_loop(axes, monkeypatch):
+def test_every_legal_layer_agrees_with_the_reference(axes, monkeypatch):
     layer = build(axes)
     x = torch.randn(3, 9, layer.width)
     weights = torch.randn(3, 9, layer.width)
@@ -243,7 +186,7 @@ def test_every_legal_layer_is_its_own_loop(axes, monkeypatch):
             assert_close(a, b, atol=1e-10 * max(1.0, float(b.abs().max())), rtol=0)
 
 
-def covered(axes) -> bool:
+def has_scan_kernel(axes) -> bool:
     layer = build(axes)
     return getattr(layer.cell, "scan", None) is not None and (
         layer.cell.scan(
@@ -253,8 +196,8 @@ def covered(axes) -> bool:
     )
 
 
-def test_most_legal_layers_are_covered():
-    left = [axes for axes in legal if not covered(axes)]
+def test_most_legal_layers_have_a_kernel():
+    left = [axes for axes in legal if not has_scan_kernel(axes)]
     for axes in left:
         direction, conjugate = axes.get("direction"), axes.get("conjugate", conjugates.Exact())
         reasons = [
@@ -267,11 +210,11 @@ def test_most_legal_layers_are_covered():
     assert len(left) <= 10
 
 
-def test_a_layer_knows_without_a_step_whether_it_is_covered(monkeypatch):
-    assert [build(axes).cell.scans("cpu") for axes in legal] == [covered(axes) for axes in legal]
+def test_can_scan_predicts_whether_a_kernel_runs(monkeypatch):
+    assert [build(axes).cell.can_scan("cpu") for axes in legal] == [has_scan_kernel(axes) for axes in legal]
     cell, answers = build(legal[0]).cell, []
     name, parameter = next(iter(cell.named_parameters()))
-    monkeypatch.setattr(type(cell), "forward", lambda self: answers.append(self.scans("cpu")), raising=False)
+    monkeypatch.setattr(type(cell), "forward", lambda self: answers.append(self.can_scan("cpu")), raising=False)
     torch.func.functional_call(cell, {name: parameter}, ())
     torch.func.vmap(lambda p: torch.func.functional_call(cell, {name: p}, ()), out_dims=None)(parameter[None])
     monkeypatch.setenv("ADPTNET_BACKEND", "reference")
@@ -279,49 +222,53 @@ def test_a_layer_knows_without_a_step_whether_it_is_covered(monkeypatch):
     assert answers == [True, False, False]
 
 
-@pytest.mark.parametrize("norm", [None, 1e-5], ids=["plain", "normed"])
-def test_where_there_is_no_state_there_is_no_turn(norm):
+@pytest.mark.parametrize("norm", [None, 1e-5], ids=["no norm", "norm"])
+def test_a_zero_state_is_not_rotated(norm):
     for source in Source:
-        drive, state, constants, form = problem(2, 4, 5, source=source, spike=0.5, beta=4.0, norm=norm)
+        drive, state, constants, form = make_problem(
+            2, 4, 5, source=source, spike_threshold=0.5, beta=4.0, norm_epsilon=norm
+        )
         assert_agree(0 * drive, 0 * state, constants, form)
-        found, _ = both((0 * drive).detach(), (0 * state).detach(), constants, form)
+        found, _ = run_both((0 * drive).detach(), (0 * state).detach(), constants, form)
         assert all(value.isfinite().all() for value in found.values())
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("apart", [0.0, 1e-9, 1e-4, 1e-2])
+@pytest.mark.parametrize("distance", [0.0, 1e-9, 1e-4, 1e-2])
 @pytest.mark.parametrize("beta", [0.125, 4.0, 1000.0])
-def test_parallel_keys_and_values_have_their_derivative(sign, apart, beta):
-    drive, state, constants, form = problem(3, 1, 13)
+def test_parallel_keys_and_values_have_the_correct_gradient(sign, distance, beta):
+    drive, state, constants, form = make_problem(3, 1, 13)
     key = constants.weight[:, 0]
-    weight = torch.stack((key, sign * key + apart * torch.randn_like(key)), 1)
+    weight = torch.stack((key, sign * key + distance * torch.randn_like(key)), 1)
     constants = constants._replace(weight=weight, beta=torch.tensor([beta]))
-    assert_agree(drive, state, constants, form, tolerance=1e-10 * (1 + beta) ** 2 if apart else 1e-9 * (1 + beta))
+    assert_agree(drive, state, constants, form, tolerance=1e-10 * (1 + beta) ** 2 if distance else 1e-9 * (1 + beta))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("beta", [0.0, 1.0, 30.0, 1000.0])
-@pytest.mark.parametrize("norm", [None, 1e-5], ids=["plain", "normed"])
+@pytest.mark.parametrize("norm", [None, 1e-5], ids=["no norm", "norm"])
 def test_no_nan_at_any_beta(beta, norm, dtype):
-    # Eight steps: such a network multiplies derivatives by hundreds a step, and float32 ends at 1e38.
-    drive, state, constants, form = problem(4, 8, 6, norm=norm, dtype=dtype)
-    found, _ = both(drive, state, constants._replace(beta=torch.tensor([beta], dtype=dtype)), form)
+    # Eight steps: gradients grow by a factor of hundreds per step here, and float32 overflows at 1e38.
+    drive, state, constants, form = make_problem(4, 8, 6, norm_epsilon=norm, dtype=dtype)
+    found, _ = run_both(drive, state, constants._replace(beta=torch.tensor([beta], dtype=dtype)), form)
     assert all(value.isfinite().all() for value in found.values())
 
 
 @pytest.mark.parametrize("beta", [0.0, 1000.0])
 @pytest.mark.parametrize("size", [3, 13, 50])
-def test_a_norm_at_the_ends_of_beta(size, beta):
-    drive, state, constants, form = problem(5, 1, size, norm=1e-5, bias=True, coupled=True, source=Source.RELU)
+def test_a_norm_at_extreme_betas(size, beta):
+    drive, state, constants, form = make_problem(
+        5, 1, size, norm_epsilon=1e-5, bias=True, slow_memory=True, source=Source.RELU
+    )
     constants = constants._replace(beta=torch.tensor([beta]))
     assert_agree(drive, state, constants, form, tolerance=1e-10 * (1 + beta))
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-307, 1e-200, 1e-30, 1e30, 1e200])
-def test_a_norm_of_any_length(scale):
-    drive, state, constants, form = problem(3, 4, 13, norm=1e-5, beta=2.0)
+def test_a_norm_of_projections_of_any_length(scale):
+    drive, state, constants, form = make_problem(3, 4, 13, norm_epsilon=1e-5, beta=2.0)
     constants = constants._replace(weight=scale * constants.weight)
-    found, expected = both(drive, state, constants, form)
+    found, expected = run_both(drive, state, constants, form)
     for name, value in expected.items():
         value, given = (v * scale if name == "weight" else v for v in (value, found[name]))
         assert_close(given, value, atol=1e-10 * max(1.0, float(value.abs().max())), rtol=0)
@@ -329,14 +276,14 @@ def test_a_norm_of_any_length(scale):
 
 @pytest.mark.parametrize("scale", [1e-300, 1e-200, 1e-30, 1e30, 1e150])
 def test_the_size_of_the_state_does_not_matter(scale):
-    drive, state, constants, form = problem(3, 5, 13, beta=2.0)
+    drive, state, constants, form = make_problem(3, 5, 13, beta=2.0)
     plain = adpt_scan(drive, state, constants, form)
     assert_close(adpt_scan(scale * drive, scale * state, constants, form) / scale, plain, atol=1e-12, rtol=1e-10)
 
 
 def test_nan_is_not_hidden():
     for source in (Source.STATE, Source.RELU):
-        drive, state, constants, form = problem(2, 4, 5, source=source)
+        drive, state, constants, form = make_problem(2, 4, 5, source=source)
         drive[0, 1, 2] = torch.nan
         states = adpt_scan(drive, state, constants, form)
         assert states[0, 1:].isnan().any(-1).all()
@@ -344,8 +291,8 @@ def test_nan_is_not_hidden():
 
 
 def test_zero_does_not_hide_nan():
-    drive, state, constants, form = problem(3, 1, 5, given=True)
-    drive[1, 0, 5:10], drive[1, 0, 10:] = 0.0, torch.nan  # no key, and a value that is no number
+    drive, state, constants, form = make_problem(3, 1, 5, directions_in_drive=True)
+    drive[1, 0, 5:10], drive[1, 0, 10:] = 0.0, torch.nan  # a zero key, and a value of NaN
     for run in (adpt_scan, reference.adpt_scan):
         assert run(drive, state, constants, form).isfinite().all(-1).flatten().tolist() == [True, False, True]
 
@@ -355,37 +302,39 @@ def test_zero_does_not_hide_nan():
     [(1, 1e6, 1e-30), (1e-4, 1e10, 1e-30), (1e4, 1e-13, 1e18), (1e-9, 1, 1), (1e9, 1, 1), (1e6, 1e-6, 1e-20)],
 )
 def test_rows_of_any_size_in_single_precision(state_size, weight_size, gradient_size):
-    drive, state, constants, form = problem(5, 1, 6, dtype=torch.float32)
+    drive, state, constants, form = make_problem(5, 1, 6, dtype=torch.float32)
     constants = constants._replace(weight=constants.weight * weight_size)
     leaves = [t.requires_grad_() for t in (state * state_size, constants.real, constants.weight, constants.beta)]
     upstream = gradient_size * torch.randn(5, 1, 6, dtype=torch.float32)
-    found, wanted = (
+    found, required = (
         torch.autograd.grad(run(drive * state_size, leaves[0], constants, form), leaves, upstream)
         for run in (adpt_scan, reference.adpt_scan)
     )
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(found, required, strict=True):
         assert (one - other).abs().max() <= 1e-4 * other.abs().max()
 
 
 @pytest.mark.parametrize("beta", [(0.1, 5.0, 0.2, 60.0, 0.0, 2.1, 1.9, 30.0, 0.3), (3.0,) * 9])
 def test_rows_with_small_and_large_angles_side_by_side(beta):
-    drive, state, constants, form = problem(9, 7, 6, beta_given=True)
+    drive, state, constants, form = make_problem(9, 7, 6, beta_in_drive=True)
     drive[..., -1] = torch.tensor(beta).unsqueeze(-1)
-    assert_agree(drive, state, constants, form, tolerance=1e-9)  # an angle of 60 loses a digit
+    assert_agree(drive, state, constants, form, tolerance=1e-9)  # an angle of 60 costs a digit
 
 
 @pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("kind", ["exponential", "bias", "heads", "given heads", "coupled", "normed"])
-def test_a_derivative_is_the_same_whether_others_are_asked_for_or_not(kind, batch, lean):
-    drive, state, constants, form = problem(batch, 70, 12, **KINDS[kind])
+@pytest.mark.parametrize(
+    "variant", ["exponential", "bias", "heads", "directions in drive, heads", "slow memory", "norm"]
+)
+def test_a_gradient_does_not_depend_on_which_others_are_required(variant, batch, lean):
+    drive, state, constants, form = make_problem(batch, 70, 12, **VARIANTS[variant])
     leaves = [t for t in (drive, state, *constants) if t is not None]
     upstream = torch.randn(batch, 70, state.shape[-1])
 
-    def derived(wanted):
+    def derived(required):
         for leaf in leaves:
-            leaf.requires_grad_(any(leaf is t for t in wanted))
-        return torch.autograd.grad(adpt_scan(drive, state, constants, form, lean=lean), wanted, upstream)
+            leaf.requires_grad_(any(leaf is t for t in required))
+        return torch.autograd.grad(adpt_scan(drive, state, constants, form, lean=lean), required, upstream)
 
     for leaf, together in zip(leaves, derived(leaves), strict=True):
         assert torch.equal(*derived([leaf]), together)
@@ -396,8 +345,8 @@ def test_a_derivative_is_the_same_whether_others_are_asked_for_or_not(kind, batc
     ("squared", "digits"), [(0.1249, 3), (0.1251, 3), (0.999, 16), (1.001, 16), (3.99, 16), (4.01, 16)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_every_way_to_the_coefficients_has_all_digits(dtype, squared, digits, batch):
-    size = 8  # V is a quarter turn, so that the squared angle is that of beta
+def test_every_branch_of_the_coefficients_has_full_precision(dtype, squared, digits, batch):
+    size = 8  # V is a rotation by 90 degrees, so that the squared angle is beta squared
     quarter = torch.block_diag(*[torch.tensor([[0.0, -1.0], [1.0, 0.0]])] * (size // 2))
     weight = torch.stack((torch.eye(size), quarter)).unsqueeze(0)
     numbers = [torch.randn(batch, size), torch.rand(size), torch.tensor([squared]).sqrt()]
@@ -413,19 +362,19 @@ def test_every_way_to_the_coefficients_has_all_digits(dtype, squared, digits, ba
         assert (found.double() - exact).abs().max() <= digits * torch.finfo(dtype).eps * exact.abs().max()
 
 
-def test_a_beta_beside_that_of_the_drive_has_no_part_in_it():
-    drive, state, constants, form = problem(3, 5, 6, beta_given=True)
+def test_a_beta_in_the_drive_overrides_the_constant():
+    drive, state, constants, form = make_problem(3, 5, 6, beta_in_drive=True)
     assert_agree(drive, state, constants._replace(beta=torch.ones(1)), form)
 
 
-def test_a_beta_with_the_drive_is_for_one_head():
+def test_a_beta_in_the_drive_needs_one_head():
     with pytest.raises(InputError, match="one head"):
-        adpt_scan(*problem(2, 3, 8, heads=2, beta_given=True))
+        adpt_scan(*make_problem(2, 3, 8, heads=2, beta_in_drive=True))
 
 
 @pytest.mark.parametrize(("batch", "steps"), [(0, 3), (3, 0), (0, 0)])
-def test_nothing_to_do(batch, steps):
-    assert_agree(*problem(batch, steps, 5))
+def test_empty_batches_and_sequences(batch, steps):
+    assert_agree(*make_problem(batch, steps, 5))
 
 
 @pytest.mark.parametrize(
@@ -450,18 +399,18 @@ def test_nothing_to_do(batch, steps):
     ],
     ids=lambda wrong: next(iter(wrong)),
 )
-def test_what_does_not_fit_is_refused(wrong):
-    drive, state, constants, form = problem(4, 6, 8)
+def test_inconsistent_arguments_raise(wrong):
+    drive, state, constants, form = make_problem(4, 6, 8)
     named = {"drive": drive, "state": state, "reset": None, "lengths": None, **constants._asdict(), **wrong}
-    adpt_scan(drive, state, constants, form)  # a call that fits is remembered, and lets no other pass
+    adpt_scan(drive, state, constants, form)  # a valid call is cached, which must not let an invalid one pass
     constants = Constants(*(named[name] for name in Constants._fields))
     with pytest.raises(InputError, match=next(iter(wrong))):
         adpt_scan(named["drive"], named["state"], constants, form, reset=named["reset"], lengths=named["lengths"])
 
 
 @pytest.mark.parametrize("how", ["create_graph", "is_grads_batched", "default device"])
-def test_inputs_that_depend_on_each_other_are_counted_once(how, monkeypatch):
-    given, _, constants, form = problem(2, 3, 4)
+def test_inputs_that_depend_on_each_other_are_differentiated_once(how, monkeypatch):
+    given, _, constants, form = make_problem(2, 3, 4)
     given.requires_grad_()
     upstream = torch.ones(2, 3, 4)
 
@@ -474,7 +423,7 @@ def test_inputs_that_depend_on_each_other_are_counted_once(how, monkeypatch):
         found = run(adpt_scan, create_graph=True)
     elif how == "is_grads_batched":
         found = run(adpt_scan, upstream[None], is_grads_batched=True)[0]
-    else:  # a mode, before which the operation is one
+    else:  # under a mode the custom operation runs
         monkeypatch.setenv("ADPTNET_BACKEND", "reference")
         with torch.device("cpu"):
             found = run(adpt_scan)
@@ -484,16 +433,16 @@ def test_inputs_that_depend_on_each_other_are_counted_once(how, monkeypatch):
 @pytest.mark.parametrize(
     "unpack", [lambda t: t.to("meta"), lambda t: t.flatten()[:1], torch.Tensor.half], ids=["device", "shape", "type"]
 )
-def test_saved_tensors_that_came_back_as_others_are_refused(unpack):
-    drive, *others = problem(2, 3, 4)
+def test_saved_tensors_that_changed_raise(unpack):
+    drive, *others = make_problem(2, 3, 4)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
         states = adpt_scan(drive.requires_grad_(), *others)
     with pytest.raises(InputError, match="hooks"):
         states.sum().backward()
 
 
-def test_tensors_without_memory_are_refused():
-    drive, state, constants, form = problem(2, 3, 4)
+def test_tensors_without_memory_raise():
+    drive, state, constants, form = make_problem(2, 3, 4)
     states = adpt_scan(drive.requires_grad_(), state, constants, form)
     with pytest.raises(InputError, match="no memory"):
         adpt_scan(torch._efficientzerotensor(2, 3, 4), state, constants, form)
@@ -501,8 +450,8 @@ def test_tensors_without_memory_are_refused():
         torch.autograd.grad(states, drive, torch._efficientzerotensor(2, 3, 4))
 
 
-def test_equal_forms_share_no_types():
-    drive, state, constants, form = problem(2, 3, 4)
+def test_equal_forms_of_other_types_give_the_same_result():
+    drive, state, constants, form = make_problem(2, 3, 4)
     with torch.no_grad():
         expected = adpt_scan(drive, state, constants, form)
     cpu._plans.clear()
@@ -511,32 +460,32 @@ def test_equal_forms_share_no_types():
         assert_close(found.detach(), expected, atol=0, rtol=0)
 
 
-def test_more_kinds_of_calls_than_are_remembered():
-    calls = [problem(1, steps, 3) for steps in range(1, cpu.PLANS + 2)]
+def test_more_call_signatures_than_the_cache_holds():
+    calls = [make_problem(1, steps, 3) for steps in range(1, cpu.MAX_PLANS + 2)]
     expected = [adpt_scan(*call) for call in calls]
-    assert len(cpu._plans) <= cpu.PLANS
+    assert len(cpu._plans) <= cpu.MAX_PLANS
     assert_close([adpt_scan(*call) for call in calls], expected, atol=0, rtol=0)
 
 
-def test_an_imaginary_feed_is_for_complex_pairs():
-    drive, state, constants, form = problem(4, 6, 8, coupled=True)
+def test_an_imaginary_feed_needs_complex_pairs():
+    drive, state, constants, form = make_problem(4, 6, 8, slow_memory=True)
     with pytest.raises(InputError, match="feed_imag"):
         adpt_scan(drive, state, constants._replace(feed_imag=torch.ones(8)), form)
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"heads": 0}, {"retracted": 9}, {"source": -1}, {"dot": 2.0}], ids=lambda wrong: next(iter(wrong))
+    "wrong", [{"heads": 0}, {"retraction": 9}, {"source": -1}, {"dot": 2.0}], ids=lambda wrong: next(iter(wrong))
 )
-def test_a_form_that_there_is_not_is_refused(wrong):
-    drive, state, constants, form = problem(4, 6, 8)
+def test_an_invalid_form_raises(wrong):
+    drive, state, constants, form = make_problem(4, 6, 8)
     with pytest.raises(InputError, match=next(iter(wrong))):
         adpt_scan(drive, state, constants, form._replace(**wrong))
 
 
 @pytest.mark.parametrize("missing", ["left", "right", "outer", "inner"])
-def test_factors_come_in_twos(missing):
-    factors, weight = factored(8, 1, 2, (2, 4))
-    drive, state, constants, form = problem(4, 6, 8)
+def test_factors_come_in_pairs(missing):
+    factors, weight = make_factors(8, 1, 2, (2, 4))
+    drive, state, constants, form = make_problem(4, 6, 8)
     with pytest.raises(InputError, match=missing):
         adpt_scan(drive, state, constants._replace(weight=weight), form, factors=factors._replace(**{missing: None}))
 
@@ -545,20 +494,22 @@ def test_factors_come_in_twos(missing):
 def test_kronecker_factors_make_the_matrix(side):
     factors = Factors(outer=torch.ones(1, 2, side, side), inner=torch.ones(1, 2, 8 // side, 8 // side))
     with pytest.raises(InputError, match="outer"):
-        adpt_scan(*problem(4, 6, 8), factors=factors)
+        adpt_scan(*make_problem(4, 6, 8), factors=factors)
 
 
-def test_what_is_not_contiguous():
-    drive, state, constants, form = problem(4, 6, 8)
-    turned = drive.transpose(0, 1).contiguous().transpose(0, 1)
-    assert_close(adpt_scan(turned, state, constants, form), adpt_scan(drive, state, constants, form), atol=0, rtol=0)
+def test_non_contiguous_inputs():
+    drive, state, constants, form = make_problem(4, 6, 8)
+    transposed = drive.transpose(0, 1).contiguous().transpose(0, 1)
+    assert_close(
+        adpt_scan(transposed, state, constants, form), adpt_scan(drive, state, constants, form), atol=0, rtol=0
+    )
 
 
 def test_inputs_that_are_views_of_others():
-    drive, state, constants, form = problem(4, 6, 8, pairs=True)
+    drive, state, constants, form = make_problem(4, 6, 8, pairs=True)
     views = constants._replace(
         real=constants.real.repeat_interleave(2)[::2],
-        imag=torch.imag(torch.complex(constants.real, -constants.imag).conj()),  # with its sign not yet applied
+        imag=torch.imag(torch.complex(constants.real, -constants.imag).conj()),  # lazily negated
         weight=constants.weight.mT.contiguous().mT,
     )
     assert_agree(drive[:1].expand(4, 6, 8), state.T.contiguous().T, views, form)
@@ -566,23 +517,23 @@ def test_inputs_that_are_views_of_others():
 
 @pytest.mark.parametrize("first", ["auto", "reference"])
 def test_another_backend_between_forward_and_backward(first, monkeypatch):
-    drive, state, constants, form = problem(3, 5, 8)
+    drive, state, constants, form = make_problem(3, 5, 8)
     drive.requires_grad_()
-    wanted = torch.autograd.grad(reference.adpt_scan(drive, state, constants, form).square().sum(), drive)[0]
+    required = torch.autograd.grad(reference.adpt_scan(drive, state, constants, form).square().sum(), drive)[0]
     monkeypatch.setenv("ADPTNET_BACKEND", first)
     states = adpt_scan(drive, state, constants, form)
     monkeypatch.setenv("ADPTNET_BACKEND", {"auto": "reference", "reference": "auto"}[first])
-    assert_close(torch.autograd.grad(states.square().sum(), drive)[0], wanted, atol=1e-10, rtol=1e-10)
+    assert_close(torch.autograd.grad(states.square().sum(), drive)[0], required, atol=1e-10, rtol=1e-10)
 
 
-def test_an_input_that_was_changed_is_noticed_and_a_packed_one_is_unpacked():
-    drive, state, constants, form = problem(3, 5, 8)
+def test_in_place_changes_are_detected_and_saved_tensor_hooks_apply():
+    drive, state, constants, form = make_problem(3, 5, 8)
     drive.requires_grad_()
     plain = torch.autograd.grad(adpt_scan(drive, state, constants, form).sum(), drive)[0]
     for unpack in (
         torch.clone,
         lambda t: t.mT.contiguous().mT if t.dim() > 1 else t,
-    ):  # the same numbers, otherwise laid out
+    ):  # the same values, with other strides
         with torch.autograd.graph.saved_tensors_hooks(torch.clone, unpack):
             packed = adpt_scan(drive, state, constants, form)
         assert torch.equal(torch.autograd.grad(packed.sum(), drive)[0], plain)
@@ -593,15 +544,15 @@ def test_an_input_that_was_changed_is_noticed_and_a_packed_one_is_unpacked():
 
 
 def test_a_second_backward_gives_the_same():
-    drive, state, constants, form = problem(4, 6, 8)
+    drive, state, constants, form = make_problem(4, 6, 8)
     drive.requires_grad_()
     states = adpt_scan(drive, state, constants, form)
     first, second = (torch.autograd.grad(states.square().sum(), drive, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
 
 
-def test_second_derivatives_come_from_the_reference():
-    drive, state, constants, form = problem(1, 3, 3)
+def test_double_backward_runs_the_reference():
+    drive, state, constants, form = make_problem(1, 3, 3)
     leaves = [t.requires_grad_() for t in (drive, state, constants.real, constants.weight, constants.beta)]
 
     def run(drive, state, real, weight, beta):
@@ -611,7 +562,7 @@ def test_second_derivatives_come_from_the_reference():
     assert torch.autograd.gradgradcheck(run, leaves)
 
 
-def test_forward_mode_and_transforms_come_from_the_reference():
+def test_forward_mode_and_transforms_run_the_reference():
     layer = ADPTNet(4, beta=1.0)
     x, tangent = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
     _, pushed = torch.func.jvp(lambda x: layer(x)[0], (x,), (tangent,))
@@ -623,8 +574,8 @@ def test_forward_mode_and_transforms_come_from_the_reference():
     assert_close(shown, pushed)
 
 
-def test_the_operation_itself_has_forward_mode_and_batches_of_gradients():
-    drive, state, constants, form = problem(2, 3, 4)
+def test_the_operation_supports_forward_mode_and_batched_gradients():
+    drive, state, constants, form = make_problem(2, 3, 4)
     tangent = torch.randn_like(drive)
 
     def by(run):
@@ -644,27 +595,16 @@ def test_a_replaced_step_is_the_one_that_runs():
     layer.cell.stepper = lambda: lambda state, drive: 0.5 * state + drive
     x = torch.randn(2, 1, 4)
     assert_close(layer(x)[0], layer.cell.prepare(x, torch.zeros(2, 1, dtype=torch.int64)))
-    assert not fused.own_steps(layer.cell, type(layer.cell))
+    assert not fused.has_stock_step(layer.cell, type(layer.cell))
 
 
-def test_what_is_not_covered_is_said_once(caplog, monkeypatch):
-    monkeypatch.setattr(_build, "_said", set())
+def test_a_fallback_is_logged_once(caplog, monkeypatch):
+    monkeypatch.setattr(_backends, "_logged", set())
     layer = ADPTNet(4, beta=1.0, conjugate=conjugates.Product(2))
     for _ in range(3):
         layer(torch.randn(2, 3, 4))
     assert [record.message for record in caplog.records].count(caplog.records[0].message) == 1
     assert "Product" in caplog.text
-
-
-def factored(size, heads, rank, factors):
-    """Factors at random, and the matrices they make."""
-    a, b = factors or (0, 0)
-    left, right, outer, inner = (torch.randn(heads, 2, *s) for s in ((size, rank), (size, rank), (a, a), (b, b)))
-    weight = left @ right.mT / size
-    if factors:
-        weight = weight + torch.einsum("hkij,hklm->hkiljm", outer, inner).reshape(heads, 2, size, size) / size
-    low = (left, right / size) if rank else (None, None)
-    return Factors(*low, *((outer, inner / size) if factors else (None, None))), weight
 
 
 @pytest.mark.parametrize(
@@ -681,10 +621,10 @@ def factored(size, heads, rank, factors):
 )
 @pytest.mark.parametrize("source", [Source.STATE, Source.RELU])
 @pytest.mark.parametrize("lean", [False, True])
-def test_products_by_factors_are_those_by_their_matrices(size, heads, rank, factors, source, lean):
+def test_products_with_factors_equal_those_with_dense_matrices(size, heads, rank, factors, source, lean):
     for batch in (1, 7):
-        drive, state, constants, form = problem(batch, 5, size * heads, heads=heads, bias=True, source=source)
-        parts, weight = factored(size, heads, rank, factors)
+        drive, state, constants, form = make_problem(batch, 5, size * heads, heads=heads, bias=True, source=source)
+        parts, weight = make_factors(size, heads, rank, factors)
         assert_agree(drive, state, constants._replace(weight=weight), form, factors=parts, lean=lean)
 
 
@@ -695,7 +635,7 @@ def test_products_by_factors_are_those_by_their_matrices(size, heads, rank, fact
 )
 def test_a_layer_multiplies_by_its_factors(projection, monkeypatch):
     layer = ADPTNet(64, beta=1.0, projection=projection, direction=directions.FromState(relu=True))
-    used = fused.factors_of(layer.cell.directions, fused.form_of(layer.cell.spec), torch.float64)
+    used = fused.make_factors(layer.cell.directions, fused.make_form(layer.cell.spec), torch.float64)
     assert any(part is not None for part in used)
     x, parameters = torch.randn(3, 7, 64), list(layer.cell.directions.parameters())
     found = [*torch.autograd.grad(layer(x)[0].square().sum(), parameters)]
@@ -705,27 +645,23 @@ def test_a_layer_multiplies_by_its_factors(projection, monkeypatch):
         assert_close(a, b)
 
 
-def test_factors_that_save_little_are_made_into_matrices():
+def test_factors_that_save_little_become_dense():
     layer = ADPTNet(6, beta=1.0, projection=projections.LowParam((2, 3), 2))
-    assert fused.factors_of(layer.cell.directions, fused.form_of(layer.cell.spec), torch.float64) == Factors()
-    assert covered({"width": 6, "projection": projections.LowRank(2)})
+    assert fused.make_factors(layer.cell.directions, fused.make_form(layer.cell.spec), torch.float64) == Factors()
+    assert has_scan_kernel({"width": 6, "projection": projections.LowRank(2)})
     assert solvers.Sequential()(layer.cell, torch.randn(2, 3, 6)).states.requires_grad
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_the_same_numbers_every_time_for_a_number_of_threads(threads):
-    drive, state, constants, form = problem(37, 40, 24)
+def test_results_are_deterministic_for_a_given_number_of_threads(threads):
+    drive, state, constants, form = make_problem(37, 40, 24)
     for leaf in (drive, constants.weight):
         leaf.requires_grad_()
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        runs = []
+    runs = []
+    with use_threads(threads):
         for _ in range(3):
             states = adpt_scan(drive, state, constants, form)
             runs.append((states, *torch.autograd.grad(states.square().sum(), (drive, constants.weight))))
-    finally:
-        torch.set_num_threads(before)
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
     assert_agree(drive.detach(), state, constants, form)
@@ -733,7 +669,7 @@ def test_the_same_numbers_every_time_for_a_number_of_threads(threads):
 
 def test_two_python_threads_at_once():
     torch.manual_seed(3)
-    problems = [problem(9, 60, size) for size in (24, 31)]
+    problems = [make_problem(9, 60, size) for size in (24, 31)]
     expected = [adpt_scan(*p) for p in problems]
     wrong = []
 
@@ -750,7 +686,7 @@ def test_two_python_threads_at_once():
     assert not wrong
 
 
-def in_a_child(queue, arguments):
+def run_in_child(queue, arguments):
     torch.set_num_threads(2)
     queue.put(adpt_scan(*arguments).sum().item())
 
@@ -760,18 +696,18 @@ def in_a_child(queue, arguments):
 def test_in_another_process(method):
     if method not in multiprocessing.get_all_start_methods():
         pytest.skip(f"no {method} here")
-    arguments = problem(4, 5, 8)
+    arguments = make_problem(4, 5, 8)
     expected = adpt_scan(*arguments).sum().item()
     context = multiprocessing.get_context(method)
     queue = context.Queue()
-    child = context.Process(target=in_a_child, args=(queue, arguments))
+    child = context.Process(target=run_in_child, args=(queue, arguments))
     child.start()
     assert queue.get(timeout=100) == pytest.approx(expected, abs=1e-9)
     child.join()
 
 
-class Served(torch.utils.data.Dataset):
-    """Items that come out of a layer."""
+class LayerDataset(torch.utils.data.Dataset):
+    """A dataset whose items are outputs of a layer."""
 
     def __init__(self):
         self.layer = ADPTNet(5, beta=1.0)
@@ -785,7 +721,7 @@ class Served(torch.utils.data.Dataset):
 
 
 def test_in_the_worker_of_a_loader():
-    data = Served()
+    data = LayerDataset()
     loader = torch.utils.data.DataLoader(data, num_workers=1, multiprocessing_context="fork")
     for index, item in enumerate(loader):
         assert_close(item[0], data[index])
@@ -793,7 +729,7 @@ def test_in_the_worker_of_a_loader():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 def test_compiled_and_exported_it_is_one_operation():
-    drive, state, constants, form = problem(2, 5, 6)
+    drive, state, constants, form = make_problem(2, 5, 6)
 
     def run(drive, state, weight):
         return adpt_scan(drive, state, constants._replace(weight=weight), form) * 2
@@ -818,7 +754,7 @@ def test_compiled_and_exported_it_is_one_operation():
         assert_close(a, b)
 
 
-class Whole(torch.nn.Module):
+class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = ADPTNet(6, beta=1.0)
@@ -828,7 +764,7 @@ class Whole(torch.nn.Module):
 
 
 def test_a_layer_is_exported_with_one_operation():
-    model, x = Whole(), torch.randn(2, 5, 6)
+    model, x = Model(), torch.randn(2, 5, 6)
     program = torch.export.export(model, (x,))
     graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
     assert sum("adpt_scan" in str(node.target) for graph in graphs for node in graph.nodes) == 1
@@ -846,34 +782,36 @@ again = torch.compile(lambda x: layer(x)[0], fullgraph=True, backend="aot_eager"
 parameters = [*layer.parameters()]
 gradients = torch.autograd.grad(again(x).sum(), parameters)
 torch.testing.assert_close(gradients, torch.autograd.grad(layer(x)[0].sum(), parameters))
-other = adptnet.ADPTNet(6, beta=1.0, conjugate=adptnet.conjugates.Product(2), dtype=torch.float64)  # without a kernel
+other = adptnet.ADPTNet(6, beta=1.0, conjugate=adptnet.conjugates.Product(2), dtype=torch.float64)  # no kernel
 torch.testing.assert_close(torch.compile(lambda x: other(x)[0], fullgraph=True, backend="eager")(x), other(x)[0])
 print(len(nodes))
 """
 
 
 def test_a_layer_is_compiled_with_one_operation():
-    assert python(COMPILED)[0] == "1"  # in a process of its own: the compiler cannot read through the shape checks
+    assert (
+        run_python(COMPILED)[0] == "1"
+    )  # in a subprocess, because the compiler cannot trace through the shape checks of these tests
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_a_form_is_its_numbers(kind):
-    form = problem(1, 1, 6, **kind)[3]
-    assert form_of(numbers_of(form)) == form
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_a_form_survives_encoding(variant):
+    form = make_problem(1, 1, 6, **variant)[3]
+    assert decode_form(encode_form(form)) == form
 
 
-def test_the_operation_obeys_the_rules_of_torch():
-    drive, state, constants, form = problem(2, 3, 4)
+def test_the_operation_passes_opcheck():
+    drive, state, constants, form = make_problem(2, 3, 4)
     leaves = [None if t is None else t.requires_grad_() for t in (drive, state, *constants)]
     torch.library.opcheck(
         torch.ops.adptnet.adpt_scan.default,
-        (*leaves, None, None, *Factors(), numbers_of(form), True),
+        (*leaves, None, None, *Factors(), encode_form(form), True),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
 
 
-class Seen(TorchDispatchMode):
-    """Which operations were run."""
+class RecordOperations(TorchDispatchMode):
+    """Record the names of all operations."""
 
     def __init__(self):
         super().__init__()
@@ -885,8 +823,8 @@ class Seen(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("lean", [False, True])
-def test_who_watches_operations_sees_this_one_and_the_numbers_are_the_same(lean):
-    drive, state, constants, form = problem(2, 5, 4)
+def test_a_dispatch_mode_sees_the_operation_and_changes_no_result(lean):
+    drive, state, constants, form = make_problem(2, 5, 4)
     leaves = [t.requires_grad_() for t in (drive, state, *constants) if t is not None]
 
     def training():
@@ -894,43 +832,43 @@ def test_who_watches_operations_sees_this_one_and_the_numbers_are_the_same(lean)
         return [states, *torch.autograd.grad(states.square().sum(), leaves)]
 
     alone = training()
-    with Seen() as seen:
+    with RecordOperations() as seen:
         watched = training()
     assert {"adptnet.adpt_scan.default", "adptnet.adpt_scan_backward.default"} <= seen.names
     assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
 
 
-def test_tensors_without_numbers_take_the_operation():
+def test_fake_tensors_run_the_operation():
     with FakeTensorMode() as mode:
-        drive, state, constants, form = problem(2, 5, 4)
+        drive, state, constants, form = make_problem(2, 5, 4)
     with mode:
         inside = adpt_scan(drive, state, constants, form)
-    outside = adpt_scan(drive, state, constants, form)  # a subclass, though no mode is on
+    outside = adpt_scan(drive, state, constants, form)  # a tensor subclass, without an active mode
     assert inside.shape == outside.shape == (2, 5, 4)
     assert type(outside) is type(drive)
 
 
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("batch", [24, 25, 65, 131])
-def test_many_sequences_are_run_some_at_a_time(batch, heads):
-    assert_agree(*problem(batch, 3, 6, heads=heads))
+def test_batches_of_several_tiles(batch, heads):
+    assert_agree(*make_problem(batch, 3, 6, heads=heads))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 @pytest.mark.parametrize("size", [6, 512])
-def test_threads_have_about_as_many_sequences_each(threads, size):
+def test_threads_have_about_equally_many_sequences(threads, size):
     for batch in range(200):
         for heads in (1, 3):
-            tile = cpu._tile(batch, heads, size, threads)
+            tile = cpu._choose_tile(batch, heads, size, threads)
             rows = [min(tile, batch - begin) for begin in range(0, batch, tile)]
             assert 1 <= tile <= max(1, min(64, batch))
             busiest = max(sum(rows[thread::threads]) for thread in range(threads))
             assert heads > 1 or busiest <= max(tile, 1.1 * batch / threads + 3)
 
 
-@pytest.mark.parametrize("steps", [5, 3000])  # in memory of torch, and of the pool
+@pytest.mark.parametrize("steps", [5, 3000])  # in memory of torch, and in pooled memory
 @pytest.mark.parametrize("grad", [False, True])
-def test_a_default_device_is_for_others(steps, grad):
+def test_the_default_device_has_no_effect(steps, grad):
     layer, x = ADPTNet(8, beta=1.0), torch.randn(2, steps, 8)
     expected = layer(x)[0]
     with torch.set_grad_enabled(grad), torch.device("meta"):
@@ -956,8 +894,8 @@ def test_inside_a_transform_that_maps_other_tensors():
     assert_close(found, torch.stack([layer(x, reset=reset)[0] for reset in resets]))
 
 
-def test_a_number_that_is_to_be_negated_is():
-    drive, state, constants, form = problem(3, 5, 8)
+def test_lazily_negated_inputs():
+    drive, state, constants, form = make_problem(3, 5, 8)
     lazy = torch._neg_view(drive)
     assert lazy.is_neg()
     assert torch.equal(adpt_scan(lazy, state, constants, form), adpt_scan(lazy.resolve_neg(), state, constants, form))

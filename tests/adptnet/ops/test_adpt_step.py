@@ -1,4 +1,4 @@
-"""The step at many known states: Jacobians and Newton passes against their torch programs."""
+"""The step at many known states: Jacobians and Newton passes against their PyTorch implementations."""
 
 import pytest
 import torch
@@ -8,61 +8,64 @@ from adptnet import ADPTNet, analysis, directions, errors, projections, retracti
 from adptnet.ops import adpt_step
 from adptnet.ops.adpt_step import reference
 from adptnet.ops.tolerance import Tolerance
+from support.kernels import use_threads
 
-pytestmark = pytest.mark.skipif(not adpt_step.ready(torch.float64), reason="no compiler, or ADPTNET_BACKEND=reference")
+pytestmark = pytest.mark.skipif(
+    not adpt_step.has_kernel(torch.float64), reason="no compiler, or ADPTNET_BACKEND=reference"
+)
 
 LIMITS = Tolerance(0.0, 1e-6)
 
 both_retractions = pytest.mark.parametrize("retraction", [retractions.Exponential(), retractions.Cayley()], ids=repr)
 
 
-def layer_of(size, **axes):
+def make_layer(size, **axes):
     return ADPTNet(size, beta=axes.pop("beta", 1.3), **axes)
 
 
 @torch.no_grad()
-def kernel_of(layer):
-    constants, form = layer.cell.constants(beta=False)
-    assert adpt_step.covers(constants, form)
+def kernel_arguments(layer):
+    constants, form = layer.cell.make_constants(beta=False)
+    assert adpt_step.is_supported(constants, form)
     return constants, form
 
 
 @both_retractions
 @pytest.mark.parametrize("size", [1, 2, 3, 13, 50])
 @torch.no_grad()
-def test_jacobians_are_the_closed_form(size, retraction):
-    layer = layer_of(size, retraction=retraction, projection=projections.Dense(bias=True))
+def test_jacobians_equal_the_closed_form(size, retraction):
+    layer = make_layer(size, retraction=retraction, projection=projections.Dense(bias=True))
     states = torch.randn(3, 21, size)
     states[0, 3] = 0
-    found = adpt_step.Jacobians(states, *kernel_of(layer))
+    found = adpt_step.Jacobians(states, *kernel_arguments(layer))
     expected = layer.cell.bind().jacobian(states, states).dense()
     assert_close(found(0, 21), expected, atol=1e-12, rtol=0)
     assert_close(found(4, 9), expected[:, 4:9], atol=1e-12, rtol=0)
     assert found(5, 5).shape == (3, 0, size, size)
 
 
-@pytest.mark.parametrize("apart", [0.0, 1e-9, 1e-3])
+@pytest.mark.parametrize("distance", [0.0, 1e-9, 1e-3])
 @torch.no_grad()
-def test_jacobians_where_key_and_value_are_parallel(apart):
-    layer = layer_of(9)
+def test_jacobians_where_key_and_value_are_parallel(distance):
+    layer = make_layer(9)
     key, value = layer.cell.directions[0].key_projection, layer.cell.directions[0].value_projection
-    value.weight.copy_(key.weight + apart * torch.randn(9, 9))
+    value.weight.copy_(key.weight + distance * torch.randn(9, 9))
     states = torch.randn(1, 5, 9)
-    found = adpt_step.Jacobians(states, *kernel_of(layer))(0, 5)
+    found = adpt_step.Jacobians(states, *kernel_arguments(layer))(0, 5)
     assert_close(found, layer.cell.bind().jacobian(states, states).dense(), atol=1e-9, rtol=0)
 
 
 @torch.no_grad()
-def test_in_single_precision_jacobians_round_as_the_closed_form_does():
+def test_in_single_precision_jacobians_are_as_accurate_as_the_closed_form():
     layer = ADPTNet(33, beta=0.5, dtype=torch.float32)
     states = torch.randn(2, 40, 33, dtype=torch.float32)
-    found = adpt_step.Jacobians(states, *kernel_of(layer))(0, 40)
+    found = adpt_step.Jacobians(states, *kernel_arguments(layer))(0, 40)
     exact = layer.double().cell.bind().jacobian(states.double(), states.double()).dense()
     assert (found.double() - exact).abs().max() <= 64 * torch.finfo(torch.float32).eps
 
 
-def test_a_cell_takes_the_kernel_where_nobody_asks_for_a_gradient():
-    layer, states = layer_of(6), torch.randn(2, 7, 6)
+def test_a_cell_runs_the_kernel_where_no_gradient_is_recorded():
+    layer, states = make_layer(6), torch.randn(2, 7, 6)
     with torch.no_grad():
         found = layer.cell.jacobian(states, states)
     recorded = layer.cell.jacobian(states, states)
@@ -83,16 +86,16 @@ def test_a_cell_takes_the_kernel_where_nobody_asks_for_a_gradient():
     ids=repr,
 )
 @torch.no_grad()
-def test_what_it_does_not_cover_is_left_to_torch(axes):
-    layer = layer_of(6, **axes)
-    assert not adpt_step.covers(*layer.cell.constants(beta=False))
+def test_unsupported_forms_run_the_torch_implementation(axes):
+    layer = make_layer(6, **axes)
+    assert not adpt_step.is_supported(*layer.cell.make_constants(beta=False))
     drive = layer.cell.prepare(torch.randn(1, 8, 6), torch.arange(8)[None])
     assert layer.cell.jacobian(torch.randn(1, 8, layer.state_size), drive).isfinite().all()
 
 
 @torch.no_grad()
-def test_exponents_are_those_of_the_torch_program(monkeypatch):
-    layer, x = layer_of(7, beta=0.4), torch.randn(2, 300, 7)
+def test_exponents_equal_those_of_the_torch_implementation(monkeypatch):
+    layer, x = make_layer(7, beta=0.4), torch.randn(2, 300, 7)
     found = analysis.lyapunov_exponents(layer, x)
     monkeypatch.setenv("ADPTNET_BACKEND", "reference")
     expected = analysis.lyapunov_exponents(layer, x)
@@ -100,31 +103,33 @@ def test_exponents_are_those_of_the_torch_program(monkeypatch):
     assert_close(found.blocks, expected.blocks, atol=1e-10, rtol=0)
 
 
-def passes(layer, batch, steps, *, diagonal, tiles, resets):
-    """One pass of the kernel and of the specification, from the same guess."""
+def run_passes(layer, batch, steps, *, diagonal, tiles, resets):
+    """Return the results of one pass of the kernel and of the specification, from the same guess."""
     size = layer.state_size
     states, drive = (
         torch.randn(batch, steps + 5, size)[:, 5:],
         torch.randn(batch, 3 * steps, size)[:, steps : 2 * steps],
     )
-    initial, fresh = torch.randn(batch, size), torch.randn(batch, size)
+    initial, reset_state = torch.randn(batch, size), torch.randn(batch, size)
     limits = {"tolerance": Tolerance(1e-2, 1.0), "recent": 3 * torch.rand(batch, size), "tiles": tiles}
     reset = torch.rand(batch, steps) < 0.15 if resets else None
     real = layer.cell.eigenvalues().real
-    again = states.clone()
-    found = adpt_step.newton_pass(states, drive, initial, fresh, reset, *kernel_of(layer), diagonal=diagonal, **limits)
+    states_copy = states.clone()
+    found = adpt_step.newton_pass(
+        states, drive, initial, reset_state, reset, *kernel_arguments(layer), diagonal=diagonal, **limits
+    )
     expected = reference.newton_pass(
-        again,
+        states_copy,
         drive,
         initial,
-        fresh,
+        reset_state,
         reset,
         layer.cell.step,
         lambda x, u: layer.cell.conjugate(x, u).diagonal() if diagonal else real,
         real,
         **limits,
     )
-    return (states, *found), (again, *expected)
+    return (states, *found), (states_copy, *expected)
 
 
 @both_retractions
@@ -132,21 +137,21 @@ def passes(layer, batch, steps, *, diagonal, tiles, resets):
 @pytest.mark.parametrize("tiles", [None, 1, 8])
 @pytest.mark.parametrize("resets", [False, True], ids=["", "resets"])
 @torch.no_grad()
-def test_a_pass_is_its_reference(retraction, diagonal, tiles, resets):
+def test_a_pass_equals_its_reference(retraction, diagonal, tiles, resets):
     for size, batch, steps in ((1, 1, 1), (5, 3, 37), (16, 2, 16), (33, 1, 50)):
-        layer = layer_of(size, retraction=retraction)
-        found, expected = passes(layer, batch, steps, diagonal=diagonal, tiles=tiles, resets=resets)
+        layer = make_layer(size, retraction=retraction)
+        found, expected = run_passes(layer, batch, steps, diagonal=diagonal, tiles=tiles, resets=resets)
         for a, b in zip(found, expected, strict=True):
             assert_close(a, b, atol=1e-11, rtol=1e-11)
 
 
 @torch.no_grad()
-def test_a_pass_keeps_nan_and_leaves_others_alone():
-    layer = layer_of(5)
+def test_nan_spreads_within_its_sequence_only():
+    layer = make_layer(5)
     states, drive, start = torch.randn(2, 30, 5), torch.randn(2, 30, 5), torch.zeros(2, 5)
     drive[0, 11, 4] = torch.nan
-    given = (*kernel_of(layer),)
-    found = adpt_step.newton_pass(states, drive, start, start, None, *given, diagonal=True, tolerance=LIMITS)
+    arguments = (*kernel_arguments(layer),)
+    found = adpt_step.newton_pass(states, drive, start, start, None, *arguments, diagonal=True, tolerance=LIMITS)
     for each in (found.residual, found.excess, found.move):
         assert each[0, :11].isfinite().all()
         assert each[0, 11].isnan()
@@ -155,20 +160,18 @@ def test_a_pass_keeps_nan_and_leaves_others_alone():
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @torch.no_grad()
-def test_the_same_numbers_for_any_number_of_threads(threads):
-    layer = layer_of(20)
+def test_results_do_not_depend_on_the_number_of_threads(threads):
+    layer = make_layer(20)
     torch.manual_seed(2)
     states, drive, start = torch.randn(5, 700, 20), torch.randn(5, 700, 20), torch.zeros(5, 20)
-    before = torch.get_num_threads()
     runs = []
-    try:
-        for count in (1, threads):
-            torch.set_num_threads(count)
-            given = kernel_of(layer)
-            found = adpt_step.newton_pass(states, drive, start, start, None, *given, diagonal=True, tolerance=LIMITS)
-            runs.append((*found, adpt_step.Jacobians(states, *given)(0, 300)))
-    finally:
-        torch.set_num_threads(before)
+    for count in (1, threads):
+        with use_threads(count):
+            arguments = kernel_arguments(layer)
+            found = adpt_step.newton_pass(
+                states, drive, start, start, None, *arguments, diagonal=True, tolerance=LIMITS
+            )
+            runs.append((*found, adpt_step.Jacobians(states, *arguments)(0, 300)))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
@@ -176,9 +179,9 @@ def test_the_same_numbers_for_any_number_of_threads(threads):
 @pytest.mark.parametrize("tiles", [None, 8])
 @pytest.mark.parametrize("resets", [False, True], ids=["", "resets"])
 @torch.no_grad()
-def test_a_solve_by_passes_is_the_one_in_torch(solver, tiles, resets, monkeypatch):
-    layer, x = layer_of(9, beta=0.8), torch.randn(5, 120, 9)
-    x[3] *= 1e-6  # a sequence of its own pace
+def test_a_solve_by_fused_passes_equals_the_one_in_torch(solver, tiles, resets, monkeypatch):
+    layer, x = make_layer(9, beta=0.8), torch.randn(5, 120, 9)
+    x[3] *= 1e-6  # a sequence that converges at another rate
     reset = torch.rand(5, 120) < 0.03 if resets else None
     runs = []
     calls = []
@@ -187,7 +190,7 @@ def test_a_solve_by_passes_is_the_one_in_torch(solver, tiles, resets, monkeypatc
     for backend in ("auto", "reference"):
         monkeypatch.setenv("ADPTNET_BACKEND", backend)
         runs.append(layer.solve(x, solver=solver(atol=1e-9, rtol=1e-9, tiles=tiles), reset=reset))
-        assert len(calls) == int(runs[0].iterations.max()) + 1  # the guess is measured as well
+        assert len(calls) == int(runs[0].iterations.max()) + 1  # the initial guess is evaluated too
     fused, plain = runs
     exact = layer.solve(x, solver=solvers.Sequential(), reset=reset).states
     assert fused.result == plain.result == solvers.Result.CONVERGED
@@ -199,7 +202,7 @@ def test_a_solve_by_passes_is_the_one_in_torch(solver, tiles, resets, monkeypatc
 
 @torch.no_grad()
 def test_a_sweep_over_tiles_takes_fewer_iterations():
-    layer, x = layer_of(16, beta=1.0), torch.randn(2, 600, 16)
+    layer, x = make_layer(16, beta=1.0), torch.randn(2, 600, 16)
     plain, swept, alone = (layer.solve(x, solver=solvers.ConvDEER(tiles=tiles)) for tiles in (None, 8, 1))
     assert (2 * swept.iterations <= plain.iterations).all()
     assert (alone.iterations == 1).all()  # a tile of one step is the recurrence itself
@@ -215,13 +218,13 @@ def test_a_sweep_over_tiles_takes_fewer_iterations():
     ],
     ids=repr,
 )
-def test_a_sweep_that_does_not_fit_is_refused(solver, axes):
+def test_a_sweep_that_is_not_supported_raises(solver, axes):
     with pytest.raises(errors.IncompatibleError, match=r"tiles=8.*Drop tiles="):
-        layer_of(6, **axes).solve(torch.randn(1, 20, 6), solver=solver)
+        make_layer(6, **axes).solve(torch.randn(1, 20, 6), solver=solver)
 
 
 def test_gradients_do_not_depend_on_the_pass():
-    layer, x = layer_of(5), torch.randn(2, 30, 5)
+    layer, x = make_layer(5), torch.randn(2, 30, 5)
     found = []
     for solver in (solvers.ConvDEER(), solvers.ForwardDEER(tiles=4), solvers.Sequential()):
         y, _ = layer(x, solver=solver)

@@ -1,4 +1,4 @@
-"""What runs on a GPU is decided by facts about the card, which are faked here: neither a GPU nor Triton is needed."""
+"""The choice of GPU kernels, with faked properties of the card: neither a GPU nor Triton is needed."""
 
 import logging
 import sys
@@ -11,13 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import adptnet
 from adptnet import directions, solvers, spectra
 from adptnet.cells import ADPTSpec, SlowMemory
-from adptnet.ops import _build, _gpu, adpt_scan
-from adptnet.ops.adpt_scan import Constants, Form, Retracted, diagonal, launch, reference
-from adptnet.ops.adpt_scan.form import PLAIN
+from adptnet.ops import _backends, _gpu, adpt_scan
+from adptnet.ops.adpt_scan import Constants, Form, RetractionKind, diagonal, dispatch, launch, reference
+from adptnet.ops.adpt_scan.form import DEFAULT_FORM
 from adptnet.ops.plane_rotation import rotation
 from adptnet.recurrence.conjugates import Diagonal, Product, Taylor
-
-CARDS = {"T4": 65536, "A100": 166912, "RTX 3090": 101376, "L4": 101376, "H100": 232448, "B200": 232448, "MI300X": 65536}
+from support.kernels import CARDS
 
 
 class Card:
@@ -27,11 +26,11 @@ class Card:
 
 @pytest.fixture
 def with_card(monkeypatch):
-    """A machine with Triton and a card of so much shared memory a block."""
+    """Return a function that fakes a machine with Triton and a card with this much shared memory per block."""
     monkeypatch.setenv("ADPTNET_BACKEND", "auto")
-    monkeypatch.setattr(_gpu, "_installed", lambda: True)
+    monkeypatch.setattr(_gpu, "_has_triton", lambda: True)
 
-    def place(shared: int | None) -> None:
+    def fake(shared: int | None) -> None:
         _gpu._shared_memory.cache_clear()
         monkeypatch.setattr(torch.cuda, "is_available", lambda: shared is not None)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: int(shared is not None))
@@ -39,86 +38,95 @@ def with_card(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a card")
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Card(shared))
 
-    yield place
+    yield fake
     _gpu._shared_memory.cache_clear()
 
 
 @pytest.mark.parametrize("card", CARDS)
-def test_what_is_launched_fits_into_the_shared_memory_of_the_card(with_card, card):
+def test_every_launch_fits_into_the_shared_memory_of_the_card(with_card, card):
     with_card(CARDS[card])
     for size in range(1, 300):
-        found = launch.launch_of(size, "cuda:0")
+        found = launch.plan_launch(size, "cuda:0")
         if found is not None:
             assert size <= found.pad < max(17, 2 * size)
-            needed = launch.SHARED[found.pad]
-            assert max(needed.held if found.held else needed.streamed, needed.backward) <= CARDS[card]
-        reason = launch.why_not(Form(), size, paired=False, slow=False, dtype=torch.float32, device="cuda:0")
+            needed = launch.SHARED_MEMORY[found.pad]
+            assert max(needed.resident if found.resident else needed.streamed, needed.backward) <= CARDS[card]
+        reason = launch.explain_unsupported(
+            Form(), size, paired=False, slow=False, dtype=torch.float32, device="cuda:0"
+        )
         assert (reason is None) == (found is not None)
         assert (found is not None) == (size <= (64 if CARDS[card] < 82944 else 128))
 
 
-def test_a_card_without_room_for_k_and_v_reads_them_again(with_card):
+def test_a_card_with_little_shared_memory_streams_k_and_v(with_card):
     with_card(CARDS["RTX 3090"])
-    assert launch.launch_of(64, "cuda:0") == launch.Launch(64, warps=8, held=True)
-    assert launch.launch_of(65, "cuda:0") == launch.Launch(128, warps=16, held=False)
+    assert launch.plan_launch(64, "cuda:0") == launch.Launch(64, warps=8, resident=True)
+    assert launch.plan_launch(65, "cuda:0") == launch.Launch(128, warps=16, resident=False)
     with_card(CARDS["A100"])
-    assert launch.launch_of(65, "cuda:0") == launch.Launch(128, warps=16, held=True)
+    assert launch.plan_launch(65, "cuda:0") == launch.Launch(128, warps=16, resident=True)
 
 
-def test_a_card_that_says_nothing_of_a_larger_share_is_asked_for_the_usual_one(with_card, monkeypatch):
+def test_a_card_without_an_opt_in_limit_reports_the_default_one(with_card, monkeypatch):
     with_card(0)
-    card = types.SimpleNamespace(shared_memory_per_block=65536)  # as torch describes those of AMD
+    card = types.SimpleNamespace(shared_memory_per_block=65536)  # as torch describes AMD cards
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
     assert _gpu.shared_memory("cuda") == 65536
-    assert _gpu.shared_memory("cuda:7") == _gpu.LEAST  # there is no such card
+    assert _gpu.shared_memory("cuda:7") == _gpu.MIN_SHARED_MEMORY  # no such card
 
 
-def reason_of(size: int = 8, form: Form = PLAIN, **given) -> str | None:
+def explain(size: int = 8, form: Form = DEFAULT_FORM, **given) -> str | None:
     every = {"paired": False, "slow": False, "dtype": torch.float32, "device": "cuda:0", **given}
-    return adpt_scan.why_not(form, size, **every)
+    return adpt_scan.explain_unsupported_gpu(form, size, **every)
 
 
-def test_why_a_recurrence_runs_step_by_step_is_one_line(with_card, monkeypatch):
+def test_the_reason_for_a_fallback_is_one_line(with_card, monkeypatch):
     with_card(CARDS["T4"])
-    assert reason_of(64) is None
-    assert reason_of(100) == (
-        "the Triton kernel for a state of 100 needs more shared memory than the 65,536 bytes a block has on cuda:0."
+    assert explain(64) is None
+    assert explain(100) == (
+        "the Triton kernel for a state dimension of 100 needs more shared memory than the 65,536 bytes per block on "
+        "cuda:0."
     )
-    assert reason_of(200) == "the Triton kernel is for states of up to 128; this one has 200."
+    assert explain(200) == "the Triton kernel supports state dimensions up to 128; this one is 200."
     others = [{"dtype": torch.float64}, {"paired": True}, {"slow": True}]
-    forms = [Form(heads=2), Form(source=1), Form(dot=0.5), Form(given=True), Form(retracted=int(Retracted.TAYLOR_ONE))]
-    assert {reason_of(**other) for other in others} | {reason_of(form=form) for form in forms} == {
-        "the Triton kernel is for float32, one head, a real spectrum, K and V of the state."
+    forms = [
+        Form(heads=2),
+        Form(source=1),
+        Form(dot=0.5),
+        Form(directions_in_drive=True),
+        Form(retraction=int(RetractionKind.TAYLOR_ONE)),
+    ]
+    assert {explain(**other) for other in others} | {explain(form=form) for form in forms} == {
+        "the Triton kernel supports float32, one head, a real spectrum, and K and V of the state only."
     }
-    assert reason_of(device="mps") == "there is no kernel for mps."
-    monkeypatch.setattr(_gpu, "_installed", lambda: False)
-    assert "pip install 'adptnet[triton]'" in reason_of()
-    assert reason_of(512, Form(linear=True)) is None  # runs as a diagonal scan, of which there is a torch program
+    assert explain(device="mps") == "there is no kernel for mps."
+    monkeypatch.setattr(_gpu, "_has_triton", lambda: False)
+    assert "pip install 'adptnet[triton]'" in explain()
+    assert explain(512, Form(linear=True)) is None  # a diagonal scan, which also exists in PyTorch
     monkeypatch.setenv("ADPTNET_BACKEND", "reference")
-    assert reason_of(512, Form(linear=True)) == "ADPTNET_BACKEND=reference."
+    assert explain(512, Form(linear=True)) == "ADPTNET_BACKEND=reference."
 
 
-def test_the_operation_takes_what_covers_it_and_says_otherwise_why(with_card, monkeypatch, caplog):
+def test_the_operation_selects_a_kernel_or_logs_the_reason(with_card, monkeypatch, caplog):
     with_card(CARDS["RTX 3090"])
-    monkeypatch.setattr(_build, "_said", set())
+    monkeypatch.setattr(_backends, "_logged", set())
     kernel = types.ModuleType("triton")
     monkeypatch.setitem(sys.modules, "adptnet.ops.adpt_scan.triton", kernel)
     monkeypatch.setattr(adpt_scan, "triton", kernel, raising=False)
 
-    def chosen(size: int, form: Form = PLAIN) -> object:
+    def chosen(size: int, form: Form = DEFAULT_FORM) -> object:
         with FakeTensorMode():
             drive = torch.empty(2, 3, size, dtype=torch.float32, device="cuda")
-            return adpt_scan._gpu_kernel(drive, Constants(torch.empty(size)), form)
+            return dispatch.select_gpu_kernel(drive, Constants(torch.empty(size)), form)
 
     assert chosen(128) is kernel
     assert chosen(1000, Form(linear=True)) is diagonal
-    assert chosen(1000, Form(turns=False)) is diagonal
+    assert chosen(1000, Form(rotates=False)) is diagonal
     assert not caplog.messages
     with caplog.at_level(logging.WARNING, "adptnet"):
         for size in range(129, 257):
             assert chosen(size) is None
         chosen(256)
-    assert len(caplog.messages) == 128  # each once
+    assert len(caplog.messages) == 128  # each reason once
     assert "\n" not in "".join(caplog.messages)
 
 
@@ -132,7 +140,7 @@ CELLS = {
     "ReLU": (ADPTSpec(64, direction=directions.FromState(relu=True)), False),
     "from the input": (ADPTSpec(64, direction=directions.FromInput()), False),
     "Taylor": (ADPTSpec(64, conjugate=Taylor(1)), False),
-    "memory": (ADPTSpec(64, memory=SlowMemory()), False),
+    "slow memory": (ADPTSpec(64, memory=SlowMemory()), False),
     "two planes": (ADPTSpec(64, conjugate=Product(2)), False),
     "beta = 0": (ADPTSpec(512, beta=0.0), True),
     "beta = 0, complex heads": (
@@ -140,18 +148,18 @@ CELLS = {
         True,
     ),
     "diagonal": (ADPTSpec(512, beta=0.0, conjugate=Diagonal()), True),
-    "beta = 0 that learns": (ADPTSpec(512, beta=adptnet.TrainableBeta(0.0)), False),
-    "beta = 0 beside a memory": (ADPTSpec(64, beta=0.0, memory=SlowMemory()), False),
+    "trainable beta = 0": (ADPTSpec(512, beta=adptnet.TrainableBeta(0.0)), False),
+    "beta = 0 with a slow memory": (ADPTSpec(64, beta=0.0, memory=SlowMemory()), False),
 }
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_auto_knows_what_a_gpu_runs_in_one_operation(with_card, name):
+def test_auto_knows_which_cells_a_gpu_runs_as_one_operation(with_card, name):
     spec, covered = CELLS[name]
     cell = spec.build(dtype=torch.float32)
     for shared in (CARDS["RTX 3090"], CARDS["A100"]):
         with_card(shared)
-        assert cell.scans("cuda") == covered
+        assert cell.can_scan("cuda") == covered
         choice = solvers.Auto().choose(cell, 4, 1000, "cuda")
         assert isinstance(choice.solver, solvers.Sequential) == covered
         assert ("one compiled operation" in choice.reason) == covered
@@ -159,12 +167,12 @@ def test_auto_knows_what_a_gpu_runs_in_one_operation(with_card, name):
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:3", torch.device("cuda", 1), "mps", "xpu"])
 @pytest.mark.parametrize("installed", [True, False])
-def test_auto_answers_for_a_device_that_is_not_here(with_card, monkeypatch, caplog, device, installed):
+def test_auto_chooses_for_a_device_that_is_not_present(with_card, monkeypatch, caplog, device, installed):
     with_card(None)
-    monkeypatch.setattr(_build, "_said", set())
-    monkeypatch.setattr(_gpu, "_installed", lambda: installed)
+    monkeypatch.setattr(_backends, "_logged", set())
+    monkeypatch.setattr(_gpu, "_has_triton", lambda: installed)
     cells = [spec.build(dtype=torch.float32) for spec, _ in CELLS.values()]
-    cells += [cells[0].given(beta=torch.ones(1)), cells[0].given(dt=torch.ones(1, 100))]
+    cells += [cells[0].with_arguments(beta=torch.ones(1)), cells[0].with_arguments(dt=torch.ones(1, 100))]
     kinds = (adptnet.cells.GRU, adptnet.cells.LSTM, adptnet.cells.OrthogonalRNN, adptnet.cells.LIF)
     cells += [kind(4).build() for kind in (*kinds, adptnet.cells.LeakyIntegrator)]
     cells.append(adptnet.cells.SpikingADPT(ADPTSpec(4)).build())
@@ -172,11 +180,11 @@ def test_auto_answers_for_a_device_that_is_not_here(with_card, monkeypatch, capl
     for cell in cells:
         choice = solvers.Auto().choose(cell, 2, 100, device)
         assert torch.device(device).type in choice.reason
-    assert not caplog.messages  # a question is no run
+    assert not caplog.messages  # nothing was run
 
 
 def test_the_series_of_the_rotation_is_copied_to_a_device_once(monkeypatch):
-    rotation._kept_terms.cache_clear()
+    rotation._cached_series.cache_clear()
     made = []
     tensor = torch.tensor
     monkeypatch.setattr(torch, "tensor", lambda *given, **how: made.append(how["device"].type) or tensor(*given, **how))
@@ -185,38 +193,38 @@ def test_the_series_of_the_rotation_is_copied_to_a_device_once(monkeypatch):
     angle = torch.empty(2, 1, device="meta", requires_grad=True)
     for _ in range(3):
         linear, _ = rotation.exponential(angle)
-        linear.sum().backward()  # with what was made in inference mode
+        linear.sum().backward()  # with the tensor created in inference mode
     assert made == ["meta"]
-    rotation._kept_terms.cache_clear()
+    rotation._cached_series.cache_clear()
 
 
 FORMS = {
-    "not turning": Form(turns=False),
+    "no rotation": Form(rotates=False),
     "linear": Form(linear=True),
     "heads": Form(linear=True, heads=2),
-    "given": Form(linear=True, given=True),
-    "aware": Form(linear=True, aware=True, retracted=int(Retracted.CAYLEY)),
-    "LayerNorm": Form(linear=True, norm=1e-5),
-    "Taylor": Form(linear=True, retracted=int(Retracted.TAYLOR_TWO)),
+    "directions in drive": Form(linear=True, directions_in_drive=True),
+    "rotation-aware": Form(linear=True, rotation_aware=True, retraction=int(RetractionKind.CAYLEY)),
+    "LayerNorm": Form(linear=True, norm_epsilon=1e-5),
+    "Taylor": Form(linear=True, retraction=int(RetractionKind.TAYLOR_TWO)),
 }
 
 
 @pytest.mark.parametrize("steps", [0, 1, 9])
 @pytest.mark.parametrize("paired", [False, True], ids=["real", "complex"])
 @pytest.mark.parametrize("name", FORMS)
-def test_without_rotation_the_recurrence_is_the_diagonal_scan(name, paired, steps):
+def test_without_rotation_the_recurrence_is_a_diagonal_scan(name, paired, steps):
     form, batch, size = FORMS[name], 3, 4
-    assert diagonal.covers(form, slow=False)
-    assert not diagonal.covers(form, slow=True)
+    assert diagonal.is_diagonal(form, slow=False)
+    assert not diagonal.is_diagonal(form, slow=True)
     real = torch.linspace(-0.9, 0.9, size // 2).repeat_interleave(2) if paired else torch.linspace(-0.9, 0.9, size)
     constants = Constants(real, torch.tensor([0.3, 0.3, -0.2, -0.2]) if paired else None)
-    if form.turns:
+    if form.rotates:
         m = size // form.heads
-        weight = None if form.given else torch.randn(form.heads, 2, m, m)
+        weight = None if form.directions_in_drive else torch.randn(form.heads, 2, m, m)
         constants = constants._replace(weight=weight, beta=torch.zeros(form.heads))
-    if form.norm is not None:
+    if form.norm_epsilon is not None:
         constants = constants._replace(norm_weight=torch.randn(2, size), norm_bias=torch.randn(2, size))
-    drive, state = torch.randn(batch, steps, size * (3 if form.given else 1)), torch.randn(batch, size)
+    drive, state = torch.randn(batch, steps, size * (3 if form.directions_in_drive else 1)), torch.randn(batch, size)
     upstream = torch.randn(batch, steps, size)
     marks = torch.rand(batch, steps) < 0.3
     if steps:
@@ -244,8 +252,8 @@ def test_backends_have_a_line_for_gpus(with_card, monkeypatch):
     with_card(None)
     assert adptnet.backends()["gpu"] == "none: torch sees no GPU"
     with_card(CARDS["T4"])
-    assert adptnet.backends()["gpu"] == "triton: linear_scan, adpt_scan of states up to 64, on a card"
-    monkeypatch.setattr(_gpu, "_installed", lambda: False)
+    assert adptnet.backends()["gpu"] == "triton: linear_scan, adpt_scan for state dimensions up to 64, on a card"
+    monkeypatch.setattr(_gpu, "_has_triton", lambda: False)
     assert adptnet.backends()["gpu"].startswith("reference: triton is not installed")
     monkeypatch.setenv("ADPTNET_BACKEND", "reference")
     assert adptnet.backends()["gpu"] == "reference: ADPTNET_BACKEND=reference"

@@ -1,17 +1,16 @@
-"""The kernels for GPUs: run by Triton's interpreter on tiny sizes, and compiled ahead of time. No GPU is needed."""
+"""The GPU kernels: run by Triton's interpreter at tiny sizes, and compiled ahead of time. No GPU is needed."""
 
 import importlib.util
 
 import pytest
-from test_gpu import CARDS
-from test_native import python
 
 from adptnet.ops import _gpu
+from support.kernels import CARDS, run_python
 
-installed = pytest.mark.skipif(
+needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install 'adptnet[triton]'"
 )
-QUIET = {"TRITON_DEFAULT_FP_FUSION": "1"}  # what it is anyway, but unset it warns
+QUIET = {"TRITON_DEFAULT_FP_FUSION": "1"}  # the default, but Triton warns if it is unset
 
 LINEAR = """
 import torch
@@ -34,7 +33,7 @@ for dtype, shape, reverse, resets, starts in (
         found = triton.forward(transition, offset, start, reset, reverse)
         back = triton.backward(upstream, found, transition, start, reset, reverse, to_transition=True)
         over = offset.clone()
-        triton.forward(transition, over, start, reset, reverse, over=True)
+        triton.forward(transition, over, start, reset, reverse, overwrite=True)
     torch.testing.assert_close(over, found)
     for a, b in zip((found, *back), (expected.detach(), *gradients), strict=False):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
@@ -50,7 +49,7 @@ for dtype in (torch.float32, torch.complex64):
         marks = reset.flip(1) if reverse else reset
         transition, offset, upstream = (torch.randn(1, 6, 3, dtype=dtype) for _ in range(3))
         for bad in (torch.nan, torch.inf):
-            for broken in range(4):  # none, the transition at the reset, an offset, the gradient that comes back
+            for broken in range(4):  # nothing, the transition at the reset, an offset, the incoming gradient
                 given = [values.clone() for values in (transition, offset, upstream)]
                 if broken:
                     at = (2, 3, 2)[broken - 1]
@@ -70,27 +69,27 @@ print("right")
 
 ADPT = """
 import math, torch
-from adptnet.ops import gpu
-from adptnet.ops.adpt_scan import Constants, Form, Retracted, launch, reference, triton
+from adptnet.ops import _gpu
+from adptnet.ops.adpt_scan import Constants, Form, RetractionKind, launch, reference, triton
 torch.manual_seed(0)
-torch.utils.deterministic.fill_uninitialized_memory = True  # what is not written is NaN
+torch.utils.deterministic.fill_uninitialized_memory = True  # memory that is not written is NaN
 torch.use_deterministic_algorithms(True)
 batch, steps = 2, 3
 def randn(*shape):
     return torch.randn(*shape, dtype=torch.float64)
-for size, shared, retracted, plain, beta in (
+for size, shared, retraction, plain, beta in (
     (5, 65536, 0, True, 0.7), (5, 65536, 1, False, 3.0), (5, 65536, 0, False, 3.0),
     (65, 101376, 0, False, 0.7), (128, 232448, 0, True, 0.7),
 ):
-    gpu.shared_memory = lambda device: shared
-    held = launch.launch_of(size, "cuda:0").held
-    assert held == (size != 65)
+    _gpu.shared_memory = lambda device: shared
+    resident = launch.plan_launch(size, "cuda:0").resident
+    assert resident == (size != 65)
     bias = None if plain else randn(1, 2, size)
     constants = Constants(0.9 * randn(size).tanh(), weight=randn(1, 2, size, size) / math.sqrt(size), bias=bias)
     constants = constants._replace(beta=torch.tensor([beta], dtype=torch.float64))
-    drive, state, form = randn(batch, steps, size), randn(batch, size), Form(retracted=retracted)
+    drive, state, form = randn(batch, steps, size), randn(batch, size), Form(retraction=retraction)
     if plain:
-        drive[1, :2], state[1] = 0, 0  # where there is no state there is no turn
+        drive[1, :2], state[1] = 0, 0  # a zero state is not rotated
     reset = None if plain else torch.tensor([[False, True, False], [False, False, False]])
     lengths = None if plain else torch.tensor([3, 2])
     leaves = [t.requires_grad_() for t in (drive, state, *constants) if t is not None]
@@ -109,10 +108,10 @@ print("right")
 """
 
 
-@installed
+@needs_triton
 @pytest.mark.parametrize("code", [LINEAR, RESETS, ADPT], ids=["linear_scan", "resets", "adpt_scan"])
-def test_in_the_interpreter_values_and_gradients_are_those_of_the_reference(code):
-    assert python(code, TRITON_INTERPRET="1", **QUIET)[0] == "right"
+def test_in_the_interpreter_values_and_gradients_equal_those_of_the_reference(code):
+    assert run_python(code, TRITON_INTERPRET="1", **QUIET)[0] == "right"
 
 
 GUARDED = """
@@ -145,25 +144,25 @@ print("guarded")
 """
 
 
-@installed
+@needs_triton
 def test_every_launch_is_on_the_device_of_its_tensors():
-    assert python(GUARDED, **QUIET)[0] == "guarded"
+    assert run_python(GUARDED, **QUIET)[0] == "guarded"
 
 
 COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from adptnet.ops import gpu
+from adptnet.ops import _gpu
 from adptnet.ops.adpt_scan import launch
 from adptnet.ops.adpt_scan import triton as adpt
 from adptnet.ops.linear_scan import triton as linear
 
 target, there = GPUTarget({target}), {shared}
-gpu.shared_memory = lambda device: there
+_gpu.shared_memory = lambda device: there
 others = dict.fromkeys(("batch", "steps", "size", "transition_batch", "transition_time"), "i32")
 others |= dict(reset="*u8", lengths="*i64")
-same = triton.__version__ == "3.9.0" and target.backend == "cuda"  # what the table was measured with
+same = triton.__version__ == "3.9.0" and target.backend == "cuda"  # the version of the table
 
 def shared(kernel, constants, **how):
     signature = {{n: "constexpr" if n in constants else others.get(n, "*fp32") for n in kernel.arg_names}}
@@ -175,17 +174,17 @@ scan = dict(STARTS=True, RESETS=True, REVERSE=True, PAIRS=True, COLUMNS=64)
 assert shared(linear.forward_kernel, scan) == 0
 assert shared(linear.backward_kernel, scan | dict(VARIES=True)) == 0
 for size in {sizes}:
-    found = launch.launch_of(size, "cuda:0")
+    found = launch.plan_launch(size, "cuda:0")
     assert (found is None) == (size > 128 or (size > 64 and there < 82944))
     if found is None:
         continue
-    needed = launch.SHARED[found.pad]
+    needed = launch.SHARED_MEMORY[found.pad]
     how = dict(num_warps=found.warps, num_stages=launch.STAGES)
     for chosen in {options}:
         every = dict(zip(("BIASED", "RESETS", "RAGGED", "CAYLEY"), chosen), ROWS=adpt.ROWS, PAD=found.pad)
-        forward = shared(adpt.forward_kernel, every | dict(HELD=found.held), **how)
+        forward = shared(adpt.forward_kernel, every | dict(RESIDENT=found.resident), **how)
         backward = shared(adpt.backward_kernel, every, **how)
-        table = (needed.held if found.held else needed.streamed, needed.backward)
+        table = (needed.resident if found.resident else needed.streamed, needed.backward)
         assert max(forward, backward) <= there
         assert (forward, backward) == table if same else max(forward, backward) <= max(table) * 9 // 8, (size, chosen)
 print("compiled")
@@ -205,36 +204,38 @@ TARGETS = {
 def compile_for(name, folder, sizes, options):
     target, binary, shared = TARGETS[name]
     code = COMPILED.format(target=target, binary=binary, shared=shared, sizes=sizes, options=options)
-    assert python(code, TRITON_CACHE_DIR=str(folder), **QUIET)[0] == "compiled"
+    assert run_python(code, TRITON_CACHE_DIR=str(folder), **QUIET)[0] == "compiled"
 
 
-@installed
+@needs_triton
 @pytest.mark.parametrize("name", ["cuda 80", "cuda 86", "cuda 90", "hip gfx942"])
 def test_kernels_compile_ahead_of_time_and_fit(name, tmp_path):
     compile_for(name, tmp_path, [32, 65, 129], [(True, True, True, False)])
 
 
-@installed
+@needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[16, 32], [64], [128, 256]], ids=["up to 32", "64", "from 128"])
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
 @pytest.mark.parametrize("name", TARGETS)
-def test_the_table_of_shared_memory_is_what_the_compiler_reports(name, biased, sizes, tmp_path):
+def test_the_shared_memory_table_equals_the_report_of_the_compiler(name, biased, sizes, tmp_path):
     compile_for(name, tmp_path, sizes, [(biased, False, False, False), (biased, True, True, True)])
 
 
 def test_a_device_without_a_kernel_is_named(monkeypatch):
     monkeypatch.setenv("ADPTNET_BACKEND", "auto")
-    assert _gpu.why_not("mps") == "there is no kernel for mps."
-    monkeypatch.setattr(_gpu, "_installed", lambda: False)
-    assert "pip install 'adptnet[triton]'" in _gpu.why_not("cuda")
-    monkeypatch.setattr(_gpu, "_installed", lambda: True)
-    assert _gpu.ready("cuda")
+    assert _gpu.explain_unavailable("mps") == "there is no kernel for mps."
+    monkeypatch.setattr(_gpu, "_has_triton", lambda: False)
+    assert "pip install 'adptnet[triton]'" in _gpu.explain_unavailable("cuda")
+    monkeypatch.setattr(_gpu, "_has_triton", lambda: True)
+    assert _gpu.is_available("cuda")
     monkeypatch.setenv("ADPTNET_BACKEND", "reference")
-    assert not _gpu.ready("cuda")
+    assert not _gpu.is_available("cuda")
 
 
-def test_an_import_does_not_touch_the_kernels_for_gpus():
+def test_an_import_does_not_load_the_gpu_kernels():
     code = "import sys, adptnet, torch; adptnet.ADPTNet(3)(torch.randn(1, 2, 3)); "
-    shown, _ = python(code + "print([name for name in sys.modules if name.startswith('adptnet') and 'triton' in name])")
+    shown, _ = run_python(
+        code + "print([name for name in sys.modules if name.startswith('adptnet') and 'triton' in name])"
+    )
     assert shown == "[]"

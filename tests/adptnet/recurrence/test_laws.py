@@ -1,4 +1,4 @@
-"""Laws, each over the layers it holds for."""
+"""Laws of the recurrence, each tested on all layers for which it holds."""
 
 import pytest
 import torch
@@ -10,14 +10,15 @@ from support.members import all_retractions, build, laws_of, legal, name_of
 RANDOM_STATES = 5
 
 
-def obeying(law: str):
+def parametrize_law(law: str):
+    """Parametrize a test with the layers that obey a law."""
     members = [axes for axes in legal if law in laws_of(axes)]
     assert members
     return pytest.mark.parametrize("axes", members, ids=name_of)
 
 
 def cell_and_states(axes):
-    """A cell, random states, and random drives whose own part is silent (directions from the input are not)."""
+    """Return a cell, random states, and drives that are zero except for directions from the input, which are random."""
     cell = build(axes).cell
     drive = cell.prepare(
         torch.randn(RANDOM_STATES, 1, cell.input_size), torch.zeros(RANDOM_STATES, 1, dtype=torch.int64)
@@ -26,27 +27,27 @@ def cell_and_states(axes):
     return cell, torch.randn(RANDOM_STATES, cell.state_size), drive.detach().squeeze(1)
 
 
-@obeying("homogeneous")
+@parametrize_law("homogeneous")
 @pytest.mark.parametrize("factor", [1e-3, 7.0])
 def test_the_step_is_homogeneous_of_degree_one(axes, factor):
     cell, states, silent = cell_and_states(axes)
     assert_close(cell.step(factor * states, silent), factor * cell.step(states, silent), rtol=1e-9, atol=1e-12)
 
 
-@obeying("odd")
+@parametrize_law("odd")
 def test_the_step_is_odd(axes):
     cell, states, silent = cell_and_states(axes)
     assert_close(cell.step(-states, silent), -cell.step(states, silent))
 
 
-@obeying("euler")
+@parametrize_law("euler")
 def test_the_jacobian_and_the_conjugate_agree_along_the_state(axes):
     cell, states, silent = cell_and_states(axes)
     along = (cell.jacobian(states, silent) @ states.unsqueeze(-1)).squeeze(-1)
     assert_close(along, cell.conjugate(states, silent).mv(states), atol=1e-9, rtol=1e-9)
 
 
-@obeying("isospectral")
+@parametrize_law("isospectral")
 def test_the_singular_values_of_the_conjugate_are_the_moduli(axes):
     cell, states, silent = cell_and_states(axes)
     found = torch.linalg.svdvals(cell.conjugate(states, silent).dense())
@@ -54,17 +55,17 @@ def test_the_singular_values_of_the_conjugate_are_the_moduli(axes):
     assert_close(found, moduli.expand_as(found), atol=1e-10, rtol=0)
 
 
-@obeying("conjugate")
+@parametrize_law("conjugate")
 def test_the_conjugate_is_one_operator_in_three_forms(axes):
     cell, states, silent = cell_and_states(axes)
     conjugate = cell.conjugate(states, silent)
     dense = conjugate.dense().expand(*states.shape, cell.state_size)
-    assert_close(dense, cell.define_conjugate(states, silent), atol=1e-10, rtol=0)
+    assert_close(dense, cell.reference_conjugate(states, silent), atol=1e-10, rtol=0)
     assert_close(conjugate.diagonal().expand_as(states), dense.diagonal(dim1=-2, dim2=-1).expand_as(states))
     assert_close(conjugate.mv(states), (dense @ states.unsqueeze(-1)).squeeze(-1), atol=1e-10, rtol=1e-10)
 
 
-@obeying("ball")
+@parametrize_law("ball")
 def test_the_state_never_leaves_its_ball(axes):
     layer = build(axes)
     x = torch.randn(3, 40, layer.width)
@@ -77,7 +78,7 @@ def test_the_state_never_leaves_its_ball(axes):
         assert (solution.states[:, t].norm(dim=-1) <= bound * (1 + 1e-12)).all()
 
 
-@obeying("diagonal")
+@parametrize_law("diagonal")
 def test_at_beta_zero_it_is_a_diagonal_state_space_model(axes):
     layer = build(axes)
     x = torch.randn(2, 11, layer.width)
@@ -98,11 +99,11 @@ def test_at_beta_zero_it_is_a_diagonal_state_space_model(axes):
     "spectrum", [spectra.Linspace(), spectra.S4DInv(), spectra.Negative(spectra.S4DInv())], ids=repr
 )
 def test_beta_zero_and_the_diagonal_conjugate_are_the_same_model(spectrum):
-    turning = ADPTNet(6, beta=0, spectrum=spectrum)
+    exact = ADPTNet(6, beta=0, spectrum=spectrum)
     static = ADPTNet(6, beta=0, spectrum=spectrum, conjugate=conjugates.Diagonal())
-    static.load_state_dict({k: v for k, v in turning.state_dict().items() if "directions" not in k})
+    static.load_state_dict({k: v for k, v in exact.state_dict().items() if "directions" not in k})
     x = torch.randn(2, 11, 6)
-    assert_close(turning(x)[0], static(x)[0])
+    assert_close(exact(x)[0], static(x)[0])
 
 
 @pytest.mark.parametrize("retraction", all_retractions, ids=repr)

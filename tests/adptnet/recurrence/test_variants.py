@@ -1,4 +1,4 @@
-"""The variants of the paper: what each claims of itself, beyond agreeing with brute force."""
+"""The variants of the paper: the properties of each, beyond agreement with the brute-force implementation."""
 
 import math
 
@@ -25,7 +25,7 @@ from support.members import all_conjugates, all_directions, all_projections, bui
 
 
 @pytest.mark.parametrize(
-    ("short", "spelled"),
+    ("short", "explicit"),
     [
         (adptnet.TaylorADPTNet(6, beta=0.1), ADPTNet(6, beta=0.1, conjugate=conjugates.Taylor())),
         (adptnet.TaylorADPTNet(6, order=2), ADPTNet(6, conjugate=conjugates.Taylor(order=2))),
@@ -34,9 +34,9 @@ from support.members import all_conjugates, all_directions, all_projections, bui
     ],
     ids=["Taylor", "Taylor 2", "Linear", "Coupled"],
 )
-def test_a_named_variant_is_the_one_spelled_out(short, spelled):
+def test_a_named_variant_equals_the_explicit_layer(short, explicit):
     assert type(short) is ADPTNet
-    assert short.spec == spelled.spec
+    assert short.spec == explicit.spec
 
 
 @pytest.mark.parametrize(("order", "slope"), [(1, 2), (2, 3)])
@@ -93,7 +93,7 @@ def test_heads_do_not_see_each_other():
             assert block.any() == (i == j)
 
 
-def test_the_controlled_dot_is_what_it_says():
+def test_the_controlled_dot_product_has_the_given_value():
     for dot in (-0.7, 0.0, 0.5, 1.0):
         key, value = directions.FromState(dot=dot, heads=2).build(8, projections.Dense())(torch.randn(5, 8))
         assert_close((key * value).sum(-1), torch.full((5, 2), dot), atol=1e-12, rtol=0)
@@ -162,13 +162,16 @@ def test_counts_of_the_factored_projections():
     assert (kron.parameter_count, kron.macs) == (25, 84)
     assert (both.parameter_count, both.macs) == (73, 132)
     assert low.condition_number().isinf()
-    assert low.float().condition_number().isinf()  # what is left below the rank is rounding
+    assert low.float().condition_number().isinf()  # the singular values past the rank are rounding errors
     assert both.condition_number().isinf()  # as initialised: C is all ones
     assert projections.Orthogonal().build(12, 12).condition_number() < 1 + 1e-9
 
 
 def test_the_preactivations_of_low_param_match_a_dense_layers():
-    """KL ≈ 1e-2 at rank 16, factors (128, 8), n = 1024 (fig:pre_activation_distribution); point 9 of the deviations."""
+    """The KL divergence is about 1e-2 at rank 16, factors (128, 8), n = 1024 (fig:pre_activation_distribution).
+
+    See point 9 of docs/explanation/deviations.md.
+    """
     x = torch.randn(1024, 1024)
     dense = (x @ projections.Dense().build(1024, 1024).dense().T).flatten()
     kls = []
@@ -213,17 +216,17 @@ def test_given_exponents_are_the_logarithms_of_the_eigenvalues():
     assert chaotic(torch.randn(1, 5, 2))[0].isfinite().all()
 
 
-def test_one_step_size_a_channel_or_one_each():
+def test_step_sizes_are_per_channel_or_per_state_dimension():
     each = spectra.S4DReal(dt_per="state").build(12, expansion=4)
     shared = spectra.Linspace(dt_per="channel").build(12, expansion=4)
     assert each.log_dt.shape == (12,)
     assert shared.log_dt.shape == (3,)
 
 
-# --- what one call gives: the length of its steps, a β for each sequence
+# --- arguments of a call: the length of each step, a β for each sequence
 
 
-GIVEN = [
+WITH_ARGUMENTS = [
     {"width": 6, "beta": 1.0},
     {"width": 6, "beta": 1.0, "spectrum": spectra.S4DInv(), "gain": drive.ZOH()},
     {"width": 6, "beta": 1.0, "direction": directions.FromInput(heads=2), "gain": drive.LRU()},
@@ -237,8 +240,8 @@ GIVEN = [
 ]
 
 
-@pytest.mark.parametrize("axes", GIVEN, ids=repr)
-def test_steps_of_given_lengths_and_betas_are_the_brute_force_ones(axes):
+@pytest.mark.parametrize("axes", WITH_ARGUMENTS, ids=repr)
+def test_steps_with_dt_and_beta_are_the_brute_force_ones(axes):
     layer = build(axes)
     x, dt, beta = torch.randn(3, 7, 6), torch.rand(3, 7) * 3, torch.tensor([0.0, 0.3, 2.0])
     y, _ = layer(x, dt=dt, beta=beta)
@@ -259,7 +262,7 @@ def test_two_half_steps_without_input_are_one_step_at_beta_zero():
     assert_close(halves[:, -1], whole[:, -1])
 
 
-def test_what_is_given_wrongly_is_refused():
+def test_invalid_call_arguments_raise():
     layer = ADPTNet(4)
     x = torch.randn(2, 5, 4)
     for bad, message in [
@@ -273,7 +276,7 @@ def test_what_is_given_wrongly_is_refused():
         assert message in str(error.value)
     with pytest.raises(IncompatibleError, match="CoupledCell takes no dt="):
         adptnet.CoupledADPTNet(4)(x, dt=torch.ones(2, 5))
-    with pytest.raises(InputError, match="dt= goes with padded sequences"):
+    with pytest.raises(InputError, match="dt= needs padded sequences"):
         layer(x[:1], cu_seqlens=torch.tensor([0, 2, 5]), dt=torch.ones(1, 5))
 
 
@@ -286,19 +289,19 @@ def test_a_trainable_beta_uses_the_clipped_value_and_reports_both():
         beta.parameter.copy_(torch.tensor([1e8, -100.0]))
     assert beta.report() == {"raw": [1e8, -100.0], "used": [0.025, 1e-4]}
     beta(torch.zeros(1)).sum().backward()
-    assert beta.parameter.grad.tolist() == [1, 1]  # so that it can come back
+    assert beta.parameter.grad.tolist() == [1, 1]  # so that β can return to its range
     assert adptnet.recurrence.beta.Beta(0.5).report() == {"raw": [0.5], "used": [0.5]}
 
 
 def test_rope_is_a_complex_state_space_model_with_the_minus_sign():
-    """x_t = R(tθ) Σ λ^{t-k} R(-kθ) u_k: deviations, point 8. The printed matrix is e^{-iθ} on (re, im)."""
+    """x_t = R(tθ) Σ λ^{t-k} R(-kθ) u_k (deviations.md, point 8). The printed matrix is e^{-iθ} on (real, imaginary)."""
     layer = ADPTNet(6, beta=0.0, rope=drive.RoPE(sign=1))
     theta = (layer.cell.drive.rope.log_dt + layer.cell.drive.rope.log_frequency).exp()
     with torch.no_grad():
         layer.cell.spectrum.log_dt.copy_(layer.cell.spectrum.log_dt[::2].repeat_interleave(2))
     x = torch.randn(1, 12, 6)
-    turned = torch.view_as_complex(layer(x)[0].unflatten(-1, (3, 2)).contiguous())
-    back = turned * torch.exp(1j * theta * torch.arange(12.0).unsqueeze(-1))
+    rotated = torch.view_as_complex(layer(x)[0].unflatten(-1, (3, 2)).contiguous())
+    back = rotated * torch.exp(1j * theta * torch.arange(12.0).unsqueeze(-1))
     decay = layer.cell.spectrum().real[::2]
     u = layer.cell.drive.gain(layer.cell.spectrum).mv(layer.cell.drive.project(x))
     u = torch.view_as_complex(u.unflatten(-1, (3, 2)).contiguous())
@@ -310,30 +313,30 @@ def test_rope_is_a_complex_state_space_model_with_the_minus_sign():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_pairs_turn_alike_however_they_lie_in_memory_and_wherever_sequences_begin(dtype):
+def test_pairs_are_rotated_alike_for_any_memory_layout_and_any_layout_of_positions(dtype):
     rope = drive.RoPE().build(6, dtype=dtype)
-    loose = torch.randn(2 * 5 * 6 + 1, dtype=dtype)
-    u = loose[1:].view(2, 5, 6)  # at an odd place: no complex numbers there
+    flat = torch.randn(2 * 5 * 6 + 1, dtype=dtype)
+    u = flat[1:].view(2, 5, 6)  # at an odd offset, where pairs cannot be viewed as complex numbers
     row = torch.arange(5) + 7
     both = row.repeat(2, 1)
-    found = []
-    for given, position in ((u, both), (u.clone(), both), (u.clone(), row.expand(2, 5)), (u.mT.clone().mT, row)):
-        given = given.detach().requires_grad_()
-        turned = rope(given, position)
-        gradients = torch.autograd.grad(turned.square().cumsum(1).sum(), [given, *rope.parameters()])
-        found.append([turned, *gradients])
-    for other in found[1:]:
-        assert_close(other, found[0])
-    assert not torch.equal(found[0][0], u)
+    results = []
+    for inputs, position in ((u, both), (u.clone(), both), (u.clone(), row.expand(2, 5)), (u.mT.clone().mT, row)):
+        inputs = inputs.detach().requires_grad_()
+        rotated = rope(inputs, position)
+        gradients = torch.autograd.grad(rotated.square().cumsum(1).sum(), [inputs, *rope.parameters()])
+        results.append([rotated, *gradients])
+    for other in results[1:]:
+        assert_close(other, results[0])
+    assert not torch.equal(results[0][0], u)
 
 
-def test_pairs_turn_inside_vmap_whatever_the_strides():
+def test_pairs_are_rotated_inside_vmap_for_any_strides():
     layer = ADPTNet(8, beta=0.5, rope=drive.RoPE(), input_projection=projections.Identity())
     x = torch.randn(4, 41)[:, :40].unflatten(1, (5, 8))
     assert_close(torch.vmap(lambda one: layer(one)[0])(x), torch.stack([layer(one)[0] for one in x]))
 
 
-def test_positions_far_out_keep_their_digits():
+def test_large_positions_do_not_lose_precision():
     layer = ADPTNet(6, beta=0.0, rope=drive.RoPE(), dtype=torch.float32)
     far = ADPTState(torch.zeros(1, 6, dtype=torch.float32), torch.tensor([10_000_000]))
     x = torch.randn(1, 1, 6)
@@ -342,7 +345,7 @@ def test_positions_far_out_keep_their_digits():
     assert_close(double, layer(x.float().double(), far.to(torch.float64))[0], atol=1e-5, rtol=1e-4)
 
 
-def test_what_lies_outside_the_lemmas_says_so():
+def test_outside_lemmas_lists_the_variants_without_a_bound():
     inside = [
         {},
         {"direction": directions.FromInput()},
@@ -366,7 +369,7 @@ def test_what_lies_outside_the_lemmas_says_so():
 
 
 @pytest.mark.parametrize("name", ["TanhRNN", "ReLURNN", "OrthogonalRNN"])
-def test_the_plain_networks_are_their_formula(name):
+def test_the_vanilla_networks_are_their_formula(name):
     layer = adptnet.Recurrent(getattr(cells, name)(4, state_size=5))
     cell = layer.cell
     x, state = torch.randn(2, 6, 4), torch.zeros(2, 5)
@@ -378,23 +381,23 @@ def test_the_plain_networks_are_their_formula(name):
     assert torch.allclose(w @ w.T, torch.eye(5)) == (name == "OrthogonalRNN")
 
 
-def test_every_direction_and_conjugate_meets_every_other():
-    """Each pair builds and runs, or is refused by name where it is written."""
-    refused = 0
+def test_every_direction_runs_with_every_conjugate():
+    """Each pair builds and runs, or raises when its spec is made."""
+    rejected = 0
     for direction in all_directions:
         for conjugate in all_conjugates:
             stateful = isinstance(conjugate, conjugates.Stateful)
             if stateful and (direction.heads > 1 or isinstance(direction, directions.FromInput)):
                 with pytest.raises(IncompatibleError, match="Drop"):
                     ADPTNet(12, direction=direction, conjugate=conjugate, beta=0.3)
-                refused += 1
+                rejected += 1
                 continue
             layer = ADPTNet(12, direction=direction, conjugate=conjugate, beta=0.3)
             assert adptnet.verify(layer, torch.randn(1, 4, 12)).ok
-    assert refused == 4  # Stateful with heads or with directions from the input
+    assert rejected == 4  # Stateful with heads or with directions from the input
 
 
-def test_wrapped_cells_have_a_layer_too():
+def test_wrapped_cells_run_in_a_layer():
     layer = adptnet.Recurrent(cells.from_torch(torch.nn.LSTMCell(4, 4)))
     x = torch.randn(2, 6, 4)
     y, state = layer(x, lengths=[6, 3])
@@ -406,10 +409,10 @@ def test_wrapped_cells_have_a_layer_too():
     assert solvers.Sequential()(layer.cell, x).states.shape == (2, 6, 8)
 
 
-# --- corners of what a call gives, and of the specs
+# --- edge cases of call arguments and of specs
 
 
-def test_a_bidirectional_layer_turns_its_steps_lengths_too():
+def test_a_bidirectional_layer_reverses_dt_too():
     both = adptnet.Bidirectional(ADPTNet(4, beta=1.0).spec)
     x, dt = torch.randn(2, 5, 4), torch.rand(2, 5)
     back = both.back(x.flip(1), dt=dt.flip(1))[0].flip(1)
@@ -428,7 +431,7 @@ def test_a_step_of_length_zero_has_finite_gradients(spectrum, gain):
     assert all(g.isfinite().all() for g in gradients)
 
 
-def test_lengths_of_steps_in_the_padding_do_not_matter():
+def test_dt_in_the_padding_does_not_matter():
     layer = ADPTNet(4, beta=1.0, spectrum=spectra.S4DInv())
     x, dt = torch.randn(2, 4, 4), torch.rand(2, 4)
     noisy = dt.clone()
@@ -442,9 +445,9 @@ def test_lengths_of_steps_in_the_padding_do_not_matter():
 )
 @pytest.mark.parametrize("start", [True, False])
 @pytest.mark.parametrize("shape", [(4,), (4, 5)])
-def test_the_forms_of_a_conjugate_agree_for_given_steps(conjugate, start, shape):
-    beta = 0.5 if conjugate.turns else 0.0
-    cell = ADPTNet(4, start=start, conjugate=conjugate, beta=beta).cell.given(dt=torch.rand(4, 5))
+def test_the_forms_of_a_conjugate_agree_with_dt(conjugate, start, shape):
+    beta = 0.5 if conjugate.has_directions else 0.0
+    cell = ADPTNet(4, start=start, conjugate=conjugate, beta=beta).cell.with_arguments(dt=torch.rand(4, 5))
     drives = cell.prepare(torch.randn(4, 5, 4), torch.arange(5).expand(4, 5))
     drives = drives if len(shape) == 2 else drives[:, 2]
     states = torch.randn(*shape, 4)
@@ -453,12 +456,12 @@ def test_the_forms_of_a_conjugate_agree_for_given_steps(conjugate, start, shape)
     assert_close(operator.diagonal(), operator.dense().diagonal(dim1=-2, dim2=-1))
 
 
-def test_the_held_input_has_the_right_derivative_at_exponent_zero():
+def test_the_zero_order_hold_has_the_right_derivative_at_exponent_zero():
     for exponent in (0.0, 1e-9, 1e-5, -1e-5, 0.5):
         exponents = torch.tensor([exponent])
         built = spectra.exponents.ExponentSpectrum(exponents, True)
         dt = torch.tensor([2.0])
-        (found,) = torch.autograd.grad(built.hold(dt).real.sum(), built.exponents)
+        (found,) = torch.autograd.grad(built.zero_order_hold(dt).real.sum(), built.exponents)
         expected = (
             2.0
             if abs(exponent) < 1e-3
@@ -467,7 +470,7 @@ def test_the_held_input_has_the_right_derivative_at_exponent_zero():
         assert abs(float(found) - expected) < 1e-3
 
 
-def test_whole_numbers_are_welcome_where_numbers_are():
+def test_integers_are_accepted_in_place_of_floats():
     layers = [
         ADPTNet(4, beta=TrainableBeta(1)),
         ADPTNet(4, beta=TrainableBeta((1, 2)), direction=directions.FromState(heads=2)),
@@ -479,14 +482,14 @@ def test_whole_numbers_are_welcome_where_numbers_are():
         assert layer.cell.step(torch.randn(layer.state_size), torch.randn(4)).shape == (layer.state_size,)
 
 
-def test_directions_from_the_input_without_a_turn_run():
+def test_directions_from_the_input_run_without_a_rotation():
     layer = ADPTNet(4, beta=0, conjugate=conjugates.Diagonal(), direction=directions.FromInput())
     assert layer(torch.randn(2, 3, 4))[0].isfinite().all()
     with pytest.raises(IncompatibleError, match="takes no beta="):
         layer(torch.randn(2, 3, 4), beta=torch.ones(2))
 
 
-def test_given_values_work_under_vmap():
+def test_dt_works_under_vmap():
     layer = ADPTNet(4, beta=1.0)
     x, dt = torch.randn(3, 4), torch.rand(3)
     mapped = torch.func.vmap(lambda a, d: layer.step(a, dt=d)[0])(x, dt)
@@ -510,7 +513,7 @@ def test_given_values_work_under_vmap():
         (lambda: ADPTNet(8, input_projection=projections.Kronecker((2, 2))), "Pass factors=(4, 2)."),
     ],
 )
-def test_more_that_cannot_be_is_refused_with_the_fix(make, message):
+def test_invalid_specs_raise_with_the_fix(make, message):
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the message is the test
         make()
     assert message in str(error.value)

@@ -1,4 +1,4 @@
-"""Gradients of every solver against back-propagation through the loop over time."""
+"""Gradients of every solver against back-propagation through time."""
 
 import subprocess
 import sys
@@ -20,8 +20,8 @@ from support.members import (
 STEPS = 12
 
 
-class Posed:
-    """A batch of ragged sequences with resets and a given state, whose every gradient is asked for."""
+class RaggedProblem:
+    """A batch of ragged sequences with resets and an initial state, and the gradients of all its tensors."""
 
     def __init__(self, cell, *, ragged=True, resets=True, last=False):
         self.cell = cell
@@ -50,8 +50,8 @@ class Posed:
         return (solution.states.sin() * self.weights).sum() + solution.final.square().sum()
 
     def gradients(self, solver, adjoint=None, resets=True):
-        wanted = [leaf for leaf in self.leaves.values() if leaf.requires_grad]
-        return torch.autograd.grad(self.loss(solver, adjoint, resets), wanted, materialize_grads=True)
+        leaves = [leaf for leaf in self.leaves.values() if leaf.requires_grad]
+        return torch.autograd.grad(self.loss(solver, adjoint, resets), leaves, materialize_grads=True)
 
     def assert_same(self, found, expected, name, tolerance=1e-8):
         names = [name for name, leaf in self.leaves.items() if leaf.requires_grad]
@@ -73,15 +73,15 @@ def test_gradients_do_not_depend_on_the_solver_for_more_cells(axes):
 
 
 def assert_same_gradients(axes):
-    posed = Posed(build_cell(axes))
-    expected = {resets: posed.gradients(solvers.Sequential(), None, resets) for resets in (True, False)}
+    problem = RaggedProblem(build_cell(axes))
+    expected = {resets: problem.gradients(solvers.Sequential(), None, resets) for resets in (True, False)}
     combinations = list(covering_combinations(axes))
-    for combination in combinations[:: 1 + len(combinations) // 12]:  # of the cell with all dampings, some
+    for combination in combinations[:: 1 + len(combinations) // 12]:  # a sample, for the cell that has all dampings
         resets = combination.takes_resets
-        posed.assert_same(posed.gradients(combination.solver(), None, resets), expected[resets], str(combination))
+        problem.assert_same(problem.gradients(combination.solver(), None, resets), expected[resets], str(combination))
 
 
-tested = {
+tested_cells = {
     "ADPT": {"width": 6, "beta": 1.0},
     "ADPT, pairs": {"width": 6, "beta": 1.0, "spectrum": spectra.S4DInv()},
     "GRU": "GRUCell",
@@ -98,61 +98,61 @@ all_adjoints = [
 
 
 @pytest.mark.parametrize("adjoint", all_adjoints, ids=repr)
-@pytest.mark.parametrize("name", tested)
+@pytest.mark.parametrize("name", tested_cells)
 def test_gradients_do_not_depend_on_the_adjoint(name, adjoint):
-    posed = Posed(build_cell(tested[name]))
-    expected = posed.gradients(solvers.Sequential())
-    posed.assert_same(posed.gradients(solvers.Sequential(), adjoint), expected, "Sequential")
+    problem = RaggedProblem(build_cell(tested_cells[name]))
+    expected = problem.gradients(solvers.Sequential())
+    problem.assert_same(problem.gradients(solvers.Sequential(), adjoint), expected, "Sequential")
     for solver in (solvers.DEER(), solvers.Jacobi(), solvers.BlockWise(solvers.QuasiDEER(), block_length=5)):
-        posed.assert_same(posed.gradients(solver, adjoint), expected, repr(solver))
+        problem.assert_same(problem.gradients(solver, adjoint), expected, repr(solver))
 
 
 @pytest.mark.parametrize("adjoint", [adjoints.Unrolled(), adjoints.Checkpointed()], ids=repr)
 @pytest.mark.parametrize("damping", all_dampings)
 def test_gradients_through_iterations_do_not_depend_on_the_damping(damping, adjoint):
-    posed = Posed(build_cell({"width": 6, "beta": 1.0}))
-    expected = posed.gradients(solvers.Sequential())
+    problem = RaggedProblem(build_cell({"width": 6, "beta": 1.0}))
+    expected = problem.gradients(solvers.Sequential())
     solver = solvers.ForwardDEER(all_dampings[damping])
-    posed.assert_same(posed.gradients(solver, adjoint), expected, repr(solver))
+    problem.assert_same(problem.gradients(solver, adjoint), expected, repr(solver))
 
 
 @pytest.mark.parametrize("linearisation", all_linearisations)
 def test_gradients_of_the_last_state_alone(linearisation):
-    posed = Posed(build_cell({"width": 6, "beta": 1.0}), resets=False, last=True)
-    found = posed.gradients(all_linearisations[linearisation]())
-    posed.assert_same(found, posed.gradients(solvers.Sequential()), linearisation)
+    problem = RaggedProblem(build_cell({"width": 6, "beta": 1.0}), resets=False, last=True)
+    found = problem.gradients(all_linearisations[linearisation]())
+    problem.assert_same(found, problem.gradients(solvers.Sequential()), linearisation)
 
 
 @pytest.mark.parametrize("adjoint", all_adjoints, ids=repr)
 def test_a_step_may_capture_a_tensor(adjoint):
     captured = torch.randn(4, 4).div(2).requires_grad_()
     cell = cells.from_function(lambda state, inputs: torch.tanh(state @ captured + inputs), 4, 4)
-    posed = Posed(cell)
-    posed.leaves["captured"] = captured
-    expected = posed.gradients(solvers.Sequential())
+    problem = RaggedProblem(cell)
+    problem.leaves["captured"] = captured
+    expected = problem.gradients(solvers.Sequential())
     assert expected[-1].any()
     for make in (solvers.DEER, solvers.QuasiDEER, solvers.KoopmanDEER, solvers.Jacobi):
-        posed.assert_same(posed.gradients(make(), adjoint), expected, make.__name__)
+        problem.assert_same(problem.gradients(make(), adjoint), expected, make.__name__)
 
 
-def test_second_derivatives_refuse_a_captured_tensor():
+def test_second_derivatives_reject_a_captured_tensor():
     captured = torch.randn(4, 4).div(2).requires_grad_()
-    posed = Posed(cells.from_function(lambda state, inputs: torch.tanh(state @ captured + inputs), 4, 4))
+    problem = RaggedProblem(cells.from_function(lambda state, inputs: torch.tanh(state @ captured + inputs), 4, 4))
     with pytest.raises(errors.IncompatibleError, match=r"nn.Module.*Unrolled"):
-        torch.autograd.grad(posed.loss(solvers.DEER()), posed.inputs, create_graph=True)
+        torch.autograd.grad(problem.loss(solvers.DEER()), problem.inputs, create_graph=True)
 
 
-@pytest.mark.parametrize("name", tested)
+@pytest.mark.parametrize("name", tested_cells)
 @pytest.mark.parametrize("solver", [solvers.DEER(), solvers.BlockWise(solvers.QuasiDEER(), 3)], ids=repr)
 def test_second_derivatives_are_those_of_the_loop(name, solver):
-    posed = Posed(build_cell(tested[name]))
-    leaves = list(posed.leaves.values())
+    problem = RaggedProblem(build_cell(tested_cells[name]))
+    leaves = list(problem.leaves.values())
 
     def twice(solver):
-        first = torch.autograd.grad(posed.loss(solver), leaves, create_graph=True)
+        first = torch.autograd.grad(problem.loss(solver), leaves, create_graph=True)
         return torch.autograd.grad(sum(part.square().sum() for part in first), leaves, materialize_grads=True)
 
-    posed.assert_same(twice(solver), twice(solvers.Sequential()), repr(solver))
+    problem.assert_same(twice(solver), twice(solvers.Sequential()), repr(solver))
 
 
 @pytest.mark.parametrize(
@@ -196,47 +196,47 @@ def test_gradients_are_those_of_finite_differences():
 
 @pytest.mark.parametrize("adjoint", all_adjoints, ids=repr)
 @pytest.mark.parametrize("free", ["inputs", "state", "one parameter"])
-def test_what_is_frozen_gets_no_gradient_and_changes_no_other(free, adjoint):
-    posed = Posed(build_cell({"width": 6, "beta": 1.0, "start": True}))
+def test_a_frozen_tensor_gets_no_gradient_and_changes_no_other(free, adjoint):
+    problem = RaggedProblem(build_cell({"width": 6, "beta": 1.0, "start": True}))
     kept = {"inputs": "inputs", "state": "state"}.get(free, "directions.0.key_projection.weight")
-    assert kept in posed.leaves
-    for name, leaf in posed.leaves.items():
+    assert kept in problem.leaves
+    for name, leaf in problem.leaves.items():
         leaf.requires_grad_(name == kept)
-    expected = posed.gradients(solvers.Sequential())
+    expected = problem.gradients(solvers.Sequential())
     for make in (solvers.DEER, solvers.ConvDEER):
-        posed.assert_same(posed.gradients(make(), adjoint), expected, make.__name__)
+        problem.assert_same(problem.gradients(make(), adjoint), expected, make.__name__)
 
 
 @pytest.mark.parametrize("adjoint", all_adjoints, ids=repr)
-def test_where_no_gradient_is_needed_there_is_no_graph(adjoint):
-    posed = Posed(build_cell({"width": 6, "beta": 1.0}))
-    for leaf in posed.leaves.values():
+def test_there_is_no_graph_if_no_gradient_is_needed(adjoint):
+    problem = RaggedProblem(build_cell({"width": 6, "beta": 1.0}))
+    for leaf in problem.leaves.values():
         leaf.requires_grad_(False)
-    assert not posed.loss(solvers.ConvDEER(), adjoint).requires_grad
-    posed = Posed(build_cell({"width": 6, "beta": 1.0}))
+    assert not problem.loss(solvers.ConvDEER(), adjoint).requires_grad
+    problem = RaggedProblem(build_cell({"width": 6, "beta": 1.0}))
     with torch.no_grad():
-        assert not posed.loss(solvers.ConvDEER(), adjoint).requires_grad
+        assert not problem.loss(solvers.ConvDEER(), adjoint).requires_grad
 
 
 def test_a_graph_can_be_used_twice_and_left_in_two_parts():
-    posed = Posed(build_cell({"width": 6, "beta": 1.0}))
-    solution = solvers.ConvDEER()(posed.cell, posed.inputs, posed.state)
-    exact = solvers.Sequential()(posed.cell, posed.inputs, posed.state)
+    problem = RaggedProblem(build_cell({"width": 6, "beta": 1.0}))
+    solution = solvers.ConvDEER()(problem.cell, problem.inputs, problem.state)
+    exact = solvers.Sequential()(problem.cell, problem.inputs, problem.state)
     for part in (slice(0, 5), slice(5, None), slice(0, 5)):
-        (a,) = torch.autograd.grad(solution.states[:, part].square().sum(), posed.inputs, retain_graph=True)
-        (b,) = torch.autograd.grad(exact.states[:, part].square().sum(), posed.inputs, retain_graph=True)
+        (a,) = torch.autograd.grad(solution.states[:, part].square().sum(), problem.inputs, retain_graph=True)
+        (b,) = torch.autograd.grad(exact.states[:, part].square().sum(), problem.inputs, retain_graph=True)
         assert_close(a, b, atol=1e-10, rtol=0)
 
 
 def test_gradients_flow_from_one_call_into_the_one_before():
-    posed = Posed(build_cell({"width": 6, "beta": 1.0}), ragged=False, resets=False)
+    problem = RaggedProblem(build_cell({"width": 6, "beta": 1.0}), ragged=False, resets=False)
 
     def total(solver):
-        first = solver(posed.cell, posed.inputs[:, :5], posed.state)
-        second = solver(posed.cell, posed.inputs[:, 5:], first.final)
-        return torch.autograd.grad(second.states.sin().sum(), list(posed.leaves.values()))
+        first = solver(problem.cell, problem.inputs[:, :5], problem.state)
+        second = solver(problem.cell, problem.inputs[:, 5:], first.final)
+        return torch.autograd.grad(second.states.sin().sum(), list(problem.leaves.values()))
 
-    posed.assert_same(total(solvers.QuasiDEER()), total(solvers.Sequential()), "QuasiDEER")
+    problem.assert_same(total(solvers.QuasiDEER()), total(solvers.Sequential()), "QuasiDEER")
 
 
 def test_padding_makes_no_nan_in_gradients():
@@ -271,36 +271,36 @@ def test_in_single_precision_gradients_err_a_few_times_as_much_as_back_propagati
 @pytest.mark.parametrize(
     "axes",
     [
-        {"width": 4, "beta": 0.0},  # the guess is right before the first iteration, its derivative is not
+        {"width": 4, "beta": 0.0},  # the guess is exact before the first iteration, its derivative is not
         {"width": 4, "beta": 1.0, "spectrum": spectra.LRURing(r_min=0.9, r_max=0.999)},
     ],
     ids=cell_name,
 )
 def test_through_damped_iterations_states_and_gradients_are_right(axes, adjoint):
-    posed = Posed(build_cell(axes), resets=False)
-    exact = solvers.Sequential()(posed.cell, posed.inputs, posed.state).states
-    expected = posed.gradients(solvers.Sequential())
+    problem = RaggedProblem(build_cell(axes), resets=False)
+    exact = solvers.Sequential()(problem.cell, problem.inputs, problem.state).states
+    expected = problem.gradients(solvers.Sequential())
     for solver in (solvers.ConvDEER(solvers.Scale(0.9)), solvers.DEER(solvers.TrustRegion(0.1))):
-        found = solver(posed.cell, posed.inputs, posed.state, adjoint=adjoint)
+        found = solver(problem.cell, problem.inputs, problem.state, adjoint=adjoint)
         assert_close(found.states, exact, atol=1e-10, rtol=0)
-        posed.assert_same(posed.gradients(solver, adjoint), expected, repr(solver))
-        warm = solver(posed.cell, posed.inputs, posed.state, adjoint=adjoint, guess=exact.detach())
+        problem.assert_same(problem.gradients(solver, adjoint), expected, repr(solver))
+        warm = solver(problem.cell, problem.inputs, problem.state, adjoint=adjoint, guess=exact.detach())
         (a,), (b,) = (
-            torch.autograd.grad(s.square().sum(), posed.inputs, retain_graph=True) for s in (warm.states, exact)
+            torch.autograd.grad(s.square().sum(), problem.inputs, retain_graph=True) for s in (warm.states, exact)
         )
         assert_close(a, b, atol=1e-8 * float(b.abs().max()), rtol=0)
 
 
 def test_second_derivatives_through_iterations():
-    posed = Posed(build_cell({"width": 3, "beta": 1.0, "direction": directions.FromInput()}), resets=False)
+    problem = RaggedProblem(build_cell({"width": 3, "beta": 1.0, "direction": directions.FromInput()}), resets=False)
 
     def twice(solver, adjoint):
-        (first,) = torch.autograd.grad(posed.loss(solver, adjoint, False), posed.inputs, create_graph=True)
-        return torch.autograd.grad(first.sin().sum(), list(posed.leaves.values()), materialize_grads=True)
+        (first,) = torch.autograd.grad(problem.loss(solver, adjoint, False), problem.inputs, create_graph=True)
+        return torch.autograd.grad(first.sin().sum(), list(problem.leaves.values()), materialize_grads=True)
 
     expected = twice(solvers.Sequential(), None)
     for adjoint in (adjoints.Implicit(), adjoints.Unrolled()):
-        posed.assert_same(twice(solvers.DEER(), adjoint), expected, repr(adjoint))
+        problem.assert_same(twice(solvers.DEER(), adjoint), expected, repr(adjoint))
 
 
 def test_no_steps_have_a_gradient_too():

@@ -1,4 +1,4 @@
-"""Solvers that are parallel in time against the loop over time: values, laws, counts, results."""
+"""Parallel-in-time solvers against the sequential loop: states, laws, iteration counts, results."""
 
 import subprocess
 import sys
@@ -24,17 +24,17 @@ from support.members import (
     cell_name,
     covering_cells,
     covering_combinations,
-    even,
     is_legal,
     legal_combinations,
+    make_even,
     name_of,
 )
 
 STEPS = 13
 
 
-class Posed:
-    """A batch of ragged sequences with resets and a given state, for a cell; and its exact states."""
+class RaggedProblem:
+    """A batch of ragged sequences with resets and an initial state for a cell, and its exact states."""
 
     def __init__(self, axes, steps=STEPS):
         self.cell = build_cell(axes)
@@ -43,39 +43,40 @@ class Posed:
         self.lengths = torch.tensor([steps, 4, steps - 3])
         self.reset = torch.zeros(3, steps, dtype=torch.bool)
         self.reset[0, 6] = self.reset[2, 0] = self.reset[2, 7] = True
-        self.exact = {resets: self.solved(solvers.Sequential(), resets) for resets in (False, True)}
+        self.exact = {resets: self.solve(solvers.Sequential(), resets) for resets in (False, True)}
 
-    def solved(self, solver, resets=True, **more):
+    def solve(self, solver, resets=True, **more):
         reset = self.reset if resets else None
         with torch.no_grad():
             return solver(self.cell, self.inputs, self.state, lengths=self.lengths, reset=reset, **more)
 
 
-def assert_solves(combination, posed):
-    solution = posed.solved(combination.solver(rtol=1e-13), combination.takes_resets)
-    exact = posed.exact[combination.takes_resets]
+def assert_solves(combination, problem):
+    solution = problem.solve(combination.solver(rtol=1e-13), combination.takes_resets)
+    exact = problem.exact[combination.takes_resets]
     assert solution.result <= Result.FINISHED, str(combination)
-    allowed = 1e-9 * max(1.0, float(exact.states.abs().max()))  # a remembered rotation that is none may stretch
+    # The Q that the stateful cell remembers may be no rotation, and then amplifies the state.
+    allowed = 1e-9 * max(1.0, float(exact.states.abs().max()))
     assert_close(solution.states, exact.states, atol=allowed, rtol=0, msg=lambda text: f"{combination}\n{text}")
     assert_close(solution.final, exact.final, atol=allowed, rtol=0, msg=lambda text: f"{combination}\n{text}")
     if combination.blocks == "whole":
-        assert torch.equal(solution.converged_steps, posed.lengths), str(combination)
+        assert torch.equal(solution.converged_steps, problem.lengths), str(combination)
 
 
 @pytest.mark.parametrize("axes", covering_cells, ids=cell_name)
 def test_a_solver_finds_the_sequential_states(axes):
-    posed = Posed(axes)
+    problem = RaggedProblem(axes)
     for combination in covering_combinations(axes):
-        assert_solves(combination, posed)
+        assert_solves(combination, problem)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("axes", all_cells, ids=cell_name)
 def test_every_legal_solver_finds_the_sequential_states(axes):
-    posed = Posed(axes)
+    problem = RaggedProblem(axes)
     for combination in legal_combinations(axes):
-        assert_solves(combination, posed)
+        assert_solves(combination, problem)
 
 
 def test_the_covering_combinations_hold_every_pair():
@@ -105,7 +106,7 @@ def test_the_covering_combinations_hold_every_pair():
     ],
     ids=lambda value: "" if isinstance(value, list) else str(value)[:40],
 )
-def test_a_solver_that_does_not_fit_the_cell_says_which_does(axes, solver, words):
+def test_a_solver_that_does_not_fit_the_cell_names_one_that_does(axes, solver, words):
     cell = build_cell(axes)
     with pytest.raises(errors.IncompatibleError) as raised:
         solver(cell, torch.randn(2, 20, cell.input_size))
@@ -113,7 +114,7 @@ def test_a_solver_that_does_not_fit_the_cell_says_which_does(axes, solver, words
         assert word in str(raised.value)
 
 
-def test_a_convolution_refuses_resets():
+def test_a_convolution_rejects_resets():
     cell = build_cell({"width": 6, "beta": 1.0})
     with pytest.raises(errors.IncompatibleError, match="no reset"):
         all_linearisations["Conv, by FFT"]()(cell, torch.randn(2, 9, 6), reset=torch.ones(2, 9, dtype=torch.bool))
@@ -219,13 +220,14 @@ def test_for_taylor_of_order_one_several_linearisations_are_the_same(spectrum, d
     assert all(count == counts[0] for count in counts)
 
 
-def hard(steps=2048):
+def hard_case(steps=2048):
+    """A layer with long memory, which takes many iterations."""
     layer = ADPTNet(16, beta=1.0, spectrum=spectra.Linspace(dt_min=1e-4, dt_max=1e-1))
     return layer.cell, torch.randn(1, steps, 16)
 
 
 def test_on_the_hard_case_the_default_is_exact():
-    cell, inputs = hard()
+    cell, inputs = hard_case()
     exact = run(solvers.Sequential(), cell, inputs)
     found = run(solvers.ConvDEER(), cell, inputs)
     assert found.result <= Result.FINISHED
@@ -236,12 +238,12 @@ def test_on_the_hard_case_the_default_is_exact():
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("make", [solvers.ConvDEER, solvers.ForwardDEER])
-def test_the_longest_hard_case_is_right_or_says_that_it_is_not(make):
+def test_the_longest_hard_case_is_exact_or_reports_that_it_is_not(make):
     layer = ADPTNet(64, beta=1.0, spectrum=spectra.Linspace(dt_min=1e-4, dt_max=1e-1), dtype=torch.float32)
     inputs = torch.randn(1, 16384, 64, dtype=torch.float32)
     returned = run(make(on_failure=solvers.Return()), layer.cell, inputs)
     if returned.result == Result.CONVERGED:
-        residual, scale = judged(layer.cell, inputs, returned.states)
+        residual, scale = evaluate_residual(layer.cell, inputs, returned.states)
         assert (residual <= 2e-7 + 1e-5 * scale).all()
     else:
         assert int(returned.converged_steps) < 16384
@@ -252,19 +254,19 @@ def test_the_longest_hard_case_is_right_or_says_that_it_is_not(make):
         for states in (finished.states, run(solvers.Sequential(), layer.float().cell, inputs).states)
     )
     assert finished.result <= Result.FINISHED
-    assert error <= 4 * own, (error, own)  # of what single precision itself loses
+    assert error <= 4 * own, (error, own)  # of the rounding error of float32 itself
 
 
-def wild():
-    """A layer whose undamped iteration rises, and one sequence (of zeros) that it solves at once."""
+def diverging_case():
+    """A layer whose undamped iteration diverges, and one sequence (of zeros) that it solves in one iteration."""
     cell = build_cell({"width": 6, "beta": 2.0, "spectrum": spectra.Linspace(dt_min=1e-4, dt_max=1e-1)})
     inputs = torch.randn(3, 120, 6)
     inputs[1] = 0
     return cell, inputs
 
 
-def test_what_did_not_converge_is_finished_step_by_step():
-    cell, inputs = wild()
+def test_sequences_that_did_not_converge_are_finished_sequentially():
+    cell, inputs = diverging_case()
     exact = run(solvers.Sequential(), cell, inputs)
     found = run(solvers.ConvDEER(max_iterations=2), cell, inputs)
     assert found.results.tolist() == [Result.FINISHED, Result.CONVERGED, Result.FINISHED]
@@ -274,8 +276,8 @@ def test_what_did_not_converge_is_finished_step_by_step():
     assert float(found.residual.max()) < 1e-12
 
 
-def test_raise_says_what_went_wrong_and_what_to_do():
-    cell, inputs = wild()
+def test_raise_reports_what_went_wrong_and_what_to_do():
+    cell, inputs = diverging_case()
     with pytest.raises(errors.NotConverged) as raised:
         run(solvers.ConvDEER(max_iterations=2, on_failure=solvers.Raise()), cell, inputs)
     for word in ("ConvDEER", "iterations", "residual", "2 of 3 sequences (0, 2)", "of 120", "BlockWise", "Finish()"):
@@ -283,13 +285,13 @@ def test_raise_says_what_went_wrong_and_what_to_do():
     assert isinstance(raised.value, ArithmeticError)
 
 
-def test_return_says_that_it_did_not_converge_or_that_it_diverged():
-    cell, inputs = wild()
+def test_return_reports_that_it_did_not_converge_or_that_it_diverged():
+    cell, inputs = diverging_case()
     options = {"on_failure": solvers.Return()}
     found = run(solvers.ConvDEER(max_iterations=2, patience=None, **options), cell, inputs)
     assert found.results.tolist() == [Result.NOT_CONVERGED, Result.CONVERGED, Result.NOT_CONVERGED]
     assert found.iterations.tolist() == [2, 1, 2]
-    cell, inputs = hard(400)
+    cell, inputs = hard_case(400)
     found = run(solvers.Picard(**options), cell, inputs)
     assert found.results.tolist() == [Result.DIVERGED]
     assert int(found.iterations.max()) < 400
@@ -298,7 +300,7 @@ def test_return_says_that_it_did_not_converge_or_that_it_diverged():
 
 @pytest.mark.parametrize("policy", [solvers.Finish(), solvers.Return()], ids=repr)
 @pytest.mark.parametrize("make", [solvers.ConvDEER, solvers.DEER, solvers.KoopmanDEER, solvers.Jacobi])
-def test_nan_is_named_and_what_came_before_it_is_right(make, policy):
+def test_nan_is_reported_and_the_steps_before_it_are_right(make, policy):
     cell = build_cell({"width": 6, "beta": 0.1})
     inputs = torch.randn(3, 20, 6)
     exact = run(solvers.Sequential(), cell, inputs)
@@ -326,7 +328,7 @@ def test_nan_in_the_padding_does_not_matter():
 @pytest.mark.parametrize("linearisation", all_linearisations)
 @pytest.mark.parametrize(("batch", "steps"), [(0, 5), (2, 1)])
 @pytest.mark.parametrize("blocks", all_blocks)
-def test_nothing_and_one_step_are_sequences_too(linearisation, batch, steps, blocks):
+def test_empty_batches_and_single_steps_are_solved(linearisation, batch, steps, blocks):
     cell = build_cell({"width": 6, "beta": 1.0})
     inputs, state = torch.randn(batch, steps, 6), torch.randn(batch, 6)
     solver = all_linearisations[linearisation]()
@@ -367,7 +369,7 @@ def test_iterations_do_not_depend_on_the_other_sequences(linearisation, damping)
 
 
 @pytest.mark.parametrize("make", [solvers.ConvDEER, solvers.ForwardDEER, solvers.QuasiDEER, solvers.DEER])
-def test_one_run_tells_the_iterations_of_every_shorter_sequence(make):
+def test_one_run_gives_the_iterations_of_every_shorter_sequence(make):
     cell = build_cell({"width": 6, "beta": 1.0})
     inputs = torch.randn(3, 40, 6)
     options = {"on_failure": solvers.Return(), "patience": None}
@@ -390,7 +392,7 @@ def test_a_better_guess_takes_no_more_iterations(make):
     assert_close(warm.states, cold.states, atol=1e-10, rtol=0)
 
 
-def test_a_guess_of_the_wrong_shape_is_refused():
+def test_a_guess_of_the_wrong_shape_is_rejected():
     cell = build_cell({"width": 6})
     with pytest.raises(errors.InputError, match="guess has shape"):
         run(solvers.ConvDEER(), cell, torch.randn(2, 9, 6), guess=torch.zeros(2, 8, 6))
@@ -435,20 +437,20 @@ exact = solvers.Sequential()(cell, inputs).states
 for name in sys.argv[1:]:
     solver = getattr(solvers, name)(fixed_iterations=20, on_failure=solvers.Return())
 
-    def solved(inputs):
+    def solve(inputs):
         solution = solver(cell, inputs)
         return solution.states, solution.results, solution.iterations
 
-    plain = solved(inputs)
-    compiled = torch.compile(solved, backend="eager", fullgraph=True)(inputs)
-    torch.testing.assert_close(compiled, plain, atol=1e-12, rtol=0)
+    eager = solve(inputs)
+    compiled = torch.compile(solve, backend="eager", fullgraph=True)(inputs)
+    torch.testing.assert_close(compiled, eager, atol=1e-12, rtol=0)
     torch.testing.assert_close(compiled[0], exact, atol=1e-10, rtol=0)
     assert compiled[1].tolist() == [0, 0]
 """
 
 
 def test_a_fixed_number_of_iterations_can_be_compiled():
-    # In a process of its own, without the checks of shapes, which the compiler does not follow.
+    # In a separate process, without the runtime shape checks, which the compiler cannot trace.
     subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILED, "ForwardDEER"], check=True)
 
 
@@ -501,11 +503,11 @@ def test_steps_of_different_lengths_and_a_beta_for_each_sequence():
                     assert_close(found.states, exact.states, atol=1e-9, rtol=0)
 
 
-# No silent failure: random small solves, each judged by a loop that knows nothing of the solver.
+# No silent failure: random small solves, each checked by a loop that is independent of the solver.
 
 
 def random_solve(seed):
-    """A random cell, inputs, solver without rescue, and what it found."""
+    """Return a random cell, inputs, a function that makes a solver, and a description."""
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
 
@@ -514,7 +516,7 @@ def random_solve(seed):
 
     dtype = pick([torch.float32, torch.float64])
     spectrum = pick(all_spectra)
-    size = even(int(torch.randint(1, 9, (), generator=generator)), spectrum)
+    size = make_even(int(torch.randint(1, 9, (), generator=generator)), spectrum)
     beta = pick([0.0, 0.01, 0.3, 1.0, 3.0, 10.0, 100.0])
     axes = {"width": size, "spectrum": spectrum, "beta": beta, "conjugate": pick([Exact(), Taylor(), Product(2)])}
     linearisation, damping = pick(list(all_linearisations)), pick(list(all_dampings))
@@ -532,8 +534,8 @@ def random_solve(seed):
     return cell, inputs, solver, f"{seed}: {linearisation}, {damping}, {dtype}, {steps} steps, {axes}"
 
 
-def judged(cell, inputs, states):
-    """The residual of each step and the scale it may be compared with, by a loop over time."""
+def evaluate_residual(cell, inputs, states):
+    """Return the residual and the scale of each step, (batch, time), computed by a loop over time."""
     drive_ = cell.prepare(inputs, torch.arange(inputs.shape[1]).expand(inputs.shape[:2]))
     before, residual, scale = cell.initial_state(len(inputs)), [], []
     for t in range(inputs.shape[1]):
@@ -549,8 +551,8 @@ def assert_no_silent_failure(seed):
     eps = torch.finfo(inputs.dtype).eps
     found = run(solver(on_failure=solvers.Return()), cell, inputs)
     with torch.no_grad():
-        residual, scale = judged(cell, inputs, found.states)
-    # The same step evaluated in another shape may round otherwise: a few units in the last place.
+        residual, scale = evaluate_residual(cell, inputs, found.states)
+    # The same step evaluated in another shape may round differently, by a few units in the last place.
     within = (residual <= eps + (default_rtol(inputs.dtype) + 64 * eps) * scale).all(-1)
     for i in range(len(inputs)):
         if found.results[i] == Result.CONVERGED:
@@ -563,12 +565,12 @@ def assert_no_silent_failure(seed):
     nudged = run(solvers.Sequential(), cell, inputs * (1 + eps**0.75 * torch.randn_like(inputs).sign()))
     moved = (nudged.states - exact.states).abs().amax((1, 2))
     largest = exact.states.abs().amax((1, 2))
-    calm = moved <= 100 * eps**0.75 * largest  # others are chaotic: any two programs differ
+    calm = moved <= 100 * eps**0.75 * largest  # the others are chaotic: any two implementations differ
     allowed = 1000 * eps**0.75 * largest + eps
     done = (found.results == Result.CONVERGED) & calm
     assert ((found.states - exact.states).abs().amax((1, 2)) <= allowed)[done].all(), name
     finished = run(solver(on_failure=solvers.Finish()), cell, inputs)
-    # Taylor at a large β stretches the state until it overflows, in any program.
+    # Taylor at a large β amplifies the state until it overflows, in any implementation.
     assert torch.equal(finished.results == Result.NON_FINITE, exact.results == Result.NON_FINITE), name
     assert (finished.results[exact.results == Result.CONVERGED] <= Result.FINISHED).all(), name
     assert ((finished.states - exact.states).abs().amax((1, 2)) <= allowed)[calm].all(), name
@@ -578,7 +580,7 @@ def assert_no_silent_failure(seed):
 def test_no_failure_is_silent():
     results = torch.cat([assert_no_silent_failure(seed) for seed in range(30)])
     assert (results == Result.CONVERGED).sum() > 40
-    assert (results != Result.CONVERGED).sum() > 8  # both kinds are seen
+    assert (results != Result.CONVERGED).sum() > 8  # both outcomes occur
 
 
 @pytest.mark.slow
@@ -599,12 +601,12 @@ def test_no_failure_is_silent_in_ten_thousand():
 @settings(deadline=None, derandomize=True, max_examples=15)
 def test_any_beta_shape_and_spectrum_are_finished_exactly(seed, beta, steps, size, spectrum, make):
     torch.manual_seed(seed)
-    cell = build({"width": even(size, spectrum), "spectrum": spectrum, "beta": beta}).cell
+    cell = build({"width": make_even(size, spectrum), "spectrum": spectrum, "beta": beta}).cell
     inputs = torch.randn(2, steps, cell.input_size)
     exact = run(solvers.Sequential(), cell, inputs)
     found = run(make(), cell, inputs)
     with torch.no_grad():
-        residual, scale = judged(cell, inputs, found.states)
+        residual, scale = evaluate_residual(cell, inputs, found.states)
     eps = torch.finfo(torch.float64).eps
     assert found.result <= Result.FINISHED
     assert (residual <= eps + (default_rtol(torch.float64) + 64 * eps) * scale).all()
@@ -625,7 +627,7 @@ def test_a_mean_in_single_precision_converges():
     assert run(solvers.KoopmanDEER(), layer.cell, torch.randn(2, 500, 32).float()).result == Result.CONVERGED
 
 
-def test_a_layer_warns_of_what_did_not_converge():
+def test_a_layer_warns_if_it_did_not_converge():
     with pytest.warns(errors.NotConvergedWarning, match="Return"):
         ADPTNet(6, beta=4.0)(
             torch.randn(3, 60, 6), solver=solvers.ConvDEER(max_iterations=2, on_failure=solvers.Return())
@@ -633,7 +635,7 @@ def test_a_layer_warns_of_what_did_not_converge():
 
 
 @pytest.mark.parametrize("make", [solvers.Jacobi, solvers.Picard, solvers.QuasiDEER, solvers.DEER])
-def test_a_step_that_hands_back_what_it_was_given(make):
+def test_a_step_that_returns_its_input(make):
     cell, inputs = cells.from_function(lambda state, drive: drive, 3, 3), torch.randn(2, 40, 3)
     before = inputs.clone()
     assert_close(run(make(), cell, inputs).states, before)
@@ -644,13 +646,13 @@ def test_a_step_that_hands_back_what_it_was_given(make):
     assert torch.equal(inputs, before)
 
 
-def test_after_finishing_blocks_every_step_counts_as_right():
+def test_after_finishing_blocks_every_step_counts_as_converged():
     cell, inputs = build_cell({"width": 6, "beta": 4.0}), torch.randn(3, 13, 6)
     solver = solvers.BlockWise(solvers.ConvDEER(max_iterations=1), block_length=5)
     assert run(solver, cell, inputs, lengths=torch.tensor([13, 4, 10])).converged_steps.tolist() == [13, 4, 10]
 
 
-def test_the_history_of_blocks_counts_a_step_when_all_before_it_are_right():
+def test_the_history_of_blocks_counts_a_step_when_all_before_it_have_converged():
     cell, inputs = build_cell({"width": 6, "beta": 2.0}), torch.randn(3, 40, 6)
     lengths = torch.tensor([40, 23, 7])
     history = run(solvers.BlockWise(solvers.ConvDEER(), block_length=10), cell, inputs, lengths=lengths).history
@@ -678,7 +680,7 @@ def test_resets_to_an_initial_state_that_is_not_zero():
     assert_close(solution.states, run(solvers.Sequential(), Started(), inputs, reset=reset).states)
 
 
-def test_a_solution_says_where_the_next_step_is():
+def test_a_solution_has_the_position_of_the_next_step():
     cell, reset = build_cell({"width": 6, "beta": 1.0}), torch.zeros(3, 9, dtype=torch.bool)
     reset[1, 4] = True
     start = cells.ADPTState(cell.initial_state(3), torch.tensor([5, 0, 2]))
@@ -688,14 +690,14 @@ def test_a_solution_says_where_the_next_step_is():
     assert run(solvers.ConvDEER(), cell, torch.randn(9, 6)).position.tolist() == 9
 
 
-def test_auto_says_why():
+def test_auto_gives_its_reason():
     cell, inputs = build_cell({"width": 8, "beta": 1.0}), torch.randn(2, 100, 8)
     assert solvers.Auto().choose(cell, 1, 4096, "cpu").reason.endswith(".")
     exact = run(solvers.Sequential(), cell, inputs)
     assert_close(run(solvers.Auto(), cell, inputs).states, exact.states, atol=1e-9, rtol=1e-9)
 
 
-def test_a_solver_shows_what_it_was_given():
+def test_the_repr_of_a_solver_shows_its_arguments():
     solver = solvers.ConvDEER(solvers.Scale(0.9), rtol=1e-3, patience=None, on_failure=solvers.Return())
     assert repr(solver) == "ConvDEER(Scale(0.9), rtol=0.001, patience=None, on_failure=Return())"
     assert repr(solvers.ForwardDEER()) == "ForwardDEER()"
@@ -737,7 +739,7 @@ def test_a_function_may_name_its_dimensions_by_number():
             assert_close(run(make(), cell, inputs).states, exact, atol=1e-10, rtol=0)
 
 
-def written_into(state, inputs):
+def write_in_place(state, inputs):
     state.mul_(0.5)
     return state + inputs
 
@@ -746,7 +748,7 @@ def written_into(state, inputs):
 @pytest.mark.parametrize(
     ("step", "words"),
     [
-        (written_into, "wrote into the state"),
+        (write_in_place, "wrote into the state"),
         (lambda state, inputs: (state, inputs), "returned tuple"),
         (lambda state, inputs: state[..., :2], "must keep both"),
     ],
@@ -758,7 +760,7 @@ def test_a_step_that_breaks_the_contract_is_named(step, words, make):
 
 
 @pytest.mark.parametrize("solver", [solvers.Sequential(), solvers.ConvDEER(), solvers.Auto()], ids=repr)
-def test_a_solver_says_what_it_takes(solver):
+def test_a_solver_explains_arguments_of_the_wrong_type(solver):
     cell, inputs = build_cell({"width": 4}), torch.randn(2, 9, 4)
     for what in (torch.nn.GRUCell(4, 4), ADPTNet(4), lambda state, inputs: state):
         with pytest.raises(errors.InputError, match=r"layer.cell.*from_torch.*from_function"):
@@ -767,7 +769,7 @@ def test_a_solver_says_what_it_takes(solver):
         solver(cell, inputs, adjoint="implicit")
 
 
-def test_raise_names_what_no_solver_can_mend():
+def test_raise_names_the_first_non_finite_input():
     cell, inputs = build_cell({"width": 4, "beta": 1.0}), torch.randn(2, 20, 4)
     inputs[1, 5, 1] = torch.nan
     with pytest.raises(errors.NonFiniteError, match="sequence 1 is not finite at step 5"):

@@ -1,4 +1,4 @@
-"""The quickstart and the command line, at a size of seconds."""
+"""The quickstart, at a size that takes seconds."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from adptnet_lab.cli import quickstart
 
 @pytest.fixture
 def single():
-    """The quickstart as a user runs it: in float32."""
+    """Use float32, as the quickstart does for users."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     yield
@@ -41,7 +41,7 @@ def test_the_quickstart_writes_its_table_figure_and_numbers(tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("single")
-def test_the_quickstart_shows_what_the_readme_says(tmp_path):
+def test_the_quickstart_has_the_results_of_the_readme(tmp_path):
     models = quickstart.run(quickstart.Quickstart(output=tmp_path))["models"]
     accuracy = {name: [100 * s["accuracy"] for s in row["scores"].values()] for name, row in models.items()}
     assert 60 < accuracy["ADPTNet β=0"][0] < 75
@@ -52,7 +52,7 @@ def test_the_quickstart_shows_what_the_readme_says(tmp_path):
         assert accuracy[name][2] > 40
 
 
-def test_a_typo_on_the_command_line_is_answered(capsys):
+def test_a_misspelt_option_is_answered_with_the_closest(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["quickstart", "--stesp", "3"])
     assert stop.value.code == 2

@@ -1,4 +1,4 @@
-"""Events: frames, files, datasets, and what is said of files that are not right."""
+"""Tests of events: frames, files, datasets, and the errors for invalid files."""
 
 import gzip
 import hashlib
@@ -22,9 +22,9 @@ from adptnet_lab.events import (
     SpikeFile,
     TimeJitter,
     collate,
-    find,
-    heidelberg,
+    find_split,
     read_aer,
+    shd,
     write_aer,
     write_spikes,
 )
@@ -40,7 +40,7 @@ def random_events(count: int = 200, end: float = 1.0, seed: int = 0) -> Events:
 
 
 @pytest.mark.parametrize("pool", [1, 5])
-def test_floor_counts_events_one_by_one(pool):
+def test_the_floor_rule_agrees_with_counting_events_one_by_one(pool):
     events, bins = random_events(), Bins(40, 1.0, pool=pool)
     expected = np.zeros((40, 700 // pool), int)
     for time, unit in zip(*events, strict=True):
@@ -51,7 +51,7 @@ def test_floor_counts_events_one_by_one(pool):
     assert bins.length(events) == int(events.times.max() * 40) + 1
 
 
-def test_the_rule_of_silif_is_digitize_with_its_oddities():
+def test_the_silif_rule_agrees_with_digitize():
     bins, events = Bins.of_silif(4), random_events(500)
     frames = bins.frames(events)
     assert frames.shape == (300, 140)
@@ -63,7 +63,7 @@ def test_the_rule_of_silif_is_digitize_with_its_oddities():
     for time, unit in zip(*events, strict=True):
         expected[int(time // width) + 1, unit // 5] += 1
     np.testing.assert_array_equal(frames, expected)
-    assert Bins.of_silif(10).frames(Events.of([1.0, 1.1, 0.5], [0, 0, 0])).sum() == 1  # at the end or later: lost
+    assert Bins.of_silif(10).frames(Events.of([1.0, 1.1, 0.5], [0, 0, 0])).sum() == 1  # late events are dropped
 
 
 @pytest.mark.parametrize(("late", "total", "last"), [("drop", 2, 1), ("clamp", 4, 3)])
@@ -74,10 +74,10 @@ def test_late_events(late, total, last):
         Bins(10, 1.0, late="raise").frames(Events.of([0.05, 1.0, 1.01, 7.0], [3, 3, 3, 3]))
 
 
-def test_a_recording_in_milliseconds_is_not_taken_for_silence():
+def test_a_recording_in_milliseconds_raises():
     with pytest.raises(InputError, match=r"all 2 events come after 1\.0 s, the first at 100 s: are these seconds\?"):
         Bins(10, 1.0).frames(Events.of([100.0, 900.0], [3, 3]))
-    assert Bins(10, 1.0).frames(Events.of([], np.zeros(0, int))).sum() == 0  # silence is
+    assert Bins(10, 1.0).frames(Events.of([], np.zeros(0, int))).sum() == 0  # an empty recording does not
 
 
 @pytest.mark.parametrize("labels", [[0.5, 1.0], [-1, 0]])
@@ -87,22 +87,22 @@ def test_labels_of_a_spike_file_are_whole_numbers_from_zero(tmp_path, labels):
     with h5py.File(tmp_path / "a.h5", "a") as file:
         del file["labels"]
         file["labels"] = labels
-    with pytest.raises(InputError, match=r"labels are .*; they are whole numbers from 0"):
+    with pytest.raises(InputError, match=r"labels are .*; they must be whole numbers from 0"):
         SpikeFile(tmp_path / "a.h5")
 
 
-def test_a_folder_that_cannot_be_written_to_is_said_or_does_not_matter(tmp_path, monkeypatch):
+def test_a_read_only_folder_raises_only_if_something_must_be_unpacked(tmp_path, monkeypatch):
     write_spikes(tmp_path / "shd_test.h5", [(random_events(), 0)])
-    monkeypatch.setitem(heidelberg.MD5, "shd_test.h5", hashlib.md5((tmp_path / "shd_test.h5").read_bytes()).hexdigest())
+    monkeypatch.setitem(shd.MD5, "shd_test.h5", hashlib.md5((tmp_path / "shd_test.h5").read_bytes()).hexdigest())
 
-    def refuse(path, content):
+    def deny(path, content):
         raise PermissionError(13, "Permission denied")
 
-    assert find(tmp_path, "shd_test") == tmp_path / "shd_test.h5"  # nothing is written
+    assert find_split(tmp_path, "shd_test") == tmp_path / "shd_test.h5"  # nothing is written
     (tmp_path / "ssc_test.h5.gz").write_bytes(gzip.compress((tmp_path / "shd_test.h5").read_bytes()))
-    monkeypatch.setattr("builtins.open", lambda *a, real=open, **k: refuse(*a) if "xb" in a else real(*a, **k))
+    monkeypatch.setattr("builtins.open", lambda *a, real=open, **k: deny(*a) if "xb" in a else real(*a, **k))
     with pytest.raises(InputError, match=r"ssc_test\.h5\.gz cannot be unpacked into its folder: Permission denied"):
-        find(tmp_path, "ssc_test")
+        find_split(tmp_path, "ssc_test")
 
 
 def test_half_precision_times_that_round_to_the_end_are_in_the_last_frame():
@@ -112,14 +112,14 @@ def test_half_precision_times_that_round_to_the_end_are_in_the_last_frame():
     assert frames[-1].sum() == 2
 
 
-def test_events_that_never_end_are_late_too():
+def test_events_at_huge_times_are_late():
     events = Events.of([0.1, 1e20, 1e300], [0, 1, 2])
     assert Bins().frames(events).sum() == 1
     assert Bins().length(events) == 26
     assert Bins(late="clamp").frames(events)[-1].sum() == 2
 
 
-def test_an_empty_recording_is_one_empty_frame_long():
+def test_an_empty_recording_has_length_one():
     empty = Events.of([], [])
     assert not Bins().frames(empty).any()
     assert Bins().length(empty) == 1
@@ -132,7 +132,7 @@ def test_an_empty_recording_is_one_empty_frame_long():
         (lambda: Events.of([0.1, np.nan], [1, 2]), r"times\[1\] = nan"),
         (lambda: Events.of([0.1, -0.2], [1, 2]), r"times\[1\] = -0.2"),
         (lambda: Events.of([0.1], [0.5]), "whole numbers"),
-        (lambda: Bins().frames(Events.of([0.1, 0.2], [5, 700])), r"units\[1\] = 700; units are from 0 to 699"),
+        (lambda: Bins().frames(Events.of([0.1, 0.2], [5, 700])), r"units\[1\] = 700; units range from 0 to 699"),
         (lambda: Events.of([0.1], [-1]), r"units\[0\] = -1"),
         (lambda: Bins(2).frames(Events.of(np.zeros(300), np.zeros(300, int))), "counts to 255"),
         (lambda: Bins(rule="round"), "Known: floor, silif"),
@@ -140,7 +140,7 @@ def test_an_empty_recording_is_one_empty_frame_long():
         (lambda: Bins(pool=3), "must divide"),
     ],
 )
-def test_what_is_wrong_is_said(make, words):
+def test_invalid_events_and_bins_raise(make, words):
     with pytest.raises((InputError, SpecError), match=words):
         make()
 
@@ -170,9 +170,9 @@ def test_a_file_reads_back(spike_file):
         file[8]
 
 
-def test_workers_open_the_file_by_themselves(spike_file):
+def test_each_worker_opens_the_file(spike_file):
     dataset = EventDataset(SpikeFile(spike_file), Bins(20, 1.0))
-    _ = dataset[0]  # opened here
+    _ = dataset[0]  # opens the file in this process
     assert pickle.loads(pickle.dumps(dataset.recordings))._file is None
     loader = torch.utils.data.DataLoader(dataset, 3, num_workers=2, collate_fn=collate)
     alone = torch.utils.data.DataLoader(dataset, 3, collate_fn=collate)
@@ -181,7 +181,7 @@ def test_workers_open_the_file_by_themselves(spike_file):
         assert_close(ours.labels, theirs.labels)
 
 
-def test_a_hole_in_a_file_is_refused_where_hdf5_would_never_end(spike_file):
+def test_a_zeroed_region_that_would_make_hdf5_loop_forever_raises(spike_file):
     whole = spike_file.read_bytes()
     heap = whole.index(b"GCOL")
 
@@ -196,10 +196,10 @@ def test_a_hole_in_a_file_is_refused_where_hdf5_would_never_end(spike_file):
         with_hole(heap + 40, 600)
 
 
-def test_a_file_that_is_cut_off_or_of_another_kind_is_refused(spike_file, tmp_path):
+def test_a_truncated_or_foreign_file_raises(spike_file, tmp_path):
     content = spike_file.read_bytes()
     (tmp_path / "cut.h5").write_bytes(content[: len(content) // 2])
-    with pytest.raises(InputError, match="may be cut off"):
+    with pytest.raises(InputError, match="may be truncated"):
         SpikeFile(tmp_path / "cut.h5")
     (tmp_path / "text.h5").write_text("not HDF5")
     with pytest.raises(InputError, match="cannot be read as HDF5"):
@@ -222,7 +222,7 @@ def test_a_file_that_is_cut_off_or_of_another_kind_is_refused(spike_file, tmp_pa
         ([(Events.of([0.1], [1]), 0), (Events.of([0.1], [1]), 1)], [4], "1 speakers for 2 recordings"),
     ],
 )
-def test_what_a_spike_file_cannot_hold_is_refused(tmp_path, recordings, speakers, words):
+def test_writing_an_invalid_recording_raises_and_leaves_no_file(tmp_path, recordings, speakers, words):
     pytest.importorskip("h5py")
     with pytest.raises(InputError, match=words):
         write_spikes(tmp_path / "a.h5", recordings, speakers=speakers)
@@ -246,10 +246,10 @@ def test_units_out_of_range_are_named_with_the_recording(tmp_path):
     write_spikes(tmp_path / "wide.h5", [(Events.of([0.2, 0.1], [5, 900]), 0)])
     with pytest.raises(InputError, match=r"wide.h5, recording 0: units\[0\] = 900"):
         SpikeFile(tmp_path / "wide.h5")[0]
-    assert SpikeFile(tmp_path / "wide.h5", channels=1000)[0][0].times[0] < 0.15  # written in the order of time
+    assert SpikeFile(tmp_path / "wide.h5", channels=1000)[0][0].times[0] < 0.15  # written in time order
 
 
-def test_nothing_half_written_is_left(tmp_path):
+def test_an_interrupted_write_leaves_no_file(tmp_path):
     pytest.importorskip("h5py")
 
     def failing():
@@ -262,7 +262,7 @@ def test_nothing_half_written_is_left(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".zip", ".gz"])
-def test_archives_are_verified_once_and_unpacked_whole(spike_file, tmp_path, monkeypatch, suffix):
+def test_archives_are_verified_once_and_unpacked_atomically(spike_file, tmp_path, monkeypatch, suffix):
     folder = tmp_path / "data"
     folder.mkdir()
     archive = folder / f"shd_test.h5{suffix}"
@@ -272,34 +272,34 @@ def test_archives_are_verified_once_and_unpacked_whole(spike_file, tmp_path, mon
     else:
         archive.write_bytes(gzip.compress(spike_file.read_bytes()))
     with pytest.raises(InputError, match="the download is damaged"):
-        find(folder, "shd_test")
+        find_split(folder, "shd_test")
     assert not (folder / "shd_test.h5").exists()
-    monkeypatch.setitem(heidelberg.MD5, archive.name, hashlib.md5(archive.read_bytes()).hexdigest())
-    monkeypatch.setitem(heidelberg.MD5, "shd_test.h5", hashlib.md5(spike_file.read_bytes()).hexdigest())
-    path = find(folder, "shd_test")
+    monkeypatch.setitem(shd.MD5, archive.name, hashlib.md5(archive.read_bytes()).hexdigest())
+    monkeypatch.setitem(shd.MD5, "shd_test.h5", hashlib.md5(spike_file.read_bytes()).hexdigest())
+    path = find_split(folder, "shd_test")
     assert path.read_bytes() == spike_file.read_bytes()
-    find(folder, "shd_test")
-    monkeypatch.setattr(heidelberg.hashlib, "file_digest", None)  # a second look would fail
-    assert find(folder, "shd_test") == path
+    find_split(folder, "shd_test")
+    monkeypatch.setattr(shd.hashlib, "file_digest", None)  # hashing again would fail
+    assert find_split(folder, "shd_test") == path
     assert len(SpikeFile(path)) == 8
 
 
-def test_a_broken_archive_leaves_nothing(tmp_path):
+def test_a_broken_archive_leaves_no_file(tmp_path):
     (tmp_path / "ssc_valid.h5.gz").write_bytes(gzip.compress(b"x" * 10_000)[:40])
     with pytest.raises(InputError, match="cannot be unpacked"):
-        find(tmp_path, "ssc_valid")
+        find_split(tmp_path, "ssc_valid")
     (tmp_path / "ssc_test.h5.zip").write_bytes(b"PK")
     with pytest.raises(InputError, match="cannot be unpacked"):
-        find(tmp_path, "ssc_test", verify=False)
+        find_split(tmp_path, "ssc_test", verify=False)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ssc_test.h5.zip", "ssc_valid.h5.gz"]
     with pytest.raises(InputError, match="Download it from"):
-        find(tmp_path, "ssc_train")
+        find_split(tmp_path, "ssc_train")
     with pytest.raises(InputError, match="Perhaps you meant 'ssc_valid'"):
-        find(tmp_path, "ssc_validation")
+        find_split(tmp_path, "ssc_validation")
 
 
 @pytest.mark.parametrize("suffix", [".zip", ".gz"])
-def test_a_garbled_archive_is_refused(spike_file, tmp_path, suffix):
+def test_a_corrupted_archive_raises(spike_file, tmp_path, suffix):
     archive = tmp_path / f"ssc_valid.h5{suffix}"
     if suffix == ".zip":
         with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
@@ -309,8 +309,8 @@ def test_a_garbled_archive_is_refused(spike_file, tmp_path, suffix):
     content = bytearray(archive.read_bytes())
     content[100:1100] = np.random.default_rng(0).bytes(1000)
     archive.write_bytes(content)
-    with pytest.raises(InputError, match=r"cannot be unpacked: .*Get it again"):
-        find(tmp_path, "ssc_valid", verify=False)
+    with pytest.raises(InputError, match=r"cannot be unpacked: .*Download it again"):
+        find_split(tmp_path, "ssc_valid", verify=False)
     assert not (tmp_path / "ssc_valid.h5").exists()
 
 
@@ -328,7 +328,7 @@ def test_a_batch_has_lengths_and_a_mask():
     assert not batch.frames[~batch.mask].any()
 
 
-def test_cached_frames_are_the_frames(spike_file, tmp_path):
+def test_cached_frames_equal_computed_frames(spike_file, tmp_path):
     file, bins, cache = SpikeFile(spike_file), Bins(20, 1.0), tmp_path / "frames.npy"
     fresh, kept = EventDataset(file, bins), EventDataset(file, bins, cache=cache)
     again = EventDataset(file, bins, cache=cache)
@@ -342,7 +342,7 @@ def test_cached_frames_are_the_frames(spike_file, tmp_path):
         EventDataset(file, bins, cache=cache, augmentations=[Drop()])
 
 
-def test_a_cache_is_of_the_same_recordings(spike_file, tmp_path):
+def test_a_cache_of_other_recordings_raises(spike_file, tmp_path):
     cache, events = tmp_path / "frames.npy", Events.of([0.1], [5])
     EventDataset([(events, 0)], Bins(), cache=cache)
     assert EventDataset([(Events.of([0.1], [5]), 0)], Bins(), cache=cache)[0].frames.sum() == 1
@@ -364,7 +364,7 @@ def test_a_cache_is_of_the_same_recordings(spike_file, tmp_path):
         EventDataset(SpikeFile(spike_file), Bins(), cache=file)
 
 
-def test_frames_that_cannot_be_counted_are_named_with_the_recording(tmp_path):
+def test_an_error_while_binning_names_the_recording(tmp_path):
     recordings = [(Events.of([0.1], [5]), 0), (Events.of([0.1], [1718]), 1)]
     with pytest.raises(InputError, match=r"recording 1: .*units\[0\] = 1718"):
         EventDataset(recordings, Bins())[1]
@@ -373,7 +373,7 @@ def test_frames_that_cannot_be_counted_are_named_with_the_recording(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_augmentations_are_off_by_default_and_drawn_by_seed_epoch_and_recording():
+def test_augmentations_are_off_by_default_and_depend_on_seed_epoch_and_recording():
     recordings = [(random_events(), 0), (random_events(), 1)]
     plain = EventDataset(recordings, Bins())
     assert_close(plain[0].frames, torch.from_numpy(Bins().frames(recordings[0][0])))
@@ -393,19 +393,19 @@ def test_augmentations_are_off_by_default_and_drawn_by_seed_epoch_and_recording(
 # Event cameras.
 
 
-def test_address_events_by_their_bits(tmp_path):
+def test_address_events_are_decoded_bit_by_bit(tmp_path):
     (tmp_path / "one.bin").write_bytes(bytes([3, 33, 0b1000_0001, 2, 4]))
     pixels = read_aer(tmp_path / "one.bin")
     assert [int(v[0]) for v in pixels] == [3, 33, 1, (1 << 16) + (2 << 8) + 4]
-    events = pixels.events()
+    events = pixels.to_events()
     assert (events.units[0], events.times[0]) == (34 * 34 + 33 * 34 + 3, 66052e-6)
     write_aer(tmp_path / "two.bin", pixels)
     assert (tmp_path / "two.bin").read_bytes() == (tmp_path / "one.bin").read_bytes()
     (tmp_path / "cut.bin").write_bytes(bytes(7))
-    with pytest.raises(InputError, match="five each"):
+    with pytest.raises(InputError, match="take five each"):
         read_aer(tmp_path / "cut.bin")
     with pytest.raises(InputError, match="width=41"):
-        PixelEvents(*(np.array([v]) for v in (40, 0, 0, 0))).events()
+        PixelEvents(*(np.array([v]) for v in (40, 0, 0, 0))).to_events()
     with pytest.raises(InputError, match="microseconds"):
         write_aer(tmp_path / "late.bin", PixelEvents(*(np.array([v]) for v in (0, 0, 0, 2**23))))
 
@@ -415,7 +415,7 @@ def test_address_events_by_their_bits(tmp_path):
 
 def test_pixels_of_eight_bits_do_not_overflow(tmp_path):
     small = PixelEvents(*(np.asarray([value], np.uint8) for value in (33, 33, 1)), np.asarray([70_000], np.uint32))
-    assert small.events().units.tolist() == [(34 + 33) * 34 + 33]
+    assert small.to_events().units.tolist() == [(34 + 33) * 34 + 33]
     write_aer(tmp_path / "a.bin", small)
     assert [part.tolist() for part in read_aer(tmp_path / "a.bin")] == [[33], [33], [1], [70_000]]
 
@@ -423,17 +423,17 @@ def test_pixels_of_eight_bits_do_not_overflow(tmp_path):
 @pytest.mark.parametrize(
     ("pixels", "words"),
     [
-        (([1], [1], [-1], [5]), r"polarity goes from -1 to -1; needed are 0 and 1. Pass \(polarity > 0\)"),
-        (([1], [1], [2], [5]), "polarity goes from 2 to 2"),
-        (([-1], [1], [1], [5]), "x goes from -1 to -1; needed are whole numbers from 0"),
+        (([1], [1], [-1], [5]), r"polarity ranges from -1 to -1; it must hold 0 and 1. Pass \(polarity > 0\)"),
+        (([1], [1], [2], [5]), "polarity ranges from 2 to 2"),
+        (([-1], [1], [1], [5]), "x ranges from -1 to -1; it must hold whole numbers from 0"),
         (([1], [1], [1], [0.5]), "microseconds is float64"),
-        (([1, 2], [1], [1], [5]), r"y has shape \(1,\), x \(2,\)"),
-        (([40], [1], [1], [5]), r"the camera has 34. Pass width=41"),
+        (([1, 2], [1], [1], [5]), r"y has shape \(1,\), x has \(2,\)"),
+        (([40], [1], [1], [5]), r"the camera has width=34. Pass width=41"),
     ],
 )
-def test_what_is_no_pixel_is_said(pixels, words):
+def test_invalid_pixel_events_raise(pixels, words):
     with pytest.raises(InputError, match=words):
-        PixelEvents(*map(np.asarray, pixels)).events()
+        PixelEvents(*map(np.asarray, pixels)).to_events()
 
 
 def test_speech_in_the_layout_of_shd():
@@ -452,5 +452,5 @@ def test_digits_seen_by_an_event_camera():
     with np.load(golden("nmnist_1100.npz")) as file:
         end = int(file["lengths"][0])
         pixels = PixelEvents(*(file[name][:end].astype(np.int64) for name in ("x", "y", "p", "t_us")))
-    frames = Bins(100, 0.34, channels=34 * 34 * 2, pool=1, late="raise").frames(pixels.events())
+    frames = Bins(100, 0.34, channels=34 * 34 * 2, pool=1, late="raise").frames(pixels.to_events())
     assert frames.sum() == end

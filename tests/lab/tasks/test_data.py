@@ -1,4 +1,4 @@
-"""Data files: found, checked, fetched on request and read, or refused with what to do."""
+"""Tests of data files: locating, verifying, downloading and reading them, and the errors for invalid files."""
 
 import functools
 import hashlib
@@ -19,7 +19,7 @@ from adptnet import Spec
 from adptnet.errors import DataError, InputError, SpecError
 from adptnet_lab import cli
 from adptnet_lab.tasks import SequentialImage, Text, download
-from adptnet_lab.tasks.base import generator_for
+from adptnet_lab.tasks.base import make_generator
 from adptnet_lab.tasks.images import read_images
 
 real = pytest.mark.skipif("ADPTNET_DATA" not in os.environ, reason="needs real data: set ADPTNET_DATA to its folder")
@@ -27,7 +27,7 @@ real = pytest.mark.skipif("ADPTNET_DATA" not in os.environ, reason="needs real d
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """An empty ADPTNET_DATA, and an empty cache."""
+    """Set ADPTNET_DATA and the cache to empty folders; return the former."""
     monkeypatch.setenv("ADPTNET_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("ADPTNET_CACHE", str(tmp_path / "cache"))
     (tmp_path / "data").mkdir()
@@ -36,7 +36,7 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def small(monkeypatch):
-    """A data set of 5 000 bytes; the mirrors are to be filled in."""
+    """Return a function that registers a data set of 5 000 bytes with the given mirrors."""
     content = np.random.default_rng(0).bytes(5_000)
     file = download.DataFile(
         "small", "small.bin", len(content), hashlib.sha256(content).hexdigest(), (), "random bytes", "no terms"
@@ -50,14 +50,14 @@ def small(monkeypatch):
 
 
 class Server(http.server.BaseHTTPRequestHandler):
-    """Serves /right, /wrong (one byte changed), /cut (half, then the end), /plain (no ranges), /long; 404 otherwise."""
+    """Server of /right, /wrong (one byte changed), /cut (the first half only), /plain (ignores ranges) and /long."""
 
     content = b""
-    asked: tuple = ()
+    requests: tuple = ()
 
     def do_GET(self):
         ranged = self.headers.get("Range")
-        Server.asked += ((self.path, ranged),)
+        Server.requests += ((self.path, ranged),)
         content = self.content
         if self.path == "/wrong":
             content = bytes([content[0] ^ 1]) + content[1:]
@@ -79,32 +79,32 @@ class Server(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server(small):
     pytest.importorskip("pooch", reason="downloads need pooch: pip install 'adptnet[data]'")
-    Server.content, Server.asked = small(), ()
+    Server.content, Server.requests = small(), ()
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as running:
         threading.Thread(target=running.serve_forever, daemon=True).start()
         yield lambda *paths: small(*(f"http://127.0.0.1:{running.server_port}/{path}" for path in paths))
         running.shutdown()
 
 
-def test_a_file_is_fetched_checked_and_found(server, here):
+def test_a_file_is_downloaded_verified_and_found(server, here):
     content = server("right")
     seen = []
     path = download.fetch("small", report=lambda have, total: seen.append((have, total)))
     assert path.read_bytes() == content
     assert seen[-1] == (5000, 5000)
-    assert download.find("small") == path
-    assert download.fetch("small") == path  # and not once more
-    assert Server.asked == (("/right", None),)
+    assert download.find_data("small") == path
+    assert download.fetch("small") == path  # without a second download
+    assert Server.requests == (("/right", None),)
     assert [p.name for p in path.parent.iterdir()] == ["small.bin"]
 
 
-def test_a_download_that_was_cut_off_goes_on_from_another_mirror(server, here):
+def test_an_interrupted_download_resumes_from_another_mirror(server, here):
     content = server("cut", "gone", "right")
     assert download.fetch("small").read_bytes() == content
-    assert Server.asked == (("/cut", None), ("/gone", "bytes=2500-"), ("/right", "bytes=2500-"))
+    assert Server.requests == (("/cut", None), ("/gone", "bytes=2500-"), ("/right", "bytes=2500-"))
 
 
-def test_a_download_goes_on_in_a_later_call_and_starts_over_where_ranges_are_not_known(server, here):
+def test_a_later_call_starts_over_if_the_mirror_does_not_support_ranges(server, here):
     server("cut")
     with pytest.raises(DataError, match="ended after 2,500 of 5,000 bytes"):
         download.fetch("small")
@@ -112,29 +112,29 @@ def test_a_download_goes_on_in_a_later_call_and_starts_over_where_ranges_are_not
     assert download.fetch("small").read_bytes() == content
 
 
-def test_wrong_content_is_never_kept(server, here):
+def test_wrong_content_is_discarded(server, here):
     server("wrong", "long")
     with pytest.raises(DataError) as caught:
         download.fetch("small")
     text = str(caught.value)
-    assert "another hash than it should; nothing of it was kept" in text
+    assert "the content has the wrong hash; it was discarded" in text
     assert "sends more than the 5,000 bytes" in text
     assert f"small.bin (5,000 bytes, sha256 {download.FILES['small'].sha256})" in text
     assert not list((here.parent / "cache" / "data").iterdir())
-    content = server("wrong", "right")  # the next mirror starts from nothing
+    content = server("wrong", "right")  # the next mirror starts from the beginning
     assert download.fetch("small").read_bytes() == content
-    assert Server.asked[-1] == ("/right", None)
+    assert Server.requests[-1] == ("/right", None)
 
 
-def test_a_mirror_that_does_not_answer_is_named(server, here):
+def test_a_failing_mirror_is_named(server, here):
     server("gone")
     with pytest.raises(DataError, match=r"(?s)/gone: HTTP Error 404.*put small\.bin \(5,000 bytes"):
         download.fetch("small")
 
 
-def test_a_missing_file_is_named_with_size_hash_and_place(here):
+def test_the_error_for_a_missing_file_gives_size_hash_and_folder(here):
     with pytest.raises(DataError) as caught:
-        download.find("cifar10")
+        download.find_data("cifar10")
     text = str(caught.value)
     for part in (
         str(here),
@@ -146,45 +146,45 @@ def test_a_missing_file_is_named_with_size_hash_and_place(here):
         assert part in text
     (here / "cifar-10-binary.tar.gz").write_bytes(b"half")
     with pytest.raises(DataError, match="has 4 bytes, so it is not the whole file"):
-        download.find("cifar10")
+        download.find_data("cifar10")
     with pytest.raises(DataError, match="Perhaps you meant 'cifar10'"):
-        download.find("cifar-10")
+        download.find_data("cifar-10")
 
 
-def test_the_users_own_folder_comes_first_and_may_be_deep(here, small):
+def test_subfolders_of_adptnet_data_are_searched(here, small):
     content = small()
     (here / "deep" / "er").mkdir(parents=True)
     (here / "deep" / "er" / "small.bin").write_bytes(content)
-    assert download.find("small") == here / "deep" / "er" / "small.bin"
+    assert download.find_data("small") == here / "deep" / "er" / "small.bin"
 
 
-def test_a_file_or_folder_that_comes_later_in_a_process_is_found(here, small, monkeypatch, tmp_path):
+def test_a_file_that_appears_later_in_a_process_is_found(here, small, monkeypatch, tmp_path):
     content = small()
     with pytest.raises(DataError, match="small is not in"):
-        download.find("small")
+        download.find_data("small")
     (here / "small.bin").write_bytes(content[:10])
     with pytest.raises(DataError, match="has 10 bytes"):
-        download.find("small")
+        download.find_data("small")
     (here / "small.bin").write_bytes(content)
-    assert download.find("small") == here / "small.bin"
+    assert download.find_data("small") == here / "small.bin"
     other = tmp_path / "other"
     other.mkdir()
     (other / "small.bin").write_bytes(content)
     monkeypatch.setenv("ADPTNET_DATA", str(other))
-    assert download.find("small") == other / "small.bin"
+    assert download.find_data("small") == other / "small.bin"
 
 
-def test_adptnet_data_that_is_no_folder(monkeypatch):
+def test_adptnet_data_must_be_a_folder(monkeypatch):
     monkeypatch.setenv("ADPTNET_DATA", "/nowhere/at/all")
-    with pytest.raises(DataError, match="ADPTNET_DATA=/nowhere/at/all is no folder"):
-        download.find("cifar10")
+    with pytest.raises(DataError, match="ADPTNET_DATA=/nowhere/at/all is not a folder"):
+        download.find_data("cifar10")
 
 
 def test_the_command_lists_fetches_and_verifies(server, here, capsys):
     content = server("right")
     assert cli.main(["data"]) == 0
     assert "small: random bytes; no terms" in (shown := capsys.readouterr().out)
-    assert "not here; adptnet data fetch small" in shown
+    assert "not found; adptnet data fetch small" in shown
     assert cli.main(["data", "verify"]) == 0
     assert "small: missing or incomplete" in capsys.readouterr().out
     assert cli.main(["data", "verify", "small"]) == 1
@@ -192,11 +192,11 @@ def test_the_command_lists_fetches_and_verifies(server, here, capsys):
     assert cli.main(["data", "fetch", "small", "--folder", str(here)]) == 0
     assert str(here / "small.bin") in capsys.readouterr().out
     assert cli.main(["data", "verify", "small"]) == 0
-    assert "is right" in capsys.readouterr().out
+    assert "has the expected hash" in capsys.readouterr().out
     (here / "small.bin").write_bytes(content[::-1])
     assert cli.main(["data", "verify", "small"]) == 1
     shown = capsys.readouterr()
-    assert "is NOT the file it should be" in shown.out
+    assert "has the WRONG hash" in shown.out
     assert "Delete it and run: adptnet data fetch small" in shown.err
     assert cli.main(["data", "fetch"]) == 1
     assert "fetch needs a name" in capsys.readouterr().err
@@ -204,7 +204,7 @@ def test_the_command_lists_fetches_and_verifies(server, here, capsys):
     assert "there is no data set 'imagenet'" in capsys.readouterr().err
 
 
-def test_known_files_are_fetched_over_https_alone():
+def test_published_files_are_downloaded_over_https_only():
     for file in download.FILES.values():
         assert all(url.startswith("https://") for url in file.urls)
         assert len(file.sha256) == 64
@@ -226,7 +226,7 @@ def write_npz(path, channels=3, side=32, **replaced):
 
 
 def write_archive(path, records=4, drop=None, cut=0):
-    """CIFAR-10's binary layout: a label, then the red, the green and the blue plane, row by row."""
+    """Write CIFAR-10's binary layout: a label, then the red, the green and the blue plane, row by row."""
     written = []
     with tarfile.open(path, "w:gz") as archive:
         for i, name in enumerate([*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]):
@@ -243,7 +243,7 @@ def write_archive(path, records=4, drop=None, cut=0):
     return written
 
 
-def test_the_binary_archive_is_read_as_it_is_written(tmp_path):
+def test_the_binary_archive_round_trips(tmp_path):
     written = write_archive(tmp_path / "cifar.tar.gz")
     found = read_images(tmp_path / "cifar.tar.gz")
     assert np.array_equal(found.x_train, np.concatenate([x for x, _ in written[:5]]))
@@ -270,7 +270,7 @@ def test_pixels_come_row_by_row_normalised_by_the_training_images(tmp_path):
     assert Spec.from_json(task.to_json()) == task
 
 
-def test_grey_averaged_and_permuted(tmp_path):
+def test_images_can_be_grey_averaged_and_permuted(tmp_path):
     arrays = write_npz(tmp_path / "own.npz", side=6)
     path = str(tmp_path / "own.npz")
     plain = SequentialImage(path, grey=True, side=3)
@@ -292,7 +292,7 @@ def test_grey_averaged_and_permuted(tmp_path):
     assert one_channel["x_train"].ndim == 3
 
 
-def test_cifar10_has_the_usual_constants(here):
+def test_cifar10_is_normalised_by_the_usual_constants(here):
     arrays = write_npz(here / "cifar10_some.npz")
     batch = SequentialImage().examples("test", torch.arange(3))
     mean, deviation = np.array([0.4914, 0.4822, 0.4465]), np.array([0.247, 0.243, 0.261])
@@ -315,7 +315,7 @@ def objects(path):
     ("write", "message"),
     [
         (lambda path: None, "there is no file"),
-        (lambda path: path.write_bytes(b"not a zip"), "is no npz file"),
+        (lambda path: path.write_bytes(b"not a zip"), "is not an npz file"),
         (functools.partial(write_npz, y_test=None), "has no array 'y_test'; it has x_test, x_train, y_train"),
         (functools.partial(write_npz, x_train=np.zeros((4, 3))), "x_train is float64 of shape"),
         (functools.partial(write_npz, y_train=np.zeros(3, int)), "must hold 40 labels"),
@@ -323,14 +323,14 @@ def objects(path):
         (objects, "Save plain arrays of numbers"),
     ],
 )
-def test_an_npz_that_is_not_as_it_should_be_is_refused(tmp_path, write, message):
+def test_an_invalid_npz_raises(tmp_path, write, message):
     path = tmp_path / "bad.npz"
     write(path)
     with pytest.raises(DataError, match=message):
         SequentialImage(str(path)).size("train")
 
 
-def test_an_archive_that_is_not_as_it_should_be_is_refused(tmp_path):
+def test_an_invalid_archive_raises(tmp_path):
     for i, (options, message) in enumerate(
         [({"drop": "data_batch_3.bin"}, "nothing under data_batch_3.bin"), ({"cut": 7}, "12,285 bytes under")]
     ):
@@ -349,10 +349,10 @@ def test_an_archive_that_is_not_as_it_should_be_is_refused(tmp_path):
     ("options", "message"),
     [
         ({"side": 4}, "side=4 does not divide images of 6 × 6; averaging needs whole tiles. Pass side=3"),
-        ({"training_images": 99}, "99 train images are asked for, and there are 36"),
+        ({"training_images": 99}, "99 train images were requested, but there are 36"),
     ],
 )
-def test_what_the_images_do_not_allow_is_refused(tmp_path, options, message):
+def test_options_that_do_not_fit_the_images_raise(tmp_path, options, message):
     write_npz(tmp_path / "own.npz", side=6)
     with pytest.raises(InputError, match=message):
         SequentialImage(str(tmp_path / "own.npz"), **options).examples("train", torch.tensor([0]))
@@ -372,7 +372,7 @@ def test_what_the_images_do_not_allow_is_refused(tmp_path, options, message):
         (lambda: Text(validation=0.6, test=0.4), "something must be left to train on"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(make, message):
+def test_invalid_settings_raise(make, message):
     with pytest.raises(SpecError, match=message):
         make()
 
@@ -388,7 +388,7 @@ def test_the_target_is_the_next_symbol(text):
     task = Text(str(text), length=20)
     assert task.vocabulary == 29
     assert task.decode(task.encode("abcä€")) == "abcä€"
-    batch = task.batch(8, generator_for(0))
+    batch = task.batch(8, make_generator(0))
     assert torch.equal(batch.inputs[:, 1:], batch.targets[:, :-1])
     for row in batch.inputs:
         assert task.decode(row) in text.read_text(encoding="utf-8")
@@ -401,7 +401,7 @@ def test_the_target_is_the_next_symbol(text):
     assert bytewise.part("test").tolist() == list(text.read_bytes()[-51:])
 
 
-def test_the_text_is_parted_in_order(text):
+def test_the_text_is_split_in_order(text):
     task = Text(str(text), validation=0.2, test=0.1)
     whole = "".join(task.decode(task.part(split)) for split in ("train", "validation", "test"))
     assert whole == text.read_text(encoding="utf-8")
@@ -418,7 +418,7 @@ def test_an_evaluation_reads_every_symbol_once(text):
     assert next(task.evaluation("test", 1, 1, length=7)).inputs.shape == (1, 7)
 
 
-def test_rows_go_on_from_batch_to_batch(text):
+def test_with_carry_rows_continue_from_batch_to_batch(text):
     task = Text(str(text), length=20, carry=True)
     steps = len(task.part("train")) // 3 // 20 - 1
     batches = [task.training_batch(step, 3, 5) for step in range(2 * steps)]
@@ -444,17 +444,17 @@ def test_bits_per_character():
     assert "bits_per_character" in task.lower_is_better
 
 
-def test_a_text_that_cannot_be_read_is_explained(tmp_path, here, text):
+def test_an_unusable_text_raises(tmp_path, here, text):
     with pytest.raises(DataError, match="cannot be read: No such file"):
-        Text(str(tmp_path / "gone.txt")).batch(1, generator_for(0))
+        Text(str(tmp_path / "gone.txt")).batch(1, make_generator(0))
     (tmp_path / "empty.txt").touch()
     with pytest.raises(DataError, match="is empty"):
         Text(str(tmp_path / "empty.txt")).part("train")
     (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
     with pytest.raises(DataError, match=r"not UTF-8 at byte 3\. Read it with symbols='bytes'"):
         Text(str(tmp_path / "latin.txt")).part("train")
-    with pytest.raises(InputError, match=r"the train part of .* has 902 symbols, and 2,001 are needed"):
-        Text(str(text), length=2000).batch(1, generator_for(0))
+    with pytest.raises(InputError, match=r"the train split of .* has 902 symbols, but 2,001 are needed"):
+        Text(str(text), length=2000).batch(1, make_generator(0))
     with pytest.raises(DataError, match="adptnet data fetch tiny-shakespeare"):
         Text().part("train")
     with pytest.raises(InputError, match="all must be at least 1"):
@@ -464,10 +464,10 @@ def test_a_text_that_cannot_be_read_is_explained(tmp_path, here, text):
 @real
 def test_real_shakespeare():
     try:
-        path = download.find("tiny-shakespeare")
+        path = download.find_data("tiny-shakespeare")
     except DataError as error:
         pytest.skip(str(error))
-    assert download.sha256_of(path) == download.FILES["tiny-shakespeare"].sha256
+    assert download.compute_sha256(path) == download.FILES["tiny-shakespeare"].sha256
     task = Text()
     assert task.vocabulary == 65
     assert task.decode(task.part("train")[:14]) == "First Citizen:"
@@ -477,7 +477,7 @@ def test_real_shakespeare():
 @real
 def test_real_cifar10():
     try:
-        path = download.find("cifar10")
+        path = download.find_data("cifar10")
     except DataError as error:
         pytest.skip(str(error))
     found = read_images(Path(path))
@@ -487,4 +487,4 @@ def test_real_cifar10():
     batch = task.training_batch(0, 500, 0)
     assert batch.inputs.shape == (500, 256, 3)
     assert_close(batch.inputs.mean((0, 1)), torch.zeros(3), atol=0.1, rtol=0)
-    assert float(batch.inputs.std()) == pytest.approx(0.93, abs=0.1)  # averaging takes some of the contrast away
+    assert float(batch.inputs.std()) == pytest.approx(0.93, abs=0.1)  # averaging reduces the contrast

@@ -1,4 +1,4 @@
-"""Event data as a task: whose recordings are where, what a batch holds, and words learnt from spike files."""
+"""Tests of event data as a task: splits, batches, training on spike files, and the errors for invalid files."""
 
 import json
 
@@ -10,7 +10,7 @@ from adptnet import analysis, cells
 from adptnet.errors import DataError, IncompatibleError, InputError, SpecError
 from adptnet.nn import SpikingModelSpec
 from adptnet.spec import Spec
-from adptnet_lab import cli, tasks, training
+from adptnet_lab import cli, training
 from adptnet_lab.events import Bins, Drop, Events, PixelFile, SpikeFile, TimeJitter, open_archive, write_spikes
 from adptnet_lab.tasks import EventFrames
 from support.golden import golden
@@ -19,7 +19,7 @@ WORDS = ("high", "low")
 
 
 def recordings(count: int, seed: int) -> list[tuple[Events, int]]:
-    """Two words: one in the lower half of the units, one in the upper, at random times up to 0.8 s."""
+    """Return recordings of two words, in the lower and the upper half of the units, at random times up to 0.8 s."""
     generator = np.random.default_rng(seed)
     made = []
     for number in range(count):
@@ -31,7 +31,7 @@ def recordings(count: int, seed: int) -> list[tuple[Events, int]]:
 
 @pytest.fixture
 def speech(tmp_path, monkeypatch):
-    """A folder with the three files of Spiking Speech Commands, tiny, and a cache of its own."""
+    """Return a folder with tiny versions of the three files of Spiking Speech Commands; use an empty cache."""
     folder = tmp_path / "data"
     folder.mkdir()
     for seed, (split, count) in enumerate((("train", 40), ("valid", 12), ("test", 16))):
@@ -44,7 +44,7 @@ def speech(tmp_path, monkeypatch):
 
 @pytest.fixture
 def frames(tmp_path):
-    """An npz of frames: five speakers, two words, three takes."""
+    """Return an npz of frames: five speakers, two words, three takes."""
     generator = np.random.default_rng(0)
     path = tmp_path / "frames.npz"
     counts = generator.poisson(0.3, (30, 12, 6)).astype(np.uint8)
@@ -53,12 +53,18 @@ def frames(tmp_path):
     return path
 
 
-# Whose recordings are where.
+# Splits.
+
+
+def indices_of(task: EventFrames, split, every: np.ndarray) -> list[int]:
+    """Return the indices in `every`, frames that all differ, of the recordings of a split."""
+    batch = task.examples(split, torch.arange(task.size(split)))
+    return [int((every == frames).all((1, 2)).argmax()) for frames in batch.inputs.numpy()]
 
 
 def speakers_of(task: EventFrames, split) -> set[int]:
-    source = tasks.event_frames._source(task, split)
-    return set(source.speakers[tasks.event_frames._indices(task, split)].tolist())
+    with np.load(task.path) as file:
+        return set(file["speaker"][indices_of(task, split, file["frames"])].tolist())
 
 
 def test_no_speaker_is_in_two_splits(frames):
@@ -75,10 +81,11 @@ def test_no_speaker_is_in_two_splits(frames):
 
 def test_without_speakers_recordings_are_held_out(tmp_path):
     path = tmp_path / "frames.npz"
-    np.savez(path, frames=np.ones((20, 4, 3), np.uint8), label=np.arange(20) % 3, is_test=np.arange(20) < 5)
+    frames = np.arange(240, dtype=np.uint8).reshape(20, 4, 3)
+    np.savez(path, frames=frames, label=np.arange(20) % 3, is_test=np.arange(20) < 5)
     task = EventFrames(str(path), validation=0.2)
     assert [task.size(split) for split in ("train", "validation", "test")] == [12, 3, 5]
-    assert tasks.event_frames._indices(task, "test").tolist() == list(range(5))
+    assert indices_of(task, "test", frames) == list(range(5))
 
 
 def test_published_files_have_their_own_splits(speech):
@@ -89,13 +96,17 @@ def test_published_files_have_their_own_splits(speech):
     assert [given.size(split) for split in ("train", "validation", "test")] == [40, 12, 16]
     held = EventFrames(str(speech / "ssc_train.h5"), test_path=str(speech / "ssc_test.h5"), validation=0.2)
     assert [held.size(split) for split in ("train", "validation", "test")] == [32, 8, 16]
-    assert not speakers_of(held, "train") & speakers_of(held, "validation")
+    file = SpikeFile(speech / "ssc_train.h5")
+    every = np.stack([held.bins.frames(file[i][0]) for i in range(len(file))])
+    train, validation = (set(file.speakers[indices_of(held, split, every)]) for split in ("train", "validation"))
+    assert len(train | validation) == 10
+    assert not train & validation
 
 
-# What a batch holds.
+# Batches.
 
 
-def test_a_batch_is_the_frames_merged(frames):
+def test_a_batch_holds_the_merged_frames(frames):
     counts = np.load(frames)["frames"].astype(float)
     task = EventFrames(str(frames), test_speakers=(0,), merge=(3, 2))
     batch = next(task.evaluation("test", 6, 6))
@@ -106,11 +117,11 @@ def test_a_batch_is_the_frames_merged(frames):
     np.testing.assert_array_equal(batch.inputs.numpy(), expected)
     assert batch.inputs.dtype == torch.get_default_dtype()
     assert batch.targets.tolist() == [0, 1, 0, 1, 0, 1]
-    assert batch.lengths[0] == 2  # of five frames, three by three
+    assert batch.lengths[0] == 2  # five frames, merged three by three
     assert next(EventFrames(str(frames), test_speakers=(0,), masked=False).evaluation("test", 6, 6)).lengths is None
 
 
-def test_frames_of_a_spike_file_are_the_same_from_the_cache(speech, tmp_path):
+def test_cached_frames_equal_computed_frames(speech, tmp_path):
     bins = Bins(25, 1.0, pool=10)
     kept, counted = (EventFrames("ssc", bins=bins, cached=cached) for cached in (True, False))
     for step in range(3):
@@ -123,10 +134,10 @@ def test_frames_of_a_spike_file_are_the_same_from_the_cache(speech, tmp_path):
     batch = kept.examples("test", torch.tensor([3]))
     np.testing.assert_array_equal(batch.inputs[0].numpy(), bins.frames(events))
     assert (batch.targets.item(), batch.lengths.item()) == (label, bins.length(events))
-    assert len(list((tmp_path / "cache" / "frames").glob("*.npy"))) == 2  # the test file's, too
+    assert len(list((tmp_path / "cache" / "frames").glob("*.npy"))) == 2  # one more, for the test file
 
 
-def test_augmentations_change_training_alone_and_depend_on_seed_and_step(speech):
+def test_augmentations_change_only_training_and_depend_on_seed_and_step(speech):
     plain = EventFrames("ssc", bins=Bins(20, 1.0))
     task = EventFrames("ssc", bins=Bins(20, 1.0), augmentations=(Drop(0.5), TimeJitter(0.01)))
     first = task.training_batch(0, 40, 0).inputs
@@ -141,30 +152,30 @@ def test_augmentations_change_training_alone_and_depend_on_seed_and_step(speech)
     assert Spec.from_json(task.to_json()) == task
 
 
-# Words learnt from spike files.
+# Training on spike files.
 
 
 @pytest.mark.parametrize("layer", ["silif-network", "spiking-adpt-network"])
 def test_the_recipe_of_spiking_speech_commands_runs_from_files_to_a_report(speech, tmp_path, capsys, layer):
     task = ["--task.path", "ssc", "--task.bins", "Bins(30, 1.2, rule='silif')", "--task.no-masked"]
     model = ["--model.layer", layer, "--model.width", 16, "--model.dropout", 0.1, "--model.momentum", 0.3]
-    how = ["--training.optimiser", "adam", "--training.learning-rate", 0.02, "--training.clip", "None"]
+    how = ["--training.optimizer", "adam", "--training.learning-rate", 0.02, "--training.clip", "None"]
     how += ["--training.schedule", "ReduceOnPlateau(factor=0.7, patience=10)", "--training.evaluate-every", 10]
     how += ["--training.steps", 60, "--training.batch-size", 20]
     run = tmp_path / "run"
     arguments = ["train", "event-frames", *task, *model, *how, "--output", run]
     assert cli.main([str(argument) for argument in arguments]) == 0
-    found = training.runs.read_experiment(run)
+    found = training.read_experiment(run)
     assert found.task == EventFrames("ssc", bins=Bins(30, 1.2, rule="silif"), masked=False)
     assert isinstance(found.model, SpikingModelSpec)
     assert (found.model.input_size, found.model.output_size, found.model.dropout) == (140, 2, 0.1)
-    result = training.finished(run)
+    result = training.read_result(run)
     assert result["score"] == 1.0  # the two words have no unit in common
     assert result["parameters"] == sum(p.numel() for p in found.model.build().parameters())
     capsys.readouterr()
     assert cli.main(["evaluate", str(run), "--efficiency"]) == 0
     printed = capsys.readouterr().out
-    model = training.runs.trained(run)
+    model = training.load_model(run)
     batch = next(found.task.evaluation("test", 16, 16))
     assert str(analysis.efficiency(model, batch.inputs)) in printed
     assert json.loads((run / "evaluation-test.json").read_text())["30"]["accuracy"] == 1.0
@@ -175,16 +186,15 @@ def test_a_spiking_network_from_a_saved_config_takes_flags(speech, tmp_path):
     arguments += ["--model.width", "8", "--model.spike", "ATan(alpha=3)", "--training.steps", "2"]
     arguments += ["--training.batch-size", "8", "--output", str(tmp_path / "a")]
     assert cli.main(arguments) == 0
-    spec = training.runs.read_experiment(tmp_path / "a").model
+    spec = training.read_experiment(tmp_path / "a").model
     assert spec == SpikingModelSpec(cells.LIF(8, spike=cells.ATan(alpha=3)), 140, 2)
     again = ["train", "--config", str(tmp_path / "a"), "--model.depth", "1", "--output", str(tmp_path / "b")]
     assert cli.main(again) == 0
-    assert training.runs.read_experiment(tmp_path / "b").model == SpikingModelSpec(spec.neuron, 140, 2, depth=1)
+    assert training.read_experiment(tmp_path / "b").model == SpikingModelSpec(spec.neuron, 140, 2, depth=1)
     assert cli.main(["train", "--output", str(tmp_path / "b"), "--resume"]) == 0
 
 
-def test_words_of_real_speakers_and_digits_of_a_camera(tmp_path, monkeypatch):
-    """Smoke: files of real recordings go through the trainer."""
+def test_the_trainer_accepts_real_recordings(tmp_path, monkeypatch):
     train, test = golden("amnist_shdlike_train.h5"), golden("amnist_shdlike_test.h5")
     camera = golden("nmnist_1100.npz")
     monkeypatch.setenv("ADPTNET_CACHE", str(tmp_path / "cache"))
@@ -199,11 +209,11 @@ def test_words_of_real_speakers_and_digits_of_a_camera(tmp_path, monkeypatch):
         assert sum(losses[-3:]) < sum(losses[:3])
 
 
-# What is said of files that are not right.
+# Errors.
 
 
 @pytest.mark.parametrize(
-    ("arrays", "said"),
+    ("arrays", "message"),
     [
         ({"frames": np.ones((3, 4, 5), np.uint8)}, "arrays frames; it must have label, and frames or x, y"),
         ({"frames": np.ones((3, 4)), "label": np.arange(3)}, "frames are float64 of shape \\(3, 4\\)"),
@@ -217,45 +227,45 @@ def test_words_of_real_speakers_and_digits_of_a_camera(tmp_path, monkeypatch):
         ({**dict.fromkeys(("x", "y", "p", "t_us", "lengths", "label"), np.zeros(0, int))}, "holds no recordings"),
     ],
 )  # fmt: skip
-def test_archives_that_are_not_right_are_refused(tmp_path, arrays, said):
+def test_invalid_archives_raise(tmp_path, arrays, message):
     np.savez(tmp_path / "a.npz", **arrays)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         open_archive(tmp_path / "a.npz")
 
 
-def test_a_cut_off_archive_is_refused(tmp_path, frames):
+def test_a_truncated_archive_raises(tmp_path, frames):
     (tmp_path / "cut.npz").write_bytes(frames.read_bytes()[:-200])
-    with pytest.raises(InputError, match=r"no npz file, or it is cut off"):
+    with pytest.raises(InputError, match=r"not an npz file, or it is truncated"):
         EventFrames(str(tmp_path / "cut.npz"), test_speakers=(1,)).size("train")
     content = bytearray(frames.read_bytes())
     content[400:900] = bytes(500)
     (tmp_path / "hole.npz").write_bytes(content)
-    with pytest.raises(InputError, match=r"cannot be read: .*get it again"):
+    with pytest.raises(InputError, match=r"cannot be read: .*download it again"):
         open_archive(tmp_path / "hole.npz")
 
 
-def test_events_of_a_camera_are_checked(tmp_path):
+def test_events_of_a_camera_are_validated(tmp_path):
     arrays = {"x": [0, 40], "y": [1, 1], "p": [0, 1], "t_us": [5, 9], "lengths": [1, 1], "label": [3, 4]}
     np.savez(tmp_path / "a.npz", **arrays)
     file = open_archive(tmp_path / "a.npz")
     assert isinstance(file, PixelFile)
     events, label = file[0]
     assert (events.times.tolist(), events.units.tolist(), label) == ([5e-6], [34], 3)
-    with pytest.raises(InputError, match="x goes from 40 to 40; the camera has 34"):
+    with pytest.raises(InputError, match="x ranges from 40 to 40; the camera has width=34"):
         file[1]
-    with pytest.raises(InputError, match="x goes from 40 to 40"):
+    with pytest.raises(InputError, match="x ranges from 40 to 40"):
         file[-1]
     with pytest.raises(IndexError):
         file[2]
 
 
-def test_what_cannot_be_a_task_is_said(frames, tmp_path, speech):
+def test_invalid_tasks_raise(frames, tmp_path, speech):
     task = EventFrames(str(frames))
-    with pytest.raises(DataError, match=r"which recordings are the test\? Pass test_path=.*its speakers are 0 to 4"):
-        task.size("train")  # said before anything is learnt
+    with pytest.raises(DataError, match=r"the test set is not defined. Pass test_path=.*its speakers are 0 to 4"):
+        task.size("train")  # raised before training starts
     with pytest.raises(DataError, match=r"no speaker 7; its speakers are 0 to 4"):
         EventFrames(str(frames), test_speakers=(7,)).size("train")
-    with pytest.raises(IncompatibleError, match="the same file is to be learnt and tested on"):
+    with pytest.raises(IncompatibleError, match="the same file is used for training and"):
         EventFrames("a.h5", test_path="a.h5")
     with pytest.raises(DataError, match="no recording is left for validation"):
         EventFrames(str(frames), validation=0.0, test_speakers=(1,)).size("validation")
@@ -263,7 +273,7 @@ def test_what_cannot_be_a_task_is_said(frames, tmp_path, speech):
         EventFrames(str(frames), merge=(5, 1)).input_size  # noqa: B018
     with pytest.raises(InputError, match="these recordings have 12 frames"):
         next(EventFrames(str(frames), test_speakers=(1,)).evaluation("test", 2, 2, length=3))
-    with pytest.raises(IncompatibleError, match="holds frames; augmentations change events"):
+    with pytest.raises(IncompatibleError, match="holds frames; augmentations apply to events"):
         EventFrames(str(frames), augmentations=(Drop(),), test_speakers=(1,)).training_batch(0, 2, 0)
     with pytest.raises(DataError, match="there is no file"):
         EventFrames(str(tmp_path / "none.h5")).size("train")
@@ -274,10 +284,10 @@ def test_what_cannot_be_a_task_is_said(frames, tmp_path, speech):
         EventFrames("shd").size("train")
     with pytest.raises(IncompatibleError, match="has its own splits"):
         EventFrames("ssc", test_speakers=(1,))
-    with pytest.raises(IncompatibleError, match="two test sets"):
+    with pytest.raises(IncompatibleError, match="both define the test set"):
         EventFrames("a.h5", test_path="b.h5", test_speakers=(1,))
     np.savez(tmp_path / "other.npz", frames=np.ones((3, 12, 7), np.uint8), label=np.arange(3))
-    with pytest.raises(DataError, match=r"has \(12, 7\) frames and features, those of .* \(12, .*the same bins"):
+    with pytest.raises(DataError, match=r"has \(12, 7\) frames and features, those of .* have \(12, .*the same bins"):
         next(EventFrames(str(frames), test_path=str(tmp_path / "other.npz")).evaluation("test", 2, 2))
     with pytest.raises(SpecError, match=r"merge=\(2,\)"):
         EventFrames(merge=(2,))
@@ -285,9 +295,9 @@ def test_what_cannot_be_a_task_is_said(frames, tmp_path, speech):
         EventFrames(path="")
 
 
-def test_a_published_file_with_another_md5_is_refused(speech):
+def test_a_published_file_with_another_md5_raises(speech):
     (speech / "ssc_train.h5").rename(speech / "shd_train.h5")
-    with pytest.raises(DataError, match=r"has the MD5 .*published is 8e98.*is named itself: --task\.path FILE"):
+    with pytest.raises(DataError, match=r"has the MD5 .*but 8e98.* was published.*pass its path: --task\.path FILE"):
         EventFrames("shd").size("train")
 
 

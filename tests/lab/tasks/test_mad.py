@@ -1,4 +1,4 @@
-"""The MAD suite against brute force and published facts."""
+"""Tests of the MAD suite against brute force and published facts."""
 
 import collections
 
@@ -13,7 +13,7 @@ from adptnet.errors import InputError, SpecError
 from adptnet.nn import AutoEncoderSpec, BlockSpec, SwiGLUBlockSpec
 from adptnet_lab.baselines import Mamba
 from adptnet_lab.tasks import (
-    MAD_OPTIMISERS,
+    MAD_OPTIMIZERS,
     MadCompression,
     MadFuzzyRecall,
     MadInContextRecall,
@@ -23,14 +23,14 @@ from adptnet_lab.tasks import (
     mad_score,
     mad_settings,
 )
-from adptnet_lab.tasks.base import IGNORED, generator_for
-from adptnet_lab.tasks.mad.base import first_occurrence
+from adptnet_lab.tasks.base import IGNORED, make_generator
+from adptnet_lab.tasks.mad.base import find_first_occurrence
 
 NAMES = ["memorisation", "selective-copying", "compression", "in-context-recall", "fuzzy-recall", "noisy-recall"]
 
 
-def drawn(task, size, split="test", seed=0):
-    return task.draw(size, generator_for(seed), length=task.length, split=split)
+def draw_batch(task, size, split="test", seed=0):
+    return task.draw(size, make_generator(seed), length=task.length, split=split)
 
 
 def rows(batch):
@@ -40,10 +40,10 @@ def rows(batch):
 def test_the_first_occurrence_against_a_loop():
     codes = torch.randint(5, (50, 13))
     expected = [[row.index(value) for value in row] for row in codes.tolist()]
-    assert first_occurrence(codes).tolist() == expected
+    assert find_first_occurrence(codes).tolist() == expected
 
 
-def test_the_ceiling_of_memorisation_is_the_published_one():
+def test_the_ceiling_of_memorisation_agrees_with_the_published_value():
     settings = mad_settings("memorisation")
     assert [task.facts for task in settings] == [127, 255, 511, 1023, 2047, 4095]
     assert 100 * sum(task.ceiling for task in settings) / 6 == pytest.approx(91.31, abs=0.005)
@@ -53,7 +53,7 @@ def test_the_ceiling_of_memorisation_is_the_published_one():
 
 
 def test_facts_are_paired_as_in_the_reference():
-    # Keys and values shuffled by one NumPy generator, as tuples in lists, and zipped.
+    # The reference shuffles lists of tuples of keys and values with one NumPy generator and zips them.
     generator = np.random.default_rng(12345)
     keys, values = [(i,) for i in range(127)], [(i,) for i in range(127, 255)]
     generator.shuffle(keys)
@@ -63,11 +63,11 @@ def test_facts_are_paired_as_in_the_reference():
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_memorisation_asks_for_the_value_at_the_insert_token(split):
+def test_the_target_of_memorisation_is_the_value_at_the_insert_token(split):
     task = MadMemorisation(vocabulary=64, noise=0.3, noise_vocabulary=16)
     values = task.values().tolist()
     noisy = 0
-    for inputs, targets in rows(drawn(task, 200, split)):
+    for inputs, targets in rows(draw_batch(task, 200, split)):
         real = 0
         for t in range(0, 32, 2):
             if inputs[t] < task.facts:
@@ -84,19 +84,19 @@ def test_memorisation_asks_for_the_value_at_the_insert_token(split):
 
 def test_selective_copying_against_a_loop():
     task = MadSelectiveCopying(length=60, tokens_to_copy=7)
-    for inputs, targets in rows(drawn(task, 200)):
+    for inputs, targets in rows(draw_batch(task, 200)):
         assert inputs[-8:] == [15] + [14] * 7
         tokens = [token for token in inputs[:-8] if token != 14]
         assert targets == [IGNORED] * 53 + tokens
-        assert inputs[-9] != 14  # the last token stands right before the copy token
+        assert inputs[-9] != 14  # the last token is immediately followed by the copy token
 
 
-def test_blanks_fall_as_in_the_reference():
-    """Gaps of 13.9 ± 3.6 at 256 steps, and the same distribution as inserting blanks one by one."""
+def test_blanks_are_distributed_as_in_the_reference():
+    """Gaps are 13.9 ± 3.6 at 256 steps, and have the distribution of inserting blanks one by one."""
     task = MadSelectiveCopying()
     found = [
         np.diff([-1, *(t for t, token in enumerate(inputs[:-17]) if token != 14)]) - 1
-        for inputs, _ in rows(drawn(task, 2000))
+        for inputs, _ in rows(draw_batch(task, 2000))
     ]
     assert np.mean(found) == pytest.approx(13.9, abs=0.05)
     assert np.std(found) == pytest.approx(3.6, abs=0.05)
@@ -109,19 +109,19 @@ def test_blanks_fall_as_in_the_reference():
     assert np.mean(found, 0) == pytest.approx(np.mean(brute, 0), abs=1.0)
 
 
-def test_compression_asks_for_everything():
-    batch = drawn(MadCompression(), 300)
+def test_every_token_is_a_target_of_compression():
+    batch = draw_batch(MadCompression(), 300)
     assert torch.equal(batch.inputs, batch.targets)
     assert bool((batch.inputs[:, -1] == 15).all())
     assert torch.bincount(batch.inputs[:, :-1].flatten(), minlength=15).min() > 500
-    noisy = drawn(MadCompression(vocabulary=32, noise=0.25, noise_vocabulary=16), 300)
+    noisy = draw_batch(MadCompression(vocabulary=32, noise=0.25, noise_vocabulary=16), 300)
     share = ((noisy.inputs[:, :-1] >= 15) & (noisy.inputs[:, :-1] < 31)).double().mean()
     assert float(share) == pytest.approx(0.25, abs=0.02)
     assert torch.equal(noisy.inputs, noisy.targets)
 
 
-def recalled(sequence, keys, noise, multi_query):
-    """Targets of a whole sequence of pairs by a dictionary; nothing is asked of noise."""
+def recall_targets(sequence, keys, noise, multi_query):
+    """Return the targets of a sequence of pairs by a dictionary; noise has no target."""
     known, targets = {}, []
     prefix = 0 if multi_query else 1
     body = sequence[: -2 - prefix]
@@ -145,22 +145,22 @@ def test_in_context_recall_against_a_dictionary(multi_query, noise):
     else:
         task = MadInContextRecall(length=64, multi_query=multi_query)
         keys, first_noise = (16 - (not multi_query)) // 2, 16 - (not multi_query)
-    train, test = drawn(task, 300, "train"), drawn(task, 300, "test")
+    train, test = draw_batch(task, 300, "train"), draw_batch(task, 300, "test")
     assert train.inputs.shape == (300, 63 if multi_query else 64)
-    assert torch.equal(train.inputs, test.inputs)  # what differs is what is asked
+    assert torch.equal(train.inputs, test.inputs)  # only the targets differ
     assert torch.equal(train.inputs[:, 1:], train.targets[:, :-1])
     for (inputs, training), (_, testing) in zip(rows(train), rows(test), strict=True):
         sequence = [*inputs, training[-1]]
-        assert testing == recalled(sequence, keys, first_noise, multi_query)[1:]
+        assert testing == recall_targets(sequence, keys, first_noise, multi_query)[1:]
         assert multi_query or inputs[-2] == task.vocabulary - 1
     pairs = train.inputs[:, : 2 * 31 : 2]
     share = float(((pairs >= first_noise) & (pairs < first_noise + 16)).double().mean())
     assert share == pytest.approx(noise * 30 / 31, abs=0.02)
 
 
-def test_the_probe_is_any_shown_key_whatever_its_count():
+def test_the_probe_is_uniform_over_the_keys_that_occur():
     task = MadInContextRecall(vocabulary=4, length=8)  # three pairs of two keys, and the probe
-    inputs = drawn(task, 20_000).inputs
+    inputs = draw_batch(task, 20_000).inputs
     keys, probe = inputs[:, :6:2], inputs[:, 6]
     both = keys.unique(dim=0)
     assert len(both) == 8
@@ -169,7 +169,7 @@ def test_the_probe_is_any_shown_key_whatever_its_count():
 
 
 def motifs(tokens, keys, noise):
-    """Runs of key tokens, value tokens and noise, in turn."""
+    """Split tokens into runs of key tokens, value tokens and noise."""
     kind_of = ["key" if t < keys else "value" if t < noise else "noise" for t in tokens]
     runs = []
     for kind, token in zip(kind_of, tokens, strict=True):
@@ -185,8 +185,8 @@ def test_fuzzy_recall_against_a_dictionary(split, multi_query):
     task = MadFuzzyRecall(length=60, multi_query=multi_query)
     padding = 15 if multi_query else 14
     key_sizes, repeats = collections.Counter(), 0
-    for inputs, asked in rows(drawn(task, 400, split)):
-        whole = [*inputs, asked[-1]]
+    for inputs, due in rows(draw_batch(task, 400, split)):
+        whole = [*inputs, due[-1]]
         body = whole[next(t for t, token in enumerate(whole) if token != padding) :]
         if not multi_query:
             cut = body.index(15)
@@ -202,14 +202,14 @@ def test_fuzzy_recall_against_a_dictionary(split, multi_query):
             assert len(set(value)) == len(value) <= 3
             key_sizes[len(key)] += 1
             seen = key in known
-            assert seen or not last  # the probe was shown
+            assert seen or not last  # the probe occurs before its query
             assert known.setdefault(key, value) == value
             repeats += seen
             asks = last or (seen and multi_query)
             expected += [IGNORED] * (len(key) + (last and not multi_query)) + [v if asks else IGNORED for v in value]
         expected = [IGNORED] * (61 - len(expected)) + expected
-        assert asked == (whole[1:] if split == "train" else expected[1:])
-    assert repeats > 400  # the probes, and some more
+        assert due == (whole[1:] if split == "train" else expected[1:])
+    assert repeats > 400  # the probes and other repetitions
     if split == "test":
         assert set(key_sizes) == {3}
     else:
@@ -217,8 +217,8 @@ def test_fuzzy_recall_against_a_dictionary(split, multi_query):
         assert share == pytest.approx([1 / 3] * 3, abs=0.03)
 
 
-def fuzzy_by_a_loop(generator, length, train):
-    """How many pairs a sequence has before the probe, and its tokens, one pair after another."""
+def generate_fuzzy_sequence(generator, length, train):
+    """Generate a sequence pair by pair; return its number of pairs before the query and its number of tokens."""
     sizes = lambda: (generator.integers(1, 4) if train else 3, generator.integers(1, 4))  # noqa: E731
     choose = lambda low, high, count: tuple(generator.permutation(np.arange(low, high))[:count])  # noqa: E731
     probe_sizes = sizes()
@@ -236,21 +236,21 @@ def fuzzy_by_a_loop(generator, length, train):
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_fuzzy_recall_has_the_lengths_of_a_loop(split):
+def test_fuzzy_recall_has_the_lengths_of_a_loop_over_pairs(split):
     task = MadFuzzyRecall(length=60)
-    batch = drawn(task, 3000, split)
+    batch = draw_batch(task, 3000, split)
     tokens = (batch.inputs != 15).sum(-1).double() + 1
     pairs = ((batch.inputs[:, 1:] < 7) & (batch.inputs[:, :-1] >= 7)).sum(-1).double() - 1
     generator = np.random.default_rng(0)
-    brute = np.array([fuzzy_by_a_loop(generator, 60, split == "train") for _ in range(1000)])
+    brute = np.array([generate_fuzzy_sequence(generator, 60, split == "train") for _ in range(1000)])
     for found, expected in ((pairs, brute[:, 0]), (tokens, brute[:, 1])):
         assert float(found.mean()) == pytest.approx(expected.mean(), abs=5 * expected.std() / 1000**0.5)
         assert float(found.std()) == pytest.approx(expected.std(), rel=0.1)
 
 
-def test_fuzzy_noise_is_not_asked_for():
+def test_noise_has_no_target_in_fuzzy_recall():
     task = MadFuzzyRecall(vocabulary=32, noise=0.4, noise_vocabulary=16, length=60)
-    batch = drawn(task, 300)
+    batch = draw_batch(task, 300)
     noisy = (batch.inputs >= 15) & (batch.inputs < 31)
     assert 0.2 < float(noisy.double().mean()) < 0.45
     assert not bool(((batch.targets >= 15) & (batch.targets != IGNORED)).any())
@@ -266,9 +266,9 @@ def test_accuracy_is_the_mean_over_classes_of_one_batch():
     assert scores["plain_accuracy"] == pytest.approx(4 / 6)
 
 
-def test_a_constant_guess_at_compression_scores_two_classes():
+def test_a_constant_prediction_of_compression_scores_two_classes():
     task = MadCompression()
-    batch = drawn(task, 1280)
+    batch = draw_batch(task, 1280)
     guess = torch.zeros_like(batch.targets)
     guess[:, -1] = 15
     scores = task.scores(one_hot(guess, 16), batch.targets)
@@ -276,10 +276,10 @@ def test_a_constant_guess_at_compression_scores_two_classes():
     assert scores["plain_accuracy"] == pytest.approx(0.096, abs=0.003)
 
 
-def test_the_grid_has_66_settings_that_change_one_thing_each():
+def test_the_grid_has_66_settings_that_change_one_field_each():
     counts = [len(mad_settings(name)) for name in NAMES]
     assert counts == [6, 13, 11, 11, 11, 14]
-    assert sum(counts) * len(MAD_OPTIMISERS) == 396
+    assert sum(counts) * len(MAD_OPTIMIZERS) == 396
     for name in NAMES:
         baseline, *varied = mad_settings(name)
         assert Spec.from_json(baseline.to_json()) == baseline
@@ -287,7 +287,7 @@ def test_the_grid_has_66_settings_that_change_one_thing_each():
         for task in varied:
             changed = [f for f in type(task).__dataclass_fields__ if getattr(task, f) != getattr(baseline, f)]
             assert len(changed) == 1
-            task.draw(2, generator_for(0), length=task.length, split="test")
+            task.draw(2, make_generator(0), length=task.length, split="test")
     with pytest.raises(InputError, match="Perhaps you meant 'compression'"):
         mad_settings("compresion")
 
@@ -301,7 +301,7 @@ def test_a_score_is_the_best_run_of_each_setting_averaged():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: MadMemorisation(vocabulary=2), "need 3 at least"),
+        (lambda: MadMemorisation(vocabulary=2), "need at least 3"),
         (lambda: MadMemorisation(noise=0.1), "Pass noise_vocabulary=16 and vocabulary=272"),
         (lambda: MadMemorisation(noise=1.0, noise_vocabulary=2), "nothing but noise"),
         (lambda: MadMemorisation(noise_vocabulary=-1), "must be a whole number from 0"),
@@ -309,13 +309,13 @@ def test_a_score_is_the_best_run_of_each_setting_averaged():
         (lambda: MadSelectiveCopying(length=33), "Pass length=34 or more"),
         (lambda: MadCompression(length=1), "at least 2 steps"),
         (lambda: MadInContextRecall(length=127), "even length. Pass 128"),
-        (lambda: MadNoisyRecall(vocabulary=18), "keys, values and noise need 19"),
-        (lambda: MadFuzzyRecall(length=12), "needs length=13 or more"),
-        (lambda: MadFuzzyRecall(vocabulary=6), "motifs of 3 distinct tokens need 7"),
+        (lambda: MadNoisyRecall(vocabulary=18), "keys, values and noise need at least 19"),
+        (lambda: MadFuzzyRecall(length=12), "need length=13 or more"),
+        (lambda: MadFuzzyRecall(vocabulary=6), "motifs of 3 distinct tokens need at least 7"),
         (lambda: next(MadInContextRecall().evaluation("test", 2, 2, length=9)), "even length"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(make, message):
+def test_invalid_settings_raise(make, message):
     with pytest.raises(SpecError, match=message):
         make()
 
@@ -325,9 +325,9 @@ def block():
     return BlockSpec(ADPTNet(10).spec, norm="rms")
 
 
-def test_the_auto_encoder_is_its_description(block):
+def test_the_auto_encoder_matches_its_definition(block):
     model = MadCompression().model(block, depth=2).build().eval()
-    for parameter in model.parameters():  # so that no part stands at its start
+    for parameter in model.parameters():  # so that no parameter keeps its initial value
         torch.nn.init.normal_(parameter, std=0.3)
     x = torch.randint(16, (3, 9))
     logits, states = model(x)
@@ -347,7 +347,7 @@ def test_the_auto_encoder_is_its_description(block):
         assert_close(logits[:, t], z)
 
 
-def test_the_auto_encoder_reads_the_true_end_and_survives_a_file(block, tmp_path):
+def test_the_auto_encoder_ignores_padding_and_can_be_saved(block, tmp_path):
     model = AutoEncoderSpec(block, vocabulary=16).build()
     x = torch.randint(16, (2, 7))
     padded = torch.cat((x, torch.zeros(2, 3, dtype=torch.int64)), 1)
@@ -360,7 +360,7 @@ def test_the_auto_encoder_reads_the_true_end_and_survives_a_file(block, tmp_path
         AutoEncoderSpec(ADPTNet(4).spec)
 
 
-def test_the_suites_own_block_is_its_description(tmp_path):
+def test_the_block_of_the_suite_matches_its_definition(tmp_path):
     assert SwiGLUBlockSpec(ADPTNet(128).spec).inner == 352
     spec = SwiGLUBlockSpec(Mamba(10, state_size=4))
     block = spec.build()

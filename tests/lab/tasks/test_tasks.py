@@ -1,4 +1,4 @@
-"""The word problem against brute force and published facts."""
+"""Tests of word problems and of the base classes of tasks, against brute force and published facts."""
 
 import itertools
 import time
@@ -10,8 +10,8 @@ from torch.nn.functional import one_hot
 from adptnet import Spec
 from adptnet.errors import InputError, SpecError
 from adptnet.spec import spec
-from adptnet_lab.tasks import TASKS, Batch, FiniteTask, GeneratedTask, WordProblem, product_table, spelled
-from adptnet_lab.tasks.base import generator_for
+from adptnet_lab.tasks import TASKS, Batch, FiniteTask, GeneratedTask, WordProblem, format_product_table, product_table
+from adptnet_lab.tasks.base import make_generator
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_a_product_table_is_a_group(name, size):
     table = product_table(name)
     assert table.shape == (size, size)
     elements = torch.arange(size)
-    assert torch.equal(table[0], elements)  # 0 is the identity, from both sides
+    assert torch.equal(table[0], elements)  # 0 is the left and right identity
     assert torch.equal(table[:, 0], elements)
     for line in (*table, *table.T):
         assert torch.equal(line.sort().values, elements)
@@ -41,19 +41,19 @@ def test_permutations_are_in_lexicographic_order_and_compose_right_to_left():
         assert elements[table[p, q]] == composed
 
 
-def test_only_s_and_a_are_not_commutative():
+def test_s3_is_not_commutative_and_z6_is():
     assert not torch.equal(product_table("S3"), product_table("S3").T)
     assert torch.equal(product_table("Z6"), product_table("Z6").T)
 
 
 @pytest.mark.parametrize("name", ["S0", "S7", "E4", "s3", "S", "Z0", "S3 ", "Q6", "D2000", "S3x", "S3xX2", "", " "])
-def test_an_unknown_group_is_named(name):
+def test_an_unknown_group_raises(name):
     with pytest.raises(InputError, match="Groups are S3, A5, Z6"):
         product_table(name)
 
 
 def orders(name):
-    """How many elements have each order: it tells all groups below apart."""
+    """Count the elements of each order, which distinguishes all groups below."""
     table = product_table(name)
     counts = {}
     for element in range(len(table)):
@@ -64,7 +64,7 @@ def orders(name):
     return counts
 
 
-def test_groups_are_the_ones_they_are_called():
+def test_groups_have_the_orders_of_elements_that_their_names_imply():
     assert orders("D4") == {1: 1, 2: 5, 4: 2}
     assert orders("Q8") == {1: 1, 2: 1, 4: 6}
     assert orders("Z2xZ4") == {1: 1, 2: 3, 4: 4}
@@ -76,8 +76,8 @@ def test_groups_are_the_ones_they_are_called():
     assert [int(table[i, j]), int(table[j, i]), int(table[i, i])] == [k, k + 4, 4]
 
 
-def test_a_table_of_ones_own_is_a_group_like_any():
-    own = spelled(product_table("D4"))
+def test_a_user_provided_table_works_like_a_named_group():
+    own = format_product_table(product_table("D4"))
     task = WordProblem(own, length=5)
     assert Spec.from_json(task.to_json()) == task
     named = WordProblem("D4", length=5)
@@ -89,17 +89,17 @@ def test_a_table_of_ones_own_is_a_group_like_any():
     ("table", "reason"),
     [
         ("0 1; 1", r"square.*2 rows of \[1, 2\]"),
-        ("0 1; 1 2", "2 is no element"),
+        ("0 1; 1 2", "2 is not an element"),
         ("1 0; 0 1", "element 0 must be the identity"),
         ("0 1; 1 1", "row 1 lacks elements, so 1 has no inverse"),
         ("0 1 2 3 4; 1 0 3 4 2; 2 4 0 1 3; 3 2 4 0 1; 4 3 1 2 0", r"is not \d·\(\d·\d\)"),
     ],
 )
-def test_a_table_that_is_no_group_is_refused_with_the_reason(table, reason):
+def test_a_table_that_is_not_a_group_raises_with_the_reason(table, reason):
     with pytest.raises(InputError, match=reason):
         product_table(table)
-    with pytest.raises(InputError, match="whole numbers; got"):
-        spelled(torch.ones(2, 2))
+    with pytest.raises(InputError, match="integers; got"):
+        format_product_table(torch.ones(2, 2))
 
 
 def test_elements_are_replaced_by_the_identity_with_the_given_probability():
@@ -121,7 +121,7 @@ def test_targets_are_the_running_product(group):
             assert y == product
 
 
-def test_batches_are_seeded_and_even():
+def test_batches_are_reproducible_and_uniform():
     task = WordProblem("S3")
     first, second = (task.batch(4000, torch.Generator().manual_seed(5)) for _ in range(2))
     assert torch.equal(first.inputs, second.inputs)
@@ -144,7 +144,7 @@ def test_the_reported_accuracy_is_over_the_last_ten_positions():
     assert task.chance == 1 / 120
 
 
-def test_two_free_positions_are_a_quarter_at_length_eight():
+def test_two_correct_positions_of_eight_score_a_quarter():
     task = WordProblem("S5", length=8)
     targets = torch.zeros(3, 8, dtype=torch.int64)
     predictions = torch.ones_like(targets)
@@ -152,7 +152,7 @@ def test_two_free_positions_are_a_quarter_at_length_eight():
     assert task.scores(one_hot(predictions, task.vocabulary), targets)["accuracy"] == 0.25
 
 
-def test_a_task_is_a_spec_and_refuses_bad_sizes():
+def test_a_task_is_a_spec_and_rejects_invalid_sizes():
     task = WordProblem("A5", length=12)
     assert Spec.from_json(task.to_json()) == task
     with pytest.raises(SpecError, match="length must be a whole number from 1"):
@@ -172,7 +172,7 @@ def test_a_training_batch_depends_on_seed_and_step_alone():
 
 @spec
 class Numbered(FiniteTask):
-    """Sequence i is the number i."""
+    """Task whose sequence i is the number i."""
 
     total: int = 10
     chance = 0.0
@@ -191,8 +191,8 @@ class Numbered(FiniteTask):
 @pytest.mark.parametrize("size", [1, 3, 4, 10])
 def test_every_epoch_of_a_finite_task_visits_every_sequence_once_in_a_new_order(size):
     task = Numbered()
-    seen = torch.cat([task.training_batch(step, size, 0).inputs[:, 0] for step in range(60 // size)])
-    epochs = seen[: len(seen) // 10 * 10].reshape(-1, 10)
+    visited = torch.cat([task.training_batch(step, size, 0).inputs[:, 0] for step in range(60 // size)])
+    epochs = visited[: len(visited) // 10 * 10].reshape(-1, 10)
     assert torch.equal(epochs.sort().values, torch.arange(10).expand(len(epochs), 10))
     assert len({tuple(epoch.tolist()) for epoch in epochs}) == len(epochs)
     with pytest.raises(InputError, match="batch of 11 is larger than the 10 training sequences"):
@@ -201,15 +201,15 @@ def test_every_epoch_of_a_finite_task_visits_every_sequence_once_in_a_new_order(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(TASKS) - {"sequential-image", "event-frames", "text", "forecast"}))
-def test_a_core_makes_a_million_tokens_a_second(name):
+def test_one_core_generates_a_million_tokens_per_second(name):
     task, times = TASKS[name](), []
     for seed in range(5):
-        begun = time.process_time()
-        tokens = sum(_drawn(task, generator_for(seed, number)).inputs.numel() for number in range(8))
-        times.append((time.process_time() - begun) / tokens)
+        start = time.process_time()
+        tokens = sum(_draw(task, make_generator(seed, number)).inputs.numel() for number in range(8))
+        times.append((time.process_time() - start) / tokens)
     assert min(times) < 1e-6
 
 
-def _drawn(task, generator):
+def _draw(task, generator):
     fixed = isinstance(task, GeneratedTask)
     return task.draw(128, generator, length=task.length) if fixed else task.batch(128, generator)

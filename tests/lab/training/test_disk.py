@@ -1,4 +1,4 @@
-"""Full and read-only disks: a clear error, nothing damaged, and the bits of an uncut run once there is room again."""
+"""Full and read-only disks: a clear error, nothing damaged, and the bits of an uninterrupted run once there is room."""
 
 import json
 import subprocess
@@ -6,8 +6,8 @@ import subprocess
 import pytest
 from safetensors.torch import load_file
 
-from adptnet_lab.training import finished, read_metrics, store
-from support.small_runs import command_in, start
+from adptnet_lab.training import checkpoint_store, read_metrics, read_result
+from support.small_runs import run_command_in_process, start_process
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -22,7 +22,7 @@ SIZES = {"train": (4, 16, 24, 40, 56), "sweep": (4, 24, 88), "reproduce": (4, 12
 
 
 class Disk:
-    """A disk of its own, whose size can be changed."""
+    """A tmpfs whose size can be changed."""
 
     def __init__(self, path):
         path.mkdir()
@@ -47,26 +47,26 @@ def disk(tmp_path):
 
 @pytest.fixture(scope="module", params=COMMANDS)
 def command(request, tmp_path_factory):
-    """A command, and what it leaves on a disk with room."""
+    """Return a command, and the numbers that it writes to a disk with room."""
     whole = tmp_path_factory.mktemp("whole")
-    code, said = run_command(request.param, whole, whole / "printed")
-    assert code == 0, said
-    return request.param, contents(request.param, whole)
+    code, printed = run_command(request.param, whole, whole / "printed")
+    assert code == 0, printed
+    return request.param, read_contents(request.param, whole)
 
 
 def run_command(name, folder, printed):
-    """Return the exit code and what was printed."""
+    """Run a command and return its exit code and what it printed."""
     arguments, _ = COMMANDS[name]
-    process = start(command_in, [*arguments, folder / "a" if name == "train" else folder], printed)
+    process = start_process(run_command_in_process, [*arguments, folder / "a" if name == "train" else folder], printed)
     process.join()
     said = printed.read_text()
     printed.unlink()
-    assert "Traceback" not in said, said
+    assert "Traceback" not in said, printed
     return process.exitcode, " ".join(said.split())
 
 
-def contents(name, folder):
-    """Return the numbers of what was done in a folder; all of it must be whole."""
+def read_contents(name, folder):
+    """Return the numbers that are in a folder; every file must be intact."""
     if name == "reproduce":
         rows = [json.loads(line) for path in folder.rglob("*.jsonl") for line in path.read_bytes().splitlines()]
         return {json.dumps([row["label"], row["settings"], row["seed"]]): json.dumps(row["numbers"]) for row in rows}
@@ -77,10 +77,10 @@ def contents(name, folder):
                 part: tensor.tolist() for part, tensor in load_file(run / "model.safetensors").items()
             }
         if (run / "result.json").exists():
-            found[run.name, "test"] = finished(run)["test"]
+            found[run.name, "test"] = read_result(run)["test"]
         for line in read_metrics(run / "metrics.jsonl"):
             found[run.name, line["step"]] = line
-        store.Store(run / "checkpoints").newest()
+        checkpoint_store.CheckpointStore(run / "checkpoints").read_newest()
     return found
 
 
@@ -92,18 +92,18 @@ def test_a_full_disk_is_named_and_with_room_again_the_bits_are_the_same(command,
         used = sum(path.stat().st_blocks // 2 for path in disk.path.rglob("*"))
         disk.remount(f"size={used + size}k")
         for _ in range(2):
-            code, said = run_command(name, folder, tmp_path / "printed")
+            code, printed = run_command(name, folder, tmp_path / "printed")
             failures += code
             if code:
                 assert code == 1
-                assert str(folder) in said
-                assert "No space left on device" in said or "is full" in said, said
-            done = contents(name, folder)
+                assert str(folder) in printed
+                assert "No space left on device" in printed or "is full" in printed, printed
+            done = read_contents(name, folder)
             assert done.items() <= whole.items()
         disk.remount("size=20m")
-        code, said = run_command(name, folder, tmp_path / "printed")
-        assert code == 0, said
-        assert contents(name, folder) == whole
+        code, printed = run_command(name, folder, tmp_path / "printed")
+        assert code == 0, printed
+        assert read_contents(name, folder) == whole
     assert failures >= 2
 
 
@@ -114,16 +114,16 @@ def test_a_disk_that_is_read_only_is_named_and_stays_as_it_was(command, disk, tm
     code, _ = run_command(name, disk.path / "used", tmp_path / "printed")
     assert code == 0
     for path in [*disk.path.rglob("result.json"), *disk.path.rglob("fig-cayley*.jsonl")]:
-        path.unlink()  # something is left to do
+        path.unlink()  # so that something is left to do
     before = {path: path.read_bytes() for path in disk.path.rglob("*") if path.is_file()}
     disk.remount("ro")
     for folder in ("empty", "used", "new"):
-        code, said = run_command(name, disk.path / folder, tmp_path / "printed")
+        code, printed = run_command(name, disk.path / folder, tmp_path / "printed")
         assert code == 1
-        assert f"{disk.path / folder}" in said
-        assert "Read-only file system" in said
+        assert f"{disk.path / folder}" in printed
+        assert "Read-only file system" in printed
     assert {path: path.read_bytes() for path in disk.path.rglob("*") if path.is_file()} == before
     disk.remount("rw")
     code, _ = run_command(name, disk.path / "used", tmp_path / "printed")
     assert code == 0
-    assert contents(name, disk.path / "used") == whole
+    assert read_contents(name, disk.path / "used") == whole

@@ -1,4 +1,4 @@
-"""The small trainer: seeded, honest about failure, and able to learn."""
+"""The training loop: seeded, able to learn, and explicit about failure."""
 
 import json
 
@@ -7,8 +7,11 @@ import torch
 
 from adptnet import ADPTNet, SequenceModel, Spec, cells, nn
 from adptnet.errors import SpecError
+from adptnet.spec import rename_fields
+from adptnet_lab._json_files import write_json
+from adptnet_lab._runtime import describe_environment
 from adptnet_lab.tasks import WordProblem
-from adptnet_lab.training import AdamW, Linear, TrainConfig, TrainingDiverged, environment, evaluate, train, write_json
+from adptnet_lab.training import AdamW, Linear, RMSprop, TrainConfig, TrainingDiverged, evaluate, train
 
 
 def small(seed=0, beta=4.0):
@@ -59,13 +62,13 @@ def test_evaluation_repeats_and_restores_the_mode():
     assert model.training
 
 
-def test_on_step_sees_every_step():
+def test_on_step_is_called_after_every_step():
     seen = []
     record = train(small(), PARITY, TrainConfig(steps=4, batch_size=4), on_step=lambda n, loss: seen.append((n, loss)))
     assert seen == list(enumerate(record.losses, 1))
 
 
-def test_the_schedule_rises_and_falls_along_lines():
+def test_the_linear_schedule_rises_and_falls_linearly():
     rates = [Linear(warmup=0.1).rate(step, 100) for step in range(101)]
     assert rates[0] == 0
     assert rates[5] == 0.5
@@ -91,13 +94,13 @@ def test_a_loss_that_is_not_finite_stops_the_run():
         ({"learning_rate": 0.0}, "learning_rate must be a positive number"),
         ({"clip": 0.0}, "clip must be a positive number"),
         ({"schedule": "cosine"}, "schedule must be a Schedule"),
-        ({"optimiser": AdamW}, r"Pass optimiser=AdamW\(\)"),
+        ({"optimizer": AdamW}, r"Pass optimizer=AdamW\(\)"),
         ({"precision": "bf17"}, "Perhaps you meant 'bf16'"),
         ({"lengths": (8, 0)}, "lengths must be a whole number from 1"),
         ({"patience": 3}, "waits for evaluations"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(fields, message):
+def test_impossible_settings_raise(fields, message):
     with pytest.raises(SpecError, match=message):
         TrainConfig(**fields)
 
@@ -107,7 +110,20 @@ def test_settings_survive_json():
     assert Spec.from_json(config.to_json()) == config
 
 
-def test_json_is_written_whole_or_not_at_all(tmp_path):
+def test_settings_written_before_a_field_was_renamed_can_be_read():
+    config = TrainConfig(optimizer=RMSprop(momentum=0.5))
+    earlier = config.to_json().replace('"optimizer"', '"optimiser"')
+    assert earlier != config.to_json()
+    assert Spec.from_json(earlier) == config
+    assert rename_fields(json.loads(earlier)) == json.loads(config.to_json())
+    both = earlier.replace('"optimiser"', '"optimizer": {"type": "Adam"}, "optimiser"')
+    with pytest.raises(SpecError, match="TrainConfig has the field 'optimizer' twice, under its earlier name as well"):
+        Spec.from_json(both)
+    with pytest.raises(SpecError, match=r"has no field 'optimiserr'. Perhaps you meant 'optimizer'"):
+        Spec.from_json(earlier.replace('"optimiser"', '"optimiserr"'))
+
+
+def test_json_is_written_atomically(tmp_path):
     path = tmp_path / "deep" / "numbers.json"
     write_json(path, {"a": [1.5]})
     assert json.loads(path.read_text()) == {"a": [1.5]}
@@ -115,4 +131,4 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
         write_json(path, {"a": float("nan")})
     assert json.loads(path.read_text()) == {"a": [1.5]}
     assert len(list(path.parent.iterdir())) == 1
-    assert environment()["torch"] == torch.__version__
+    assert describe_environment()["torch"] == torch.__version__

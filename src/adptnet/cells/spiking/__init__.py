@@ -1,4 +1,4 @@
-"""Spiking cells: the same contract as every other, with spikes for an output."""
+"""Spiking cells: cells whose output is spikes, with the same interface as all others."""
 
 from .adaptive import ALIF, AdLIF, AdLIFCell, ALIFCell, SiLIF, SiLIFCell
 from .adpt import SpikingADPT, SpikingADPTCell

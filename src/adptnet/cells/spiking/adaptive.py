@@ -1,4 +1,4 @@
-"""Neurons with a slow variable beside the membrane: ALIF, adLIF and SiLIF. The state is the membrane, then it."""
+"""Neurons with a slow variable: ALIF, adLIF and SiLIF. The state is the membranes, then the slow variables."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..._typing import Device, DType
 from ...recurrence.projections import Projection, ProjectionSpec
 from ...recurrence.spectra import BlockDiagonal
-from ...solvers.transitions import Coupled, Transition
+from ...solvers.transitions import CoupledTransition, Transition
 from ...spec import check_kind, check_nonnegative, check_scale, spec
 from .base import (
     SLOW_DECAY,
@@ -19,11 +19,11 @@ from .base import (
     Range,
     Rates,
     SpikingCell,
-    carried,
     check_decay,
     check_range,
-    drawn,
-    full,
+    decay_membrane,
+    draw_parameter,
+    to_compute_dtype,
 )
 from .surrogate import Boxcar, Spike
 
@@ -31,7 +31,7 @@ __all__ = ["ALIF", "ALIFCell", "AdLIF", "AdLIFCell", "SiLIF", "SiLIFCell"]
 
 
 class _AdaptiveCell(SpikingCell):
-    """A membrane and one slow variable for each neuron."""
+    """Base class of the cells with a membrane and one slow variable for each neuron."""
 
     def __init__(self, spec: NeuronSpec):
         super().__init__(spec.width, 2, spec.spike, spec.initial)
@@ -42,30 +42,34 @@ class _AdaptiveCell(SpikingCell):
         return state[..., : self.size]
 
     def slow_state(self, state: Tensor) -> Tensor:
-        """The slow variable of each neuron."""
+        """Return the slow variable of each neuron.
+
+        Args:
+            state: (..., state_size).
+        """
         return state[..., self.size :]
 
-    def above(self, state: Tensor) -> Tensor:
+    def above_threshold(self, state: Tensor) -> Tensor:
         return self.membrane(state) - self.threshold
 
 
-def _pairs(above: tuple[Tensor, Tensor], below: tuple[Tensor, Tensor]) -> Transition:
-    """The transition of membrane and slow variable without spikes, neuron by neuron."""
-    rows = [torch.stack(torch.broadcast_tensors(*row), -1) for row in (above, below)]
-    return Coupled(torch.stack(rows, -2)[None, None])
+def _make_transition(membrane: tuple[Tensor, Tensor], slow: tuple[Tensor, Tensor]) -> Transition:
+    """Return the transition between spikes from the two rows of the 2-by-2 matrix of each neuron."""
+    rows = [torch.stack(torch.broadcast_tensors(*row), -1) for row in (membrane, slow)]
+    return CoupledTransition(torch.stack(rows, -2)[None, None])
 
 
 @spec
 class ALIF(LeakySpec):
-    """A threshold θ + strength · a that rises with each spike (eq:alif): a[t] = α a[t-1] + (1 - α) s[t-1].
+    """LIF with the threshold θ + strength · a, which rises with each spike (eq:alif): a[t] = α a[t-1] + (1 - α) s[t-1].
 
-    The membrane is that of `LIF`, reset by the threshold at t. As printed the threshold has no resting value and decays
-    to zero; here it rests at θ.
+    The membrane is that of `LIF`, reset by the threshold at t. As printed in the paper the threshold has no resting
+    value and decays to zero; here it decays to θ.
 
     Attributes:
-        recurrent: What W is; None for neurons that do not hear each other.
-        slow_decay: The range that α is drawn from. It learns.
-        strength: How far a steady stream of spikes raises the threshold.
+        recurrent: The recurrent projection W; None for neurons without recurrent connections.
+        slow_decay: The range that α is drawn from. It is trained.
+        strength: How much a neuron that fires at every step raises its threshold.
     """
 
     recurrent: ProjectionSpec | None = None
@@ -84,6 +88,8 @@ class ALIF(LeakySpec):
 
 
 class ALIFCell(_AdaptiveCell):
+    """The cell of `ALIF`."""
+
     def __init__(self, spec: ALIF, *, device: Device = None, dtype: DType = None):
         super().__init__(spec)
         self.spec = spec
@@ -95,37 +101,37 @@ class ALIFCell(_AdaptiveCell):
 
     def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
         spec, decay, slow_decay = self.spec, self.decay(), self.slow_decay()
-        heard = None if self.recurrent is None else self.recurrent.bound(decay.dtype)
+        recurrent = None if self.recurrent is None else self.recurrent.bind(decay.dtype)
 
         def step(state: Tensor, drive: Tensor) -> Tensor:
             membrane, raised = state.split(self.size, -1)
             spikes = self.output(state)
-            current = drive if heard is None else drive + heard(spikes)
+            current = drive if recurrent is None else drive + recurrent(spikes)
             raised = slow_decay * raised + (1 - slow_decay) * spikes
             threshold = spec.threshold + spec.strength * raised
-            membrane = carried(spec.reset, decay, membrane, spikes, threshold) + (1 - decay) * current
+            membrane = decay_membrane(spec.reset, decay, membrane, spikes, threshold) + (1 - decay) * current
             return torch.cat((membrane, raised), -1)
 
         return step
 
     def eigenvalues(self) -> BlockDiagonal:
-        """Both decays: what the state is multiplied by between spikes."""
+        """Return both decay factors, by which the state is multiplied between spikes."""
         return BlockDiagonal(torch.cat((self.decay(), self.slow_decay())))
 
-    def above(self, state: Tensor) -> Tensor:
+    def above_threshold(self, state: Tensor) -> Tensor:
         return self.membrane(state) - self.threshold - self.spec.strength * self.slow_state(state)
 
 
 @spec
 class AdLIF(LeakySpec):
-    """A slow current w beside the membrane (eq:adlif), with a weight for each of its two sources.
+    """LIF with a slow current w (eq:adlif), with a weight for each of its two sources.
 
     u[t] = d u[t-1] + (1 - d)(I[t] + w[t-1]) - θ s[t-1],  w[t] = α w[t-1] + (1 - α)(a u[t-1] + b s[t-1]).
 
     Attributes:
-        coupling: The range that a is drawn from. It learns. (1, 1) is the equation as printed.
-        jump: The range that b is drawn from, likewise. By default as adLIF's authors, whose w is subtracted.
-        slow_decay: The range that α is drawn from. It learns.
+        coupling: The range that a is drawn from. It is trained. (1, 1) is the equation as printed.
+        jump: The range that b is drawn from, likewise. The default is that of adLIF's authors, who subtract w.
+        slow_decay: The range that α is drawn from. It is trained.
     """
 
     slow_decay: Range = SLOW_DECAY
@@ -142,22 +148,24 @@ class AdLIF(LeakySpec):
 
 
 class AdLIFCell(_AdaptiveCell):
+    """The cell of `AdLIF`."""
+
     def __init__(self, spec: AdLIF, *, device: Device = None, dtype: DType = None):
         super().__init__(spec)
         self.spec = spec
         self.decay = Rates(spec.width, spec.decay, device, dtype)
         self.slow_decay = Rates(spec.width, spec.slow_decay, device, dtype)
-        self.coupling = drawn(spec.width, *spec.coupling, device, dtype)
-        self.jump = drawn(spec.width, *spec.jump, device, dtype)
+        self.coupling = draw_parameter(spec.width, *spec.coupling, device, dtype)
+        self.jump = draw_parameter(spec.width, *spec.jump, device, dtype)
 
     def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
         spec, decay, slow_decay = self.spec, self.decay(), self.slow_decay()
-        coupling, jump = full(self.coupling), full(self.jump)
+        coupling, jump = to_compute_dtype(self.coupling), to_compute_dtype(self.jump)
 
         def step(state: Tensor, drive: Tensor) -> Tensor:
             membrane, slow = state.split(self.size, -1)
             spikes = self.output(state)
-            after = carried(spec.reset, decay, membrane, spikes, spec.threshold) + (1 - decay) * (drive + slow)
+            after = decay_membrane(spec.reset, decay, membrane, spikes, spec.threshold) + (1 - decay) * (drive + slow)
             slow = slow_decay * slow + (1 - slow_decay) * (coupling * membrane + jump * spikes)
             return torch.cat((after, slow), -1)
 
@@ -165,22 +173,22 @@ class AdLIFCell(_AdaptiveCell):
 
     def linear_transition(self, drive: Tensor) -> Transition:
         decay, slow_decay = self.decay(), self.slow_decay()
-        return _pairs((decay, 1 - decay), ((1 - slow_decay) * full(self.coupling), slow_decay))
+        return _make_transition((decay, 1 - decay), ((1 - slow_decay) * to_compute_dtype(self.coupling), slow_decay))
 
 
 @spec
 class SiLIF(NeuronSpec):
-    """The neuron of Fabre et al. 2025, as its program has it: rates in logarithms, the reset inside the decay.
+    """The neuron of Fabre et al. 2025, as in its code: rates stored as logarithms, the reset inside the decay.
 
     w[t] = β w[t-1] + a u[t-1] + b s[t-1],  u[t] = α (u[t-1] - s[t-1]) + (1 - α)(I[t] - w[t]),  s = [u > θ].
 
     α = exp(-exp(log_decay + log_dt)), β likewise with log_slow_decay and the same log_dt; a is clamped to [0, 1], b to
-    [0, 2]. Its authors start u, w and s uniform in [0, 1) at every call: `initial="uniform"` does so for u and w.
+    [0, 2]. The authors draw u, w and s uniformly from [0, 1) at every call; `initial="uniform"` does so for u and w.
 
     Attributes:
-        dt: Where the step size starts, in seconds.
-        decay: The range of the membrane's rates, in 1/s, drawn evenly in the logarithm.
-        slow_decay: That of w.
+        dt: Initial step size, in seconds.
+        decay: The range of the decay rates of the membrane, in 1/s, drawn log-uniformly.
+        slow_decay: The range of the decay rates of w, likewise.
     """
 
     dt: float = 0.004
@@ -198,25 +206,30 @@ class SiLIF(NeuronSpec):
 
 
 class SiLIFCell(_AdaptiveCell):
+    """The cell of `SiLIF`."""
+
     def __init__(self, spec: SiLIF, *, device: Device = None, dtype: DType = None):
         super().__init__(spec)
         self.spec = spec
 
-        def rates(low: float, high: float) -> nn.Parameter:
-            return drawn(spec.width, math.log(low), math.log(high), device, dtype)
+        def draw_log(low: float, high: float) -> nn.Parameter:
+            return draw_parameter(spec.width, math.log(low), math.log(high), device, dtype)
 
         self.log_dt = nn.Parameter(torch.full((spec.width,), math.log(spec.dt), device=device, dtype=dtype))
-        self.log_decay, self.log_slow_decay = rates(*spec.decay), rates(*spec.slow_decay)
-        self.coupling = drawn(spec.width, 0.0, 1.0, device, dtype)
-        self.jump = drawn(spec.width, 0.0, 2.0, device, dtype)
+        self.log_decay, self.log_slow_decay = draw_log(*spec.decay), draw_log(*spec.slow_decay)
+        self.coupling = draw_parameter(spec.width, 0.0, 1.0, device, dtype)
+        self.jump = draw_parameter(spec.width, 0.0, 2.0, device, dtype)
 
-    def _evaluated(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        step = full(self.log_dt).exp()
-        decay, slow_decay = (torch.exp(-full(rate).exp() * step) for rate in (self.log_decay, self.log_slow_decay))
-        return decay, slow_decay, full(self.coupling).clamp(0, 1), full(self.jump).clamp(0, 2)
+    def _evaluate(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return α, β, a and b."""
+        step = to_compute_dtype(self.log_dt).exp()
+        decay, slow_decay = (
+            torch.exp(-to_compute_dtype(rate).exp() * step) for rate in (self.log_decay, self.log_slow_decay)
+        )
+        return decay, slow_decay, to_compute_dtype(self.coupling).clamp(0, 1), to_compute_dtype(self.jump).clamp(0, 2)
 
     def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
-        decay, slow_decay, coupling, jump = self._evaluated()
+        decay, slow_decay, coupling, jump = self._evaluate()
 
         def step(state: Tensor, drive: Tensor) -> Tensor:
             membrane, slow = state.split(self.size, -1)
@@ -228,5 +241,5 @@ class SiLIFCell(_AdaptiveCell):
         return step
 
     def linear_transition(self, drive: Tensor) -> Transition:
-        decay, slow_decay, coupling, _ = self._evaluated()
-        return _pairs((decay - (1 - decay) * coupling, -(1 - decay) * slow_decay), (coupling, slow_decay))
+        decay, slow_decay, coupling, _ = self._evaluate()
+        return _make_transition((decay - (1 - decay) * coupling, -(1 - decay) * slow_decay), (coupling, slow_decay))

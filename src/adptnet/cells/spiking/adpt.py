@@ -1,4 +1,4 @@
-"""The spiking ADPT cell: its state is read out as spikes (sec:spiking_ADPTNet)."""
+"""The spiking ADPT cell: the output is spikes of the state (sec:spiking_ADPTNet)."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ from ..adpt import ADPTCell
 from ..base import Cell, CellSpec
 from ..coupled import CoupledCell
 from ..spec import ADPTSpec
-from .base import Initial, SpikeReset, SpikingCell, check_choice, drawn, full
+from .base import Initial, SpikeReset, SpikingCell, check_choice, draw_parameter, to_compute_dtype
 from .surrogate import Boxcar, Spike, check_spike
 
 __all__ = ["SpikingADPT", "SpikingADPTCell"]
@@ -26,13 +26,13 @@ class SpikingADPT(CellSpec):
     """An ADPT cell, with or without a slow memory, whose output is the spikes [x >= θ] of its state.
 
     Attributes:
-        cell: The recurrence. `directions.FromState(spike=θ)` takes K and V of the spikes, too.
+        cell: The recurrence. With `directions.FromState(spike=θ)` K and V are applied to the spikes, too.
         threshold: θ.
-        spike: The step and its surrogate derivative, on x - θ; a spec, or any callable.
-        reset: What a spike does to the state that M is applied to (M itself is that of the state before): "none", as in
-            the paper; "subtract" takes θ off; "zero" clears it.
-        adaptation: Let the slow memory follow x_t + b ⊙ s_t instead of x_t, with a b that starts in [0, 2) and learns.
-        initial: See `NeuronSpec`.
+        spike: The spike function of x - θ with its surrogate derivative; a spec, or any callable.
+        reset: Effect of a spike on the vector that M is applied to (M itself is computed from the state before the
+            reset): "none", as in the paper; "subtract" subtracts θ; "zero" sets it to zero.
+        adaptation: Let the slow memory follow x_t + b ⊙ s_t instead of x_t, with a trainable b drawn from [0, 2).
+        initial: Initial state of a sequence: "zero", or "uniform" in [0, 1), drawn at every call, also in evaluation.
     """
 
     cell: ADPTSpec
@@ -50,7 +50,7 @@ class SpikingADPT(CellSpec):
         check_choice(self, Initial, initial=self.initial)
         if isinstance(self.cell.conjugate, Stateful):
             raise IncompatibleError(
-                "SpikingADPT(cell=...): Stateful() carries its rotation in the state. Pass conjugates.Exact()."
+                "SpikingADPT(cell=...): Stateful() has its rotation in the state. Pass conjugates.Exact()."
             )
         if self.adaptation and self.cell.memory is None:
             raise IncompatibleError(
@@ -64,8 +64,8 @@ class SpikingADPT(CellSpec):
         return self.cell.width
 
     @property
-    def changes_the_step(self) -> bool:
-        """Whether spikes act back on the state; otherwise they are a read-out and nothing else."""
+    def has_spike_feedback(self) -> bool:
+        """True if spikes change the state; False if they are only a read-out of it."""
         return self.reset != "none" or self.adaptation
 
     def build(self, *, device: Device = None, dtype: DType = None) -> "SpikingADPTCell":
@@ -73,7 +73,15 @@ class SpikingADPT(CellSpec):
 
 
 class SpikingADPTCell(SpikingCell):
-    """`inner` with its state read out as spikes; where they are a read-out only, all that `inner` can do."""
+    """An ADPT cell, `inner`, whose state is read out as spikes.
+
+    Without feedback of the spikes it has all methods of `inner`.
+
+    Args:
+        spec: The spec.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+    """
 
     def __init__(self, spec: SpikingADPT, *, device: Device = None, dtype: DType = None):
         inner = spec.cell.build(device=device, dtype=dtype)
@@ -83,35 +91,38 @@ class SpikingADPTCell(SpikingCell):
         self.spec = spec
         self.input_size = spec.width
         self.inner = inner
-        self.jump = drawn(size, 0.0, 2.0, device, dtype) if spec.adaptation else None
+        self.jump = draw_parameter(size, 0.0, 2.0, device, dtype) if spec.adaptation else None
 
     def prepare(self, inputs: Tensor, position: Positions) -> Tensor:
         return self.inner.prepare(inputs, position)
 
     def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
-        if not self.spec.changes_the_step:
+        if not self.spec.has_spike_feedback:
             return self.inner.stepper()
         if isinstance(self.inner, CoupledCell):
-            return self.inner.stepping(self._reset, self._adapted)
+            return self.inner.make_step(self._reset, self._adapt)
         bound = self.inner.bind()
         return lambda state, drive: bound.step(state, drive, self._reset(state))
 
     def _reset(self, x: Tensor) -> Tensor:
+        """Return the vector that M is applied to."""
         if self.spec.reset == "none":
             return x
         spikes = self.spike(x - self.spec.threshold)
         return x - self.spec.threshold * spikes if self.spec.reset == "subtract" else x * (1 - spikes)
 
-    def _adapted(self, x: Tensor) -> Tensor:
-        return x if self.jump is None else x + full(self.jump) * self.spike(x - self.spec.threshold)
+    def _adapt(self, x: Tensor) -> Tensor:
+        """Return the vector that the slow memory follows."""
+        return x if self.jump is None else x + to_compute_dtype(self.jump) * self.spike(x - self.spec.threshold)
 
     def membrane(self, state: Tensor) -> Tensor:
         return state[..., : self.spec.cell.size]
 
-    def above(self, state: Tensor) -> Tensor:
+    def above_threshold(self, state: Tensor) -> Tensor:
         return self.membrane(state) - self.spec.threshold
 
-    # What `inner` knows of itself: as it is where spikes are a read-out, and as an approximation where any will do.
+    # The methods below are those of `inner`. They are exact without spike feedback. With it, only those are used that
+    # solvers need as an approximation: the eigenvalues and the transitions.
 
     def scan(
         self,
@@ -122,17 +133,17 @@ class SpikingADPTCell(SpikingCell):
         lengths: Tensor | None = None,
         lean: bool = False,
     ) -> Tensor | None:
-        if self.spec.changes_the_step or (reset is not None and self.initial != "zero"):
+        if self.spec.has_spike_feedback or (reset is not None and self.initial != "zero"):
             return None
         return self.inner.scan(drive, state, reset=reset, lengths=lengths, lean=lean)
 
-    def scans(self, device: torch.device | str) -> bool:
-        return not self.spec.changes_the_step and self.inner.scans(device)
+    def can_scan(self, device: torch.device | str) -> bool:
+        return not self.spec.has_spike_feedback and self.inner.can_scan(device)
 
-    def given(self, *, dt: Tensor | None = None, beta: Tensor | None = None) -> Cell:
-        if (dt is None and beta is None) or self.spec.changes_the_step:
-            return super().given(dt=dt, beta=beta)
-        return self.inner.given(dt=dt, beta=beta)
+    def with_arguments(self, *, dt: Tensor | None = None, beta: Tensor | None = None) -> Cell:
+        if (dt is None and beta is None) or self.spec.has_spike_feedback:
+            return super().with_arguments(dt=dt, beta=beta)
+        return self.inner.with_arguments(dt=dt, beta=beta)
 
     def eigenvalues(self) -> BlockDiagonal | None:
         return self.inner.eigenvalues()
@@ -144,15 +155,15 @@ class SpikingADPTCell(SpikingCell):
         return self.inner.forward_transition(state, drive)
 
     def conjugate(self, state: Vector, drive: Tensor) -> Conjugate | None:
-        return None if self.spec.changes_the_step else self.inner.conjugate(state, drive)
+        return None if self.spec.has_spike_feedback else self.inner.conjugate(state, drive)
 
     def jacobian(self, state: Vector, drive: Tensor) -> Matrix:
-        return super().jacobian(state, drive) if self.spec.changes_the_step else self.inner.jacobian(state, drive)
+        return super().jacobian(state, drive) if self.spec.has_spike_feedback else self.inner.jacobian(state, drive)
 
     def jacobian_blocks(self, state: Vector, drive: Tensor) -> BlockDiagonal:
-        if self.spec.changes_the_step:
+        if self.spec.has_spike_feedback:
             return super().jacobian_blocks(state, drive)
         return self.inner.jacobian_blocks(state, drive)
 
     def radius(self, state: Vector, drive: Tensor, fresh: Vector, reset: Tensor | None) -> Tensor | None:
-        return None if self.spec.changes_the_step else self.inner.radius(state, drive, fresh, reset)
+        return None if self.spec.has_spike_feedback else self.inner.radius(state, drive, fresh, reset)

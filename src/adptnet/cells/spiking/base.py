@@ -1,4 +1,4 @@
-"""What spiking cells share: the spikes are a function of the state, and are what the next layer sees."""
+"""Base classes of the spiking cells. Spikes are a function of the state, and the output of the cell."""
 
 import abc
 import dataclasses
@@ -9,11 +9,11 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from ..._dtype import compute_dtype
 from ..._typing import Device, DType, Vector
 from ...errors import InputError, SpecError
 from ...optim import NoDecay
-from ...recurrence.spectra.base import compute_dtype
-from ...spec import check_positive, check_size, nearest
+from ...spec import check_positive, check_size, suggest_name
 from ..base import Cell, CellSpec
 from .surrogate import Boxcar, Spike, check_spike
 
@@ -30,13 +30,13 @@ SLOW_DECAY: Range = (math.exp(-1 / 30), math.exp(-1 / 120))
 
 @dataclasses.dataclass(frozen=True)
 class NeuronSpec(CellSpec):
-    """The description of a layer of neurons, one for each feature of the input, which is their current.
+    """Base class of the specs of a layer of neurons. Each feature of the input is the current of one neuron.
 
     Attributes:
         width: Number of neurons.
-        threshold: Where the membrane fires.
-        spike: The step and its surrogate derivative; a spec, or any callable.
-        initial: Where a sequence starts: at "zero", or "uniform" in [0, 1) drawn at every call, also in evaluation.
+        threshold: Firing threshold of the membrane.
+        spike: The spike function with its surrogate derivative; a spec, or any callable.
+        initial: Initial state of a sequence: "zero", or "uniform" in [0, 1), drawn at every call, also in evaluation.
     """
 
     width: int
@@ -54,12 +54,13 @@ class NeuronSpec(CellSpec):
 
 @dataclasses.dataclass(frozen=True)
 class LeakySpec(NeuronSpec):
-    """The description of leaky neurons.
+    """Base class of the specs of leaky neurons.
 
     Attributes:
-        decay: The range that d is drawn from. It learns.
-        reset: What a spike does to the membrane: "subtract" takes θ s[t-1] off a step later, as in snnTorch; "decayed"
-            takes d θ s[t-1], as eq:fpt_matrix and SiLIF do; "zero" starts the membrane anew; "none" never resets.
+        decay: The range that d is drawn from. It is trained.
+        reset: Effect of a spike on the membrane: "subtract" subtracts θ s[t-1] one step later, as in snnTorch;
+            "decayed" subtracts d θ s[t-1], as in eq:fpt_matrix and SiLIF; "zero" sets the membrane to zero; "none" does
+            not reset.
     """
 
     _: dataclasses.KW_ONLY
@@ -73,16 +74,29 @@ class LeakySpec(NeuronSpec):
 
 
 def check_choice(owner: object, choices: object, **values: str) -> None:
-    """Raises unless every value is one of the literals."""
+    """Raise `SpecError` if a value is not one of the literals.
+
+    Args:
+        owner: The spec that has the fields, for the message.
+        choices: A `Literal` type.
+        **values: The fields.
+    """
     for name, value in values.items():
         if value not in get_args(choices):
             raise SpecError(
-                f"{type(owner).__name__}({name}={value!r}) is unknown.{nearest(str(value), get_args(choices))}"
+                f"{type(owner).__name__}({name}={value!r}) is unknown.{suggest_name(str(value), get_args(choices))}"
             )
 
 
 def check_range(owner: object, low: float, high: float, **values: Range) -> None:
-    """Raises unless every value is a range (a, b) with low <= a <= b <= high."""
+    """Raise `SpecError` if a value is not a range (a, b) with low <= a <= b <= high.
+
+    Args:
+        owner: The spec that has the fields, for the message.
+        low: Smallest value allowed.
+        high: Largest value allowed.
+        **values: The fields.
+    """
     for name, value in values.items():
         if not isinstance(value, tuple) or len(value) != 2 or not low <= value[0] <= value[1] <= high:
             raise SpecError(
@@ -91,7 +105,12 @@ def check_range(owner: object, low: float, high: float, **values: Range) -> None
 
 
 def check_decay(owner: object, **values: Range) -> None:
-    """Raises unless every value is a range inside (0, 1)."""
+    """Raise `SpecError` if a value is not a range inside (0, 1).
+
+    Args:
+        owner: The spec that has the fields, for the message.
+        **values: The fields.
+    """
     check_range(owner, 0.0, 1.0, **values)
     for name, value in values.items():
         if value[0] <= 0 or value[1] >= 1:
@@ -99,7 +118,14 @@ def check_decay(owner: object, **values: Range) -> None:
 
 
 class SpikingCell(Cell):
-    """A cell of `size` neurons with `variables` numbers of the state each; its output is spikes."""
+    """Base class of the cells whose output is spikes.
+
+    Args:
+        size: Number of neurons.
+        variables: State dimensions per neuron.
+        spike: The spike function.
+        initial: "zero" or "uniform", see `NeuronSpec`.
+    """
 
     def __init__(self, size: int, variables: int, spike: Spike, initial: Initial):
         super().__init__()
@@ -111,19 +137,33 @@ class SpikingCell(Cell):
 
     @abc.abstractmethod
     def membrane(self, state: Tensor) -> Tensor:
-        """The membrane of each neuron, before its reset."""
+        """Return the membrane potential of each neuron before its reset.
+
+        Args:
+            state: (..., state_size).
+
+        Returns:
+            (..., size).
+        """
 
     @abc.abstractmethod
-    def above(self, state: Tensor) -> Tensor:
-        """The membrane of each neuron minus its threshold."""
+    def above_threshold(self, state: Tensor) -> Tensor:
+        """Return the membrane potential of each neuron minus its threshold.
+
+        Args:
+            state: (..., state_size).
+
+        Returns:
+            (..., size).
+        """
 
     def output(self, state: Tensor) -> Tensor:
-        above = self.above(state)
+        above = self.above_threshold(state)
         spikes = self.spike(above)
         if spikes.shape != above.shape:
             raise InputError(
-                f"the spike function made shape {tuple(spikes.shape)} of {tuple(above.shape)}; needed is a spike for "
-                "each neuron. Pass spike=cells.Boxcar(), or a function that is elementwise."
+                f"the spike function returned shape {tuple(spikes.shape)} for {tuple(above.shape)}; it must return a "
+                "spike for each neuron. Pass spike=cells.Boxcar(), or a function that is elementwise."
             )
         return spikes
 
@@ -139,7 +179,14 @@ class SpikingCell(Cell):
 
 
 class Rates(NoDecay):
-    """A decay for each neuron, drawn from a range and learned as exp(-exp(log_rate)), so that it stays in (0, 1)."""
+    """A decay factor for each neuron, parametrised as exp(-exp(log_rate)), so that it stays in (0, 1).
+
+    Args:
+        size: Number of neurons.
+        decay: The range that the decay factors are drawn from.
+        device: Device of the parameter.
+        dtype: Dtype of the parameter.
+    """
 
     def __init__(self, size: int, decay: Range, device: Device, dtype: DType):
         super().__init__()
@@ -147,21 +194,30 @@ class Rates(NoDecay):
         self.log_rate = nn.Parameter(start.to(device, dtype or torch.get_default_dtype()))
 
     def forward(self) -> Tensor:
-        return torch.exp(-full(self.log_rate).exp())
+        """Return the decay factors, (size,)."""
+        return torch.exp(-to_compute_dtype(self.log_rate).exp())
 
 
-def drawn(size: int, low: float, high: float, device: Device, dtype: DType) -> nn.Parameter:
-    """A number for each neuron, drawn evenly."""
+def draw_parameter(size: int, low: float, high: float, device: Device, dtype: DType) -> nn.Parameter:
+    """Return a parameter with one value for each neuron, drawn uniformly from [low, high)."""
     return nn.Parameter(torch.empty(size, device=device, dtype=dtype).uniform_(low, high))
 
 
-def full(parameter: Tensor) -> Tensor:
-    """In the dtype of the recurrence, which is never below float32."""
+def to_compute_dtype(parameter: Tensor) -> Tensor:
+    """Return a parameter in the dtype of the recurrence, which is at least float32."""
     return parameter.to(compute_dtype(parameter.dtype))
 
 
-def carried(reset: Reset, decay: Tensor, membrane: Tensor, spikes: Tensor, threshold: Tensor | float) -> Tensor:
-    """What is left of a membrane a step later, for each way of resetting it."""
+def decay_membrane(reset: Reset, decay: Tensor, membrane: Tensor, spikes: Tensor, threshold: Tensor | float) -> Tensor:
+    """Return the membrane potential after the decay and the reset of one step, before the input is added.
+
+    Args:
+        reset: The kind of reset, see `LeakySpec`.
+        decay: d.
+        membrane: u[t-1].
+        spikes: s[t-1].
+        threshold: θ.
+    """
     if reset == "none":
         return decay * membrane
     if reset == "subtract":

@@ -12,7 +12,7 @@ from ...recurrence.projections import Dense, Projection, ProjectionSpec
 from ...recurrence.spectra import BlockDiagonal
 from ...spec import check_kind, check_size, spec
 from ..base import Cell, CellSpec
-from ..fused import own_steps
+from ..fused import has_stock_step
 from .base import (
     USUAL_DECAY,
     Initial,
@@ -20,11 +20,11 @@ from .base import (
     Range,
     Rates,
     SpikingCell,
-    carried,
     check_choice,
     check_range,
-    drawn,
-    full,
+    decay_membrane,
+    draw_parameter,
+    to_compute_dtype,
 )
 
 __all__ = ["LIF", "DelayedLIF", "DelayedLIFCell", "LIFCell", "LeakyIntegrator", "LeakyIntegratorCell"]
@@ -35,7 +35,7 @@ class LIF(LeakySpec):
     """u[t] = d u[t-1] + (1 - d)(I[t] + W s[t-1]) - θ s[t-1] (discrete_lif, spiking, rsnn).
 
     Attributes:
-        recurrent: What W is; None for neurons that do not hear each other.
+        recurrent: The recurrent projection W; None for neurons without recurrent connections.
     """
 
     recurrent: ProjectionSpec | None = None
@@ -50,6 +50,8 @@ class LIF(LeakySpec):
 
 
 class LIFCell(SpikingCell):
+    """The cell of `LIF`. The state is the membrane."""
+
     def __init__(self, spec: LIF, *, device: Device = None, dtype: DType = None):
         super().__init__(spec.width, 1, spec.spike, spec.initial)
         self.spec = spec
@@ -60,34 +62,35 @@ class LIFCell(SpikingCell):
 
     def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
         spec, decay = self.spec, self.decay()
-        heard = None if self.recurrent is None else self.recurrent.bound(decay.dtype)
+        recurrent = None if self.recurrent is None else self.recurrent.bind(decay.dtype)
 
         def step(state: Tensor, drive: Tensor) -> Tensor:
             spikes = self.output(state)
-            current = drive if heard is None else drive + heard(spikes)
-            after: Tensor = carried(spec.reset, decay, state, spikes, spec.threshold) + (1 - decay) * current
+            current = drive if recurrent is None else drive + recurrent(spikes)
+            after: Tensor = decay_membrane(spec.reset, decay, state, spikes, spec.threshold) + (1 - decay) * current
             return after
 
         return step
 
     def eigenvalues(self) -> BlockDiagonal:
-        """d, what a membrane is multiplied by between spikes: with it Conv-DEER is fixed-point training (fpt)."""
+        """Return d, the decay factor between spikes. With it Conv-DEER is fixed-point parallel training (fpt)."""
         return BlockDiagonal(self.decay())
 
     def membrane(self, state: Tensor) -> Tensor:
         return state
 
-    def above(self, state: Tensor) -> Tensor:
+    def above_threshold(self, state: Tensor) -> Tensor:
         return state - self.spec.threshold
 
 
 @spec
 class DelayedLIF(LeakySpec):
-    """u[t] = d u[t-1] + (1 - d)(I[t] + W s[t-1-τ]) - θ s[t-1] (eq:delay_lif). The state holds the spikes on their way.
+    """u[t] = d u[t-1] + (1 - d)(I[t] + W s[t-1-τ]) - θ s[t-1] (eq:delay_lif). The state holds the spikes in transit.
 
     Attributes:
-        delay: τ in steps, the same for every neuron; or a range (low, high) to draw each neuron's own from, once.
-        recurrent: What W is.
+        delay: τ in steps, the same for every neuron; or a range (low, high) that the delay of each neuron is drawn from
+            when the cell is built.
+        recurrent: The recurrent projection W.
     """
 
     delay: int | tuple[int, int] = 10
@@ -103,7 +106,7 @@ class DelayedLIF(LeakySpec):
 
     @property
     def delays(self) -> tuple[int, int]:
-        """The shortest and the longest."""
+        """The shortest and the longest delay."""
         return self.delay if isinstance(self.delay, tuple) else (self.delay, self.delay)
 
     def build(self, *, device: Device = None, dtype: DType = None) -> "DelayedLIFCell":
@@ -111,6 +114,8 @@ class DelayedLIF(LeakySpec):
 
 
 class DelayedLIFCell(SpikingCell):
+    """The cell of `DelayedLIF`. The state is the membrane, then the spikes of the last steps, the newest first."""
+
     delays: Tensor
 
     def __init__(self, spec: DelayedLIF, *, device: Device = None, dtype: DType = None):
@@ -123,28 +128,28 @@ class DelayedLIFCell(SpikingCell):
 
     def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
         spec, decay = self.spec, self.decay()
-        heard, size = self.recurrent.bound(decay.dtype), self.spec.width
+        recurrent, size = self.recurrent.bind(decay.dtype), self.spec.width
         arriving = (self.delays - 1) * size + torch.arange(size, device=self.delays.device)
 
         def step(state: Tensor, drive: Tensor) -> Tensor:
             membrane, sent = state[..., :size], state[..., size:]  # sent: the spikes of 1, 2, … steps before the last
             spikes = self.output(state)
-            current = drive + heard(sent[..., arriving])
-            after = carried(spec.reset, decay, membrane, spikes, spec.threshold) + (1 - decay) * current
+            current = drive + recurrent(sent[..., arriving])
+            after = decay_membrane(spec.reset, decay, membrane, spikes, spec.threshold) + (1 - decay) * current
             return torch.cat((after, spikes, sent[..., :-size]), -1)
 
         return step
 
     def check_buffers(self) -> None:
-        """Raise `CheckpointError` if delays, which may come from a file, are outside the range of the spec."""
+        """Raise `CheckpointError` if delays, which may have been loaded from a file, are outside the spec's range."""
         low, high = self.spec.delays
         if not (low <= int(self.delays.min()) and int(self.delays.max()) <= high):
             raise CheckpointError(
-                f"delays go from {self.delays.min()} to {self.delays.max()}; the spec says {low} to {high}."
+                f"delays range from {self.delays.min()} to {self.delays.max()}; the spec has {low} to {high}."
             )
 
     def initial_state(self, batch: int, *, device: Device = None, dtype: DType = None) -> Tensor:
-        """As the spec says, with no spike on its way."""
+        """Return the initial state of the spec, with no spikes in transit. Arguments as for `Cell.initial_state`."""
         state = super().initial_state(batch, device=device, dtype=dtype)
         state[:, self.spec.width :] = 0.0
         return state
@@ -152,18 +157,18 @@ class DelayedLIFCell(SpikingCell):
     def membrane(self, state: Tensor) -> Tensor:
         return state[..., : self.spec.width]
 
-    def above(self, state: Tensor) -> Tensor:
+    def above_threshold(self, state: Tensor) -> Tensor:
         return self.membrane(state) - self.spec.threshold
 
 
 @spec
 class LeakyIntegrator(CellSpec):
-    """u[t] = d u[t-1] + (1 - d) I[t], without spikes: a read-out.
+    """u[t] = d u[t-1] + (1 - d) I[t], without spikes: for read-outs.
 
     Attributes:
         width: Number of integrators.
-        decay: The range that d is drawn from, and clamped to while it learns.
-        initial: See `NeuronSpec`.
+        decay: The range that d is drawn from, and clamped to during training.
+        initial: Initial state of a sequence: "zero", or "uniform" in [0, 1), drawn at every call, also in evaluation.
     """
 
     width: int
@@ -180,11 +185,13 @@ class LeakyIntegrator(CellSpec):
 
 
 class LeakyIntegratorCell(Cell):
+    """The cell of `LeakyIntegrator`."""
+
     def __init__(self, spec: LeakyIntegrator, *, device: Device = None, dtype: DType = None):
         super().__init__()
         self.spec = spec
         self.input_size = self.state_size = spec.width
-        self.decay = drawn(spec.width, *spec.decay, device, dtype)
+        self.decay = draw_parameter(spec.width, *spec.decay, device, dtype)
 
     def step(self, state: Vector, drive: Vector) -> Vector:
         return self.stepper()(state, drive)
@@ -202,7 +209,7 @@ class LeakyIntegratorCell(Cell):
         lengths: Tensor | None = None,
         lean: bool = False,
     ) -> Tensor | None:
-        if not own_steps(self, LeakyIntegratorCell) or (reset is not None and self.spec.initial != "zero"):
+        if not has_stock_step(self, LeakyIntegratorCell) or (reset is not None and self.spec.initial != "zero"):
             return None
         decay = self.eigenvalues().real
         states = linear_scan(decay, (1 - decay) * drive, state, reset=reset)
@@ -211,11 +218,11 @@ class LeakyIntegratorCell(Cell):
         ended = torch.arange(drive.shape[1], device=drive.device) >= lengths.unsqueeze(-1)
         return torch.where(ended.unsqueeze(-1), 0.0, states)
 
-    def scans(self, device: torch.device | str) -> bool:
-        return own_steps(self, LeakyIntegratorCell)  # the scan runs on any device
+    def can_scan(self, device: torch.device | str) -> bool:
+        return has_stock_step(self, LeakyIntegratorCell)  # the scan runs on any device
 
     def eigenvalues(self) -> BlockDiagonal:
-        return BlockDiagonal(full(self.decay).clamp(*self.spec.decay))
+        return BlockDiagonal(to_compute_dtype(self.decay).clamp(*self.spec.decay))
 
     def initial_state(self, batch: int, *, device: Device = None, dtype: DType = None) -> Tensor:
         zero = super().initial_state(batch, device=device, dtype=dtype)

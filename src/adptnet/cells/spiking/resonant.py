@@ -1,4 +1,4 @@
-"""Neurons that oscillate: C-SiLIF and resonate-and-fire. The state is a complex number each, as a pair of real ones."""
+"""Neurons that oscillate: C-SiLIF and resonate-and-fire. Their state is a complex number, stored as a real pair."""
 
 import dataclasses
 import math
@@ -10,34 +10,46 @@ from torch import Tensor, nn
 from ..._typing import Device, DType
 from ...recurrence.spectra import BlockDiagonal
 from ...spec import check_scale, spec
-from .base import NeuronSpec, Range, SpikeReset, SpikingCell, check_choice, check_range, drawn, full
+from .base import (
+    NeuronSpec,
+    Range,
+    SpikeReset,
+    SpikingCell,
+    check_choice,
+    check_range,
+    draw_parameter,
+    to_compute_dtype,
+)
 from .surrogate import Boxcar, Spike
 
 __all__ = ["CSiLIF", "CSiLIFCell", "ResonateAndFire", "ResonateAndFireCell"]
 
 
 class _ResonantCell(SpikingCell):
-    """λ̄ = exp(Δt (-decay + i frequency)) on a pair of numbers of the state."""
+    """Base class of the cells with an eigenvalue λ̄ = exp(Δt (-decay + i frequency)) on a pair of state dimensions."""
 
     def __init__(self, spec: NeuronSpec, *, dt: Range, decay: Range, frequency: Range, device: Device, dtype: DType):
         super().__init__(spec.width, 2, spec.spike, spec.initial)
 
-        def logarithms(low: float, high: float) -> nn.Parameter:
-            return drawn(spec.width, math.log(low), math.log(high), device, dtype)
+        def draw_log(low: float, high: float) -> nn.Parameter:
+            return draw_parameter(spec.width, math.log(low), math.log(high), device, dtype)
 
         self.threshold = spec.threshold
-        self.log_dt, self.log_decay = logarithms(*dt), logarithms(*decay)
-        self.frequency = drawn(spec.width, *frequency, device, dtype)
+        self.log_dt, self.log_decay = draw_log(*dt), draw_log(*decay)
+        self.frequency = draw_parameter(spec.width, *frequency, device, dtype)
 
     def eigenvalues(self) -> BlockDiagonal:
-        """λ̄, what a state is multiplied by between spikes."""
-        step = full(self.log_dt).exp()
-        modulus, phase = torch.exp(-full(self.log_decay).exp() * step), full(self.frequency) * step
+        """Return λ̄, by which the state is multiplied between spikes."""
+        step = to_compute_dtype(self.log_dt).exp()
+        modulus, phase = (
+            torch.exp(-to_compute_dtype(self.log_decay).exp() * step),
+            to_compute_dtype(self.frequency) * step,
+        )
         return BlockDiagonal((modulus * phase.cos()).repeat_interleave(2), (modulus * phase.sin()).repeat_interleave(2))
 
 
-def _on_first(values: Tensor) -> Tensor:
-    """Real numbers as pairs with nothing in the second place."""
+def _to_pairs(values: Tensor) -> Tensor:
+    """Return real numbers as pairs with imaginary part zero."""
     return torch.stack((values, torch.zeros_like(values)), -1).flatten(-2)
 
 
@@ -46,9 +58,9 @@ class CSiLIF(NeuronSpec):
     """The complex neuron of Fabre et al. 2025: u[t] = λ̄ (u[t-1] - s[t-1]/2) + b I[t], s = [2 Re u > θ].
 
     Attributes:
-        dt: The range of the step sizes, drawn evenly in the logarithm.
-        decay: Where the rate of decay starts.
-        frequency: Where the frequency starts.
+        dt: The range of the step sizes, drawn log-uniformly.
+        decay: Initial decay rate.
+        frequency: Initial angular frequency.
     """
 
     dt: Range = (0.01, 5.0)
@@ -66,32 +78,35 @@ class CSiLIF(NeuronSpec):
 
 
 class CSiLIFCell(_ResonantCell):
+    """The cell of `CSiLIF`."""
+
     def __init__(self, spec: CSiLIF, *, device: Device = None, dtype: DType = None):
         decay, frequency = (spec.decay, spec.decay), (spec.frequency, spec.frequency)
         super().__init__(spec, dt=spec.dt, decay=decay, frequency=frequency, device=device, dtype=dtype)
         self.spec = spec
-        self.gain = drawn(spec.width, 0.0, 1.0, device, dtype)
+        self.gain = draw_parameter(spec.width, 0.0, 1.0, device, dtype)
 
     def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
-        lambda_bar, gain = self.eigenvalues(), full(self.gain)
-        return lambda state, drive: lambda_bar.mv(state - _on_first(self.output(state) / 2)) + _on_first(gain * drive)
+        lambda_bar, gain = self.eigenvalues(), to_compute_dtype(self.gain)
+        return lambda state, drive: lambda_bar.mv(state - _to_pairs(self.output(state) / 2)) + _to_pairs(gain * drive)
 
     def membrane(self, state: Tensor) -> Tensor:
         return 2 * state[..., ::2]
 
-    def above(self, state: Tensor) -> Tensor:
+    def above_threshold(self, state: Tensor) -> Tensor:
         return self.membrane(state) - self.threshold
 
 
 @spec
 class ResonateAndFire(NeuronSpec):
-    """Izhikevich's resonate-and-fire: z[t] = λ̄ z[t-1] + I[t] on the real part, a spike where the imaginary is high.
+    """Izhikevich's resonate-and-fire: z[t] = λ̄ z[t-1] + I[t] with a real current, spikes where Im z reaches θ.
 
     Attributes:
-        dt: The length of a step, in seconds.
-        decay: The range of the rates of decay, in 1/s, drawn evenly in the logarithm.
+        dt: Step size, in seconds.
+        decay: The range of the decay rates, in 1/s, drawn log-uniformly.
         frequency: The range of the angular frequencies, in 1/s.
-        reset: "subtract" takes θ off the imaginary part before it turns; "zero" starts anew; "none" never resets.
+        reset: "subtract" subtracts θ from the imaginary part before the multiplication by λ̄; "zero" sets the state to
+            zero; "none" does not reset.
     """
 
     dt: float = 0.004
@@ -110,6 +125,8 @@ class ResonateAndFire(NeuronSpec):
 
 
 class ResonateAndFireCell(_ResonantCell):
+    """The cell of `ResonateAndFire`."""
+
     def __init__(self, spec: ResonateAndFire, *, device: Device = None, dtype: DType = None):
         dt, decay, frequency = (spec.dt, spec.dt), spec.decay, spec.frequency
         super().__init__(spec, dt=dt, decay=decay, frequency=frequency, device=device, dtype=dtype)
@@ -124,12 +141,12 @@ class ResonateAndFireCell(_ResonantCell):
                 state = state * (1 - spikes.repeat_interleave(2, -1))
             elif reset != "none":
                 state = state - threshold * torch.stack((torch.zeros_like(spikes), spikes), -1).flatten(-2)
-            return lambda_bar.mv(state) + _on_first(drive)
+            return lambda_bar.mv(state) + _to_pairs(drive)
 
         return step
 
     def membrane(self, state: Tensor) -> Tensor:
         return state[..., 1::2]
 
-    def above(self, state: Tensor) -> Tensor:
+    def above_threshold(self, state: Tensor) -> Tensor:
         return self.membrane(state) - self.threshold

@@ -1,7 +1,8 @@
-"""Spikes, and the derivatives that stand in for theirs (surrogate_grad).
+"""Spike functions with surrogate gradients (surrogate_grad).
 
-A spike function takes the membrane above its threshold. Forward it is a step; backward it has the derivative of a
-smooth function. A cell also takes any other callable of this kind, such as snnTorch's surrogates; it then has no JSON.
+A spike function takes the membrane potential minus its threshold. The forward pass is a step function; the backward
+pass uses the derivative of a smooth function. A cell also accepts any other such callable, e.g. snnTorch's surrogates;
+its spec then cannot be written to JSON.
 """
 
 import abc
@@ -20,21 +21,29 @@ Spike = Callable[[Tensor], Tensor]
 
 
 class SpikeFunction(Spec, abc.ABC):
-    """The description of a spike function, and the function itself."""
+    """Base class of the spike functions, which are specs and callable."""
 
     @abc.abstractmethod
     def __call__(self, above: Tensor) -> Tensor:
-        """Spikes, 0 or 1 in the dtype of `above`, which is the membrane minus its threshold."""
+        """Return spikes, 0 or 1 in the dtype of `above`.
+
+        Args:
+            above: The membrane potential minus its threshold.
+        """
 
 
 class _Step(SpikeFunction):
-    """1 from the threshold on (spike_fn); `strict` leaves out the threshold itself, as SiLIF's program does."""
+    """Base class of the step functions: 1 at or above the threshold (spike_fn), or only above it if `strict`.
+
+    Attributes:
+        strict: Fire only above the threshold, not at it, as SiLIF's code does.
+    """
 
     strict: bool
 
     @abc.abstractmethod
     def smooth(self, above: Tensor) -> Tensor:
-        """A function whose derivative is the surrogate."""
+        """Return a smooth function of `above` whose derivative is the surrogate gradient."""
 
     def __call__(self, above: Tensor) -> Tensor:
         smooth = self.smooth(above)
@@ -44,7 +53,11 @@ class _Step(SpikeFunction):
 
 @spec
 class Boxcar(_Step):
-    """Derivative 1 within half of the threshold, 0 elsewhere: the paper's and SiLIF's."""
+    """Surrogate derivative 1 within 1/2 of the threshold, 0 elsewhere: that of the paper and of SiLIF.
+
+    Attributes:
+        strict: Fire only above the threshold, not at it.
+    """
 
     strict: bool = False
 
@@ -54,7 +67,11 @@ class Boxcar(_Step):
 
 @spec
 class Triangle(_Step):
-    """Derivative max(0, 1 - |x|)."""
+    """Surrogate derivative max(0, 1 - |x|).
+
+    Attributes:
+        strict: Fire only above the threshold, not at it.
+    """
 
     strict: bool = False
 
@@ -65,7 +82,12 @@ class Triangle(_Step):
 
 @spec
 class ATan(_Step):
-    """Derivative (α/2) / (1 + (π α x / 2)²), snnTorch's `atan`."""
+    """Surrogate derivative (α/2) / (1 + (π α x / 2)²), snnTorch's `atan`.
+
+    Attributes:
+        alpha: α.
+        strict: Fire only above the threshold, not at it.
+    """
 
     alpha: float = 2.0
     strict: bool = False
@@ -79,7 +101,12 @@ class ATan(_Step):
 
 @spec
 class FastSigmoid(_Step):
-    """Derivative 1 / (1 + slope |x|)², snnTorch's `fast_sigmoid`."""
+    """Surrogate derivative 1 / (1 + slope |x|)², snnTorch's `fast_sigmoid`.
+
+    Attributes:
+        slope: Steepness of the surrogate.
+        strict: Fire only above the threshold, not at it.
+    """
 
     slope: float = 25.0
     strict: bool = False
@@ -93,7 +120,11 @@ class FastSigmoid(_Step):
 
 @spec
 class Sigmoid(SpikeFunction):
-    """No step at all but 1 / (1 + exp(-slope x)), forward too: the smoothed threshold of fixed-point training."""
+    """1 / (1 + exp(-slope x)) in the forward pass too: the smoothed threshold of fixed-point training.
+
+    Attributes:
+        slope: Steepness of the threshold.
+    """
 
     slope: float = 5.0
 
@@ -105,10 +136,15 @@ class Sigmoid(SpikeFunction):
 
 
 def check_spike(owner: object, spike: Any) -> None:
-    """Raises unless `spike` can be called; a class is taken for a forgotten pair of brackets."""
+    """Raise `SpecError` if `spike` is not callable, or is a class that was not instantiated.
+
+    Args:
+        owner: The spec that has the field, for the message.
+        spike: The value.
+    """
     if isinstance(spike, type) or not callable(spike):
         hint = f"{spike.__name__}()" if isinstance(spike, type) else "cells.Boxcar()"
         raise SpecError(
-            f"{type(owner).__name__}(spike={spike!r}): spike must be a function of the membrane above its threshold. "
+            f"{type(owner).__name__}(spike={spike!r}): spike must be a function of the membrane minus its threshold. "
             f"Pass spike={hint}."
         )

@@ -1,4 +1,4 @@
-"""The kernel of `adpt_scan`: its arguments as the C++ program takes them, and the memory it works in."""
+"""The CPU kernel of `adpt_scan`: cached launch plans, the ctypes structure of a call, and its memory."""
 
 import ctypes
 import functools
@@ -10,22 +10,24 @@ from torch import Tensor
 
 from ...errors import InputError
 from .. import _buffers, _build
-from .form import Constants, Factors, Form, Retracted, check, form_of, numbers_of
+from .form import Constants, Factors, Form, RetractionKind, check, decode_form, encode_form
 
-__all__ = ["Inputs", "Plan", "backward", "forward", "kept", "plan", "products", "ready"]
+__all__ = ["Inputs", "Plan", "backward", "forward", "has_kernel", "make_plan", "run_products", "saved_shape"]
 
-FEW, FEWER, MANY = 12, 8, 64  # sequences that are run together: two groups of six, two of four, the most
-DOTS = 16  # numbers that are kept of a row beside its projections: `dots` of rotation.h
-SMALL = 256  # rows of K and V that fit well into the second cache
-PLANS = 64  # kinds of calls that are remembered
-LEAST = 1_000_000  # products that are worth a thread
+# Sequences per tile: two register tiles of four rows, two of six rows, and the largest tile.
+TILE_OF_EIGHT, TILE_OF_TWELVE, LARGEST_TILE = 8, 12, 64
+DOT_COUNT = 16  # dot products saved per row, beside its projections: `dot_count` in rotation.h
+SMALL_SIZE = 256  # state dimension up to which K and V fit well into the L2 cache
+MAX_PLANS = 64  # call signatures whose plans are cached
+MIN_WORK_PER_THREAD = 1_000_000  # multiplications
 
-_NAMES = {torch.float32: "float", torch.float64: "double"}
+_SCALARS = {torch.float32: "float", torch.float64: "double"}
 
-_NUMBERS = "batch steps heads size features width tile threads complex_pairs given turns source form aware"
-_NUMBERS += " coupled beta_given mixes norms factored rank outer_size inner_size"
-_LEAVES = 2 + len(Constants._fields)  # drive, state and constants: what has a derivative
-_INPUTS = _LEAVES + 2 + len(Factors._fields)  # and reset, lengths, factors
+_INTEGERS = "batch steps heads size features width tile threads complex_pairs directions_in_drive rotates source"
+_INTEGERS += " retraction rotation_aware slow_memory beta_in_drive has_fixed_dot has_norm"
+_INTEGERS += " factored rank outer_size inner_size"
+_LEAF_COUNT = 2 + len(Constants._fields)  # drive, state and constants: the differentiable inputs
+_INPUT_COUNT = _LEAF_COUNT + 2 + len(Factors._fields)  # and reset, lengths, factors
 _IMAGINARY = [2 + Constants._fields.index(name) for name in ("imag", "feed_imag")]
 _DECAY = 2 + Constants._fields.index("decay")
 
@@ -33,194 +35,242 @@ Inputs: TypeAlias = Sequence[Any]  # drive, state, constants, reset, lengths, fa
 
 
 class _Scan(ctypes.Structure):
-    """`struct Scan` of kernel.cpp, field by field."""
+    """Mirror of `struct Scan` in kernel.cpp, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in _NUMBERS.split(" ")),
-        ("spike", ctypes.c_double),
+        *((name, ctypes.c_int64) for name in _INTEGERS.split(" ")),
+        ("spike_threshold", ctypes.c_double),
         ("dot", ctypes.c_double),
-        ("norm", ctypes.c_double),
-        ("inputs", ctypes.c_void_p * _INPUTS),
+        ("norm_epsilon", ctypes.c_double),
+        ("inputs", ctypes.c_void_p * _INPUT_COUNT),
         ("states", ctypes.c_void_p),
         ("projections", ctypes.c_void_p),
         ("state_gradients", ctypes.c_void_p),
-        ("gradients", ctypes.c_void_p * _LEAVES),
+        ("gradients", ctypes.c_void_p * _LEAF_COUNT),
         ("workspace", ctypes.c_void_p),
     )
 
 
 class Plan(NamedTuple):
-    """What the kinds of all arguments decide."""
+    """Everything about a call that its signature (form, shapes, dtypes, number of threads) determines."""
 
     library: Any
     form: Form
     dtype: torch.dtype
     scan: _Scan  # without pointers
-    forward: int  # bytes of the workspace
-    backward: int
-    kept: tuple[int, ...]  # the shape of what a forward saves for the backward
-    nothing: Tensor  # what it saves otherwise
-    places: list[int]  # of the inputs that there are, among all
-    kinds: list[Any]  # of these inputs, the gradient and the states
-    kept_kinds: list[Any]  # what was kept, or nothing
+    forward_bytes: int  # size of the workspace
+    backward_bytes: int
+    saved_shape: tuple[int, ...]  # shape of what the forward saves for the backward
+    empty: Tensor  # returned if nothing is saved
+    present: list[int]  # positions of the inputs that are not None
+    signature: list[Any]  # of these inputs, the gradient and the states
+    saved_signatures: list[Any]  # of the saved projections, or of `empty`
 
 
 _plans: dict[Any, Plan] = {}
 
 
-def ready(dtype: torch.dtype) -> bool:
-    """Whether there is a kernel for `dtype`; builds it at the first question."""
-    return dtype in _NAMES and _build.wanted() and _build.load("adpt_scan", _NAMES[dtype]) is not None
+def has_kernel(dtype: torch.dtype) -> bool:
+    """Return whether there is a kernel for `dtype`. The first call builds it.
+
+    Args:
+        dtype: The dtype of the drive.
+    """
+    return dtype in _SCALARS and _build.kernels_enabled() and _build.load("adpt_scan", _SCALARS[dtype]) is not None
 
 
-def kept(drive: Tensor, constants: Constants, form: Form, save: bool) -> tuple[int, ...]:
-    """The shape of what the forward saves: K x and V x of every step, and their dot products."""
-    if not save or not _turns(form) or form.given or drive.device.type not in ("cpu", "meta"):
+def saved_shape(drive: Tensor, constants: Constants, form: Form, save: bool) -> tuple[int, ...]:
+    """Return the shape of what the forward saves: K x and V x of every step, and their dot products.
+
+    Args:
+        drive, constants, form: As in `adpt_scan`.
+        save: Whether anything is saved.
+    """
+    if not save or not _rotates(form) or form.directions_in_drive or drive.device.type not in ("cpu", "meta"):
         return (0,)
     batch, steps = drive.shape[:2]
-    return form.heads, steps, batch, 2 * _padded(constants.real.shape[0] // form.heads, drive.dtype) + DOTS
+    return form.heads, steps, batch, 2 * _pad(constants.real.shape[0] // form.heads, drive.dtype) + DOT_COUNT
 
 
-def _turns(form: Form) -> bool:
-    return form.turns and not form.linear
+def _rotates(form: Form) -> bool:
+    return form.rotates and not form.linear
 
 
-def _padded(size: int, dtype: torch.dtype) -> int:
-    """Numbers in a row of the kernel's own memory: whole cache lines."""
+def _pad(size: int, dtype: torch.dtype) -> int:
+    """Return `size` rounded up to whole cache lines, as rows of the kernel's own memory are."""
     line = 64 // dtype.itemsize
     return -(-size // line) * line
 
 
 def forward(plan: Plan, inputs: Inputs, save: bool) -> tuple[Tensor, Tensor]:
-    """The states, and K x and V x of every step if they are to be saved; otherwise nothing, always the same."""
-    scan, dtype = _scan(plan, inputs), plan.dtype
+    """Run the forward kernel.
+
+    Args:
+        plan: The plan of the call.
+        inputs: The tensors of the call.
+        save: Whether to save K x and V x for the backward.
+
+    Returns:
+        The states, (batch, time, width), and the projections K x and V x for the backward; an empty tensor, the same
+        for all calls, if `save` is False.
+    """
+    scan, dtype = _make_scan(plan, inputs), plan.dtype
     states = _buffers.empty(scan.batch, scan.steps, scan.width, dtype=dtype)
-    projections = _buffers.empty(*plan.kept, dtype=dtype) if save else plan.nothing
+    projections = _buffers.empty(*plan.saved_shape, dtype=dtype) if save else plan.empty
     scan.states, scan.projections = states.data_ptr(), projections.data_ptr()
-    _run(plan.library.adpt_scan_forward, scan, plan.forward)
+    _run(plan.library.adpt_scan_forward, scan, plan.forward_bytes)
     return states, projections
 
 
 def backward(
     plan: Plan, gradient: Tensor, inputs: Inputs, states: Tensor, projections: Tensor, needed: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Derivatives with respect to the drive, the initial state and each of the constants that there are.
+    """Run the backward kernel.
 
-    `needed` says of which of these; that of the drive is always found.
+    Args:
+        plan: The plan of the call.
+        gradient: With respect to the states.
+        inputs: The tensors of the call.
+        states, projections: The results of `forward`.
+        needed: Which of the gradients to compute; that of the drive always is.
+
+    Returns:
+        The gradients of the drive, the initial state and each of the constants that are not None.
+
+    Raises:
+        InputError: A saved tensor has another shape, dtype or device than in the forward.
     """
-    *kinds, kind = _kinds((*inputs, gradient, states, projections))
-    if kinds != plan.kinds or kind not in plan.kept_kinds:
-        raise InputError("adpt_scan: saved tensors came back with other shapes, types or devices: look at the hooks.")
-    scan = _scan(plan, inputs)
-    # The kernel writes all of these, so that torch need not: its threads would stay busy for some milliseconds and be
-    # in the way of the kernel's.
-    leaves, wanted = [t for t in inputs[:_LEAVES] if t is not None], (True, *needed[1:])
-    found = [
-        _buffers.empty(*t.shape, dtype=plan.dtype) if want else None for t, want in zip(leaves, wanted, strict=False)
+    *signature, saved_signature = _signature((*inputs, gradient, states, projections))
+    if signature != plan.signature or saved_signature not in plan.saved_signatures:
+        raise InputError(
+            "adpt_scan: saved tensors changed their shape, dtype or device before the backward. "
+            "Check the saved-tensor hooks."
+        )
+    scan = _make_scan(plan, inputs)
+    # The kernel writes every entry, so torch need not fill these: its threads would stay busy for some milliseconds and
+    # compete with those of the kernel.
+    leaves, required = [t for t in inputs[:_LEAF_COUNT] if t is not None], (True, *needed[1:])
+    gradients = [
+        _buffers.empty(*t.shape, dtype=plan.dtype) if need else None for t, need in zip(leaves, required, strict=False)
     ]
-    gradient, states, projections = _dense(gradient), _dense(states), _dense(projections)  # as hooks gave them back
+    gradient, states, projections = _densify(gradient), _densify(states), _densify(projections)  # hooks may restride
     scan.states, scan.projections, scan.state_gradients = _addresses((states, projections, gradient))
-    for place, one in zip(plan.places, found, strict=False):
-        if one is not None:
-            scan.gradients[place] = one.data_ptr()
-    _run(plan.library.adpt_scan_backward, scan, plan.backward)
-    return found
+    for position, found in zip(plan.present, gradients, strict=False):
+        if found is not None:
+            scan.gradients[position] = found.data_ptr()
+    _run(plan.library.adpt_scan_backward, scan, plan.backward_bytes)
+    return gradients
 
 
-def products(inputs: Inputs, form: Form, which: str) -> None:
-    """Only the matrix products of the "forward", of the "backward" or of the "weights": a limit to measure against."""
-    found = plan(inputs, form)
-    scan, library = _scan(found, inputs), found.library
-    scan.tile = min(MANY, scan.batch)  # their best
-    needed = library.adpt_scan_workspace(ctypes.byref(scan), which != "forward")
-    _run(library.adpt_scan_products, scan, needed, ("forward", "backward", "weights").index(which))
+def run_products(inputs: Inputs, form: Form, which: str) -> None:
+    """Run the matrix products of a call and nothing else: a lower bound on its time, for benchmarks.
+
+    Args:
+        inputs: The tensors of the call.
+        form: The form of the recurrence.
+        which: "forward", "backward" or "weights".
+    """
+    plan = make_plan(inputs, form)
+    scan, library = _make_scan(plan, inputs), plan.library
+    scan.tile = min(LARGEST_TILE, scan.batch)  # the fastest for products alone
+    size = library.adpt_scan_workspace(ctypes.byref(scan), which != "forward")
+    _run(library.adpt_scan_products, scan, size, ("forward", "backward", "weights").index(which))
 
 
-def _run(function: Callable[..., None], scan: _Scan, needed: int, *numbers: int) -> None:
-    workspace = _buffers.take(needed)
+def _run(function: Callable[..., None], scan: _Scan, workspace_bytes: int, *arguments: int) -> None:
+    workspace = _buffers.acquire(workspace_bytes)
     scan.workspace = workspace.address
-    function(ctypes.byref(scan), *numbers)
-    _buffers.give(workspace)
+    function(ctypes.byref(scan), *arguments)
+    _buffers.release(workspace)
 
 
-def _scan(plan: Plan, given: Inputs) -> _Scan:
-    """What the kernel is told of the inputs."""
-    inputs = [t if t is None or (t.is_contiguous() and not t.is_neg()) else _dense(t) for t in given]
-    for at in _IMAGINARY:
-        if (imag := inputs[at]) is not None:
-            inputs[at] = _signed(imag)
+def _make_scan(plan: Plan, inputs: Inputs) -> _Scan:
+    """Return the structure of a call with pointers to its inputs."""
+    dense = [t if t is None or (t.is_contiguous() and not t.is_neg()) else _densify(t) for t in inputs]
+    for position in _IMAGINARY:
+        if (imag := dense[position]) is not None:
+            dense[position] = _negate_first_of_pairs(imag)
     scan = _Scan.from_buffer_copy(plan.scan)
-    scan.inputs[:] = _addresses(inputs)
-    scan.held = inputs  # which live as long as the pointers to them
+    scan.inputs[:] = _addresses(dense)
+    scan.tensors = dense  # keeps them alive as long as the pointers
     return scan
 
 
-def _dense(tensor: Tensor) -> Tensor:
+def _densify(tensor: Tensor) -> Tensor:
     return tensor.resolve_neg().contiguous()
 
 
 def _addresses(tensors: Inputs) -> list[int | None]:
-    found = [None if t is None else t.data_ptr() for t in tensors]
-    if 0 in found:
+    addresses = [None if t is None else t.data_ptr() for t in tensors]
+    if 0 in addresses:
         for t in tensors:
             if t is not None and t.numel() and not t.data_ptr():
                 raise InputError(f"adpt_scan: a tensor of shape {tuple(t.shape)} has no memory; pass a copy of it.")
-    return found
+    return addresses
 
 
-def _kinds(tensors: Inputs) -> list[Any]:
+def _signature(tensors: Inputs) -> list[Any]:
     return [(t.shape, t.dtype, t.is_cpu) for t in tensors if t is not None]
 
 
-def _signed(imag: Tensor) -> Tensor:
-    """As a multiplier of each pair swapped: the quarter turn has a minus in the first place."""
-    if imag.shape[0] % 2:  # no pairs: zeros that nobody asks for
+def _negate_first_of_pairs(imag: Tensor) -> Tensor:
+    """Return `imag` as the kernel multiplies it with swapped pairs: negated in the first entry of each pair."""
+    if imag.shape[0] % 2:  # no pairs: zeros that the kernel does not read
         return imag
     return torch.stack((-imag[::2], imag[1::2]), -1).flatten()
 
 
-def _tile(batch: int, heads: int, size: int, threads: int) -> int:
-    """How many sequences to run together.
+def _choose_tile(batch: int, heads: int, size: int, threads: int) -> int:
+    """Return the number of sequences per tile.
 
-    Products of fewer rows are slower for each row. But the rows of a few sequences stay in the nearest cache, and small
-    matrices come from the next one quickly enough to be read once for each of them.
+    Products of fewer rows are slower per row. But the rows of a few sequences stay in L1, and small matrices come from
+    L2 fast enough to be read again for each tile.
     """
-    each = -(-batch * heads // threads)
-    small = size <= SMALL and each > FEW
+    per_thread = -(-batch * heads // threads)
+    small = size <= SMALL_SIZE and per_thread > TILE_OF_TWELVE
     if small and threads == 1:
-        return min(FEW, batch)  # a smaller last tile keeps nobody waiting
-    tiles = -(-batch // max(1, min(FEW if small else MANY, each)))
+        return min(TILE_OF_TWELVE, batch)  # with one thread a smaller last tile costs nothing
+    tiles = -(-batch // max(1, min(TILE_OF_TWELVE if small else LARGEST_TILE, per_thread)))
     if heads == 1 and tiles > threads:
-        tiles = -(-tiles // threads) * threads  # as many for each thread
+        tiles = -(-tiles // threads) * threads  # the same number for each thread
     equal = max(1, -(-batch // max(1, tiles)))
-    most = {tile: -(-(-(-batch // tile) * heads) // threads) * tile for tile in (FEWER, equal)}  # sequences of a thread
-    return FEWER if small and most[FEWER] <= most[equal] else equal
+    # Sequences of the busiest thread.
+    busiest = {tile: -(-(-(-batch // tile) * heads) // threads) * tile for tile in (TILE_OF_EIGHT, equal)}
+    return TILE_OF_EIGHT if small and busiest[TILE_OF_EIGHT] <= busiest[equal] else equal
 
 
-def plan(inputs: Inputs, form: Form) -> Plan:
-    """That of such arguments, which are looked at closely the first time, and refused if they do not fit together."""
+def make_plan(inputs: Inputs, form: Form) -> Plan:
+    """Return the cached plan for this call signature; validate the arguments when the signature is new.
+
+    Args:
+        inputs: The tensors of the call.
+        form: The form of the recurrence.
+
+    Raises:
+        InputError: The arguments are inconsistent.
+    """
     threads = torch.get_num_threads()
     key = form, threads, *[None if t is None else (t.shape, t.dtype) for t in inputs]
-    found = _plans.get(key)
-    if found is None:
-        reset, lengths, *factors = inputs[_LEAVES:]
-        check(inputs[0], inputs[1], Constants(*inputs[2:_LEAVES]), form, reset, lengths, Factors(*factors))
-        if len(_plans) >= PLANS:
+    plan = _plans.get(key)
+    if plan is None:
+        reset, lengths, *factors = inputs[_LEAF_COUNT:]
+        check(inputs[0], inputs[1], Constants(*inputs[2:_LEAF_COUNT]), form, reset, lengths, Factors(*factors))
+        if len(_plans) >= MAX_PLANS:
             _plans.clear()
-        # An equal form may have other types of numbers, which its plan would keep.
-        found = _plans[key] = _planned(inputs, form_of(numbers_of(form)), threads)
-    return found
+        # Forms that compare equal may differ in type (1, 1.0, True): keep the canonical types.
+        plan = _plans[key] = _make_new_plan(inputs, decode_form(encode_form(form)), threads)
+    return plan
 
 
-def _planned(inputs: Inputs, form: Form, threads: int) -> Plan:
+def _make_new_plan(inputs: Inputs, form: Form, threads: int) -> Plan:
     drive, state, real = inputs[:3]
-    library = _declared(_build.load("adpt_scan", _NAMES[drive.dtype]))
+    library = _declare_functions(_build.load("adpt_scan", _SCALARS[drive.dtype]))
     batch, steps, features = drive.shape
     rank, _, outer, inner = [0 if t is None else t.shape[-1] for t in inputs[-len(Factors._fields) :]]
-    size, turns = real.shape[0] // form.heads, _turns(form)
+    size, rotates = real.shape[0] // form.heads, _rotates(form)
     work = batch * steps * form.heads * (2 * size * size + 16 * size)
-    threads = max(1, min(threads, work // LEAST))
-    tile = _tile(batch, form.heads, size, threads)
+    threads = max(1, min(threads, work // MIN_WORK_PER_THREAD))
+    tile = _choose_tile(batch, form.heads, size, threads)
     scan = _Scan(
         batch=batch,
         steps=steps,
@@ -231,41 +281,41 @@ def _planned(inputs: Inputs, form: Form, threads: int) -> Plan:
         tile=tile,
         threads=max(1, min(threads, -(-batch // tile) * form.heads)),
         complex_pairs=inputs[_IMAGINARY[0]] is not None,
-        given=form.given,
-        turns=turns,
+        directions_in_drive=form.directions_in_drive,
+        rotates=rotates,
         source=int(form.source),
-        form=int(form.retracted),
-        aware=form.aware and form.retracted in (Retracted.EXPONENTIAL, Retracted.CAYLEY),
-        coupled=inputs[_DECAY] is not None,
-        beta_given=form.beta_given,
-        mixes=turns and form.dot is not None,
-        norms=turns and form.norm is not None,
+        retraction=int(form.retraction),
+        rotation_aware=form.rotation_aware and form.retraction in (RetractionKind.EXPONENTIAL, RetractionKind.CAYLEY),
+        slow_memory=inputs[_DECAY] is not None,
+        beta_in_drive=form.beta_in_drive,
+        has_fixed_dot=rotates and form.dot is not None,
+        has_norm=rotates and form.norm_epsilon is not None,
         factored=rank > 0 or outer > 0,
         rank=rank,
         outer_size=outer,
         inner_size=inner,
-        spike=form.spike,
+        spike_threshold=form.spike_threshold,
         dot=0.0 if form.dot is None else form.dot,
-        norm=0.0 if form.norm is None else form.norm,
+        norm_epsilon=0.0 if form.norm_epsilon is None else form.norm_epsilon,
     )
-    whole, projections = (batch, steps, state.shape[-1]), kept(drive, Constants(real), form, True)
+    whole, projections = (batch, steps, state.shape[-1]), saved_shape(drive, Constants(real), form, True)
     return Plan(
         library,
         form,
         drive.dtype,
         scan,
-        forward=library.adpt_scan_workspace(ctypes.byref(scan), False),
-        backward=library.adpt_scan_workspace(ctypes.byref(scan), True),
-        kept=projections,
-        nothing=torch.empty(0, dtype=drive.dtype, device="cpu"),
-        places=[i for i, t in enumerate(inputs) if t is not None],
-        kinds=[*_kinds(inputs), *[(whole, drive.dtype, True)] * 2],
-        kept_kinds=[(shape, drive.dtype, True) for shape in (projections, (0,))],
+        forward_bytes=library.adpt_scan_workspace(ctypes.byref(scan), False),
+        backward_bytes=library.adpt_scan_workspace(ctypes.byref(scan), True),
+        saved_shape=projections,
+        empty=torch.empty(0, dtype=drive.dtype, device="cpu"),
+        present=[i for i, t in enumerate(inputs) if t is not None],
+        signature=[*_signature(inputs), *[(whole, drive.dtype, True)] * 2],
+        saved_signatures=[(shape, drive.dtype, True) for shape in (projections, (0,))],
     )
 
 
 @functools.cache
-def _declared(library: Any) -> Any:
+def _declare_functions(library: Any) -> Any:
     library.adpt_scan_workspace.argtypes = [ctypes.POINTER(_Scan), ctypes.c_int64]
     library.adpt_scan_products.argtypes = [ctypes.POINTER(_Scan), ctypes.c_int64]
     for function in (library.adpt_scan_workspace, library.adpt_scan_layout):

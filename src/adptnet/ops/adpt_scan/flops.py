@@ -1,4 +1,4 @@
-"""How many floating-point operations torch's counter counts: those of products with K and V, as it does elsewhere."""
+"""FLOP formulas for torch's counter. It counts matrix products only, here those with K and V."""
 
 import math
 import sys
@@ -7,9 +7,9 @@ from typing import Any
 
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from .form import Constants, Factors, Form, form_of
+from .form import Constants, Factors, Form, decode_form
 
-__all__ = ["backward_flops", "forward_flops", "introduce"]
+__all__ = ["backward_flops", "forward_flops", "register"]
 
 _COUNTER = "torch.utils.flop_counter"
 _WEIGHT = 2 + Constants._fields.index("weight")
@@ -18,10 +18,13 @@ _FACTORS = 2 + len(Constants._fields) + 2
 Shape = Sequence[int]
 
 
-def introduce(formulas: dict[Any, Any]) -> None:
-    """Give the formulas to torch's counter, and to one that is counting now.
+def register(formulas: dict[Any, Any]) -> None:
+    """Register formulas with torch's FLOP counter, and with counters that are active.
 
-    Not at import: the module of the counter imports Triton.
+    This is not done at import, because the module of the counter imports Triton.
+
+    Args:
+        formulas: From operations to functions of shapes.
     """
     counter = sys.modules.get(_COUNTER)
     if counter is None:
@@ -36,35 +39,47 @@ def introduce(formulas: dict[Any, Any]) -> None:
 
 
 def forward_flops(*inputs: Any, out_shape: Any = None, **_: Any) -> int:
-    """Count the FLOPs of `adptnet::adpt_scan`: K x and V x at every step."""
-    return _products(inputs, form_of(inputs[-2]), _applied(inputs))
+    """Count the FLOPs of `adptnet::adpt_scan`: K x and V x at every step.
+
+    Args:
+        inputs: The arguments of the operation, with shapes instead of tensors.
+        out_shape: The shapes of the results; not used.
+    """
+    return _total_flops(inputs, decode_form(inputs[-2]), _product_macs(inputs))
 
 
-def backward_flops(gradient: Shape, states: Shape, kept: Shape, *inputs: Any, out_shape: Any = None, **_: Any) -> int:
-    """Count those of `adptnet::adpt_scan_backward`: K', V', their gradients, and K x and V x if not saved."""
-    form, applied = form_of(inputs[-1]), _applied(inputs)
-    again = 0 if 0 not in kept else applied
-    return _products(inputs, form, applied + again + _dense(inputs))
+def backward_flops(gradient: Shape, states: Shape, saved: Shape, *inputs: Any, out_shape: Any = None, **_: Any) -> int:
+    """Count the FLOPs of `adptnet::adpt_scan_backward`.
+
+    These are the products with K' and V', the gradients of K and V, and K x and V x unless they were saved.
+
+    Args:
+        gradient, states, saved, inputs: The arguments of the operation, with shapes instead of tensors.
+        out_shape: The shapes of the results; not used.
+    """
+    form, macs = decode_form(inputs[-1]), _product_macs(inputs)
+    recomputed = 0 if 0 not in saved else macs
+    return _total_flops(inputs, form, macs + recomputed + _dense_macs(inputs))
 
 
-def _products(inputs: Sequence[Any], form: Form, multiplications: int) -> int:
-    """Two for each multiply-accumulate of one step, for all steps of all sequences."""
-    if not form.turns or form.given or form.linear:
+def _total_flops(inputs: Sequence[Any], form: Form, macs: int) -> int:
+    """Return the FLOPs of all steps of all sequences: two for each multiply-accumulate of a step."""
+    if not form.rotates or form.directions_in_drive or form.linear:
         return 0
     batch, steps, _ = inputs[0]
-    return int(2 * batch * steps * multiplications)
+    return int(2 * batch * steps * macs)
 
 
-def _dense(inputs: Sequence[Any]) -> int:
+def _dense_macs(inputs: Sequence[Any]) -> int:
     weight: Shape | None = inputs[_WEIGHT]
     return 0 if weight is None else math.prod(weight)
 
 
-def _applied(inputs: Sequence[Any]) -> int:
-    """Multiplications of K x and V x: by the factors, where there are any."""
+def _product_macs(inputs: Sequence[Any]) -> int:
+    """Return the multiply-accumulates of K x and V x, with the factors if there are any."""
     left, _, outer, inner = inputs[_FACTORS : _FACTORS + len(Factors._fields)]
     if left is None and outer is None:
-        return _dense(inputs)
+        return _dense_macs(inputs)
     low_rank = 0 if left is None else 2 * left[-1]
     kronecker = 0 if outer is None else outer[-1] + inner[-1]
     heads, both, size, _ = inputs[_WEIGHT]

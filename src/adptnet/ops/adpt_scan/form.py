@@ -1,4 +1,4 @@
-"""What an ADPT recurrence is made of, in tensors and numbers: the arguments of the operation."""
+"""Arguments of `adpt_scan`: the form of the recurrence, its parameters, and their validation."""
 
 import enum
 from collections.abc import Sequence
@@ -10,30 +10,30 @@ from torch import Tensor
 from ...errors import InputError
 
 __all__ = [
+    "DEFAULT_FORM",
     "DENSE",
-    "PLAIN",
     "Constants",
     "Factors",
     "Form",
-    "Retracted",
+    "RetractionKind",
     "Source",
     "check",
-    "form_of",
-    "is_plain",
-    "numbers_of",
+    "decode_form",
+    "encode_form",
+    "is_basic_form",
 ]
 
 
 class Source(enum.IntEnum):
-    """What K and V are applied to."""
+    """The vector that K and V are applied to: the state, its ReLU, or its spikes."""
 
     STATE = 0
     RELU = 1
     SPIKES = 2
 
 
-class Retracted(enum.IntEnum):
-    """How M is made from the plane of key and value."""
+class RetractionKind(enum.IntEnum):
+    """The map from the plane of key and value to the transition M."""
 
     EXPONENTIAL = 0
     CAYLEY = 1
@@ -42,41 +42,49 @@ class Retracted(enum.IntEnum):
 
 
 class Form(NamedTuple):
-    """The kind of recurrence. Numbers only, so that it can be part of a graph."""
+    """The form of a recurrence. It holds plain numbers only, so that it can be a constant of a graph."""
 
     heads: int = 1
-    turns: bool = True  # whether there are directions at all; if not, M = Λ̄
-    given: bool = False  # the drive holds key and value behind itself: (drive, key, value), each of the state's size
-    beta_given: bool = False  # the drive's last number is β
-    source: int = Source.STATE.value  # a plain number, which torch.compile can read
-    spike: float = 0.0
-    retracted: int = Retracted.EXPONENTIAL.value
-    dot: float | None = None  # of key and value, where it is fixed
-    aware: bool = False  # the drive is turned with the state
-    norm: float | None = None  # ε of the LayerNorm on unit(K x) and unit(V x), where there is one: with one head
-    linear: bool = False  # β is zero and has no derivative: directions change nothing, and need not be computed
+    rotates: bool = True  # whether there is a rotation; if not, M = Λ̄
+    directions_in_drive: bool = False  # the drive is (drive, key, value), each of the state dimension
+    beta_in_drive: bool = False  # the last feature of the drive is β
+    source: int = Source.STATE.value  # a plain int, which torch.compile can read
+    spike_threshold: float = 0.0
+    retraction: int = RetractionKind.EXPONENTIAL.value
+    dot: float | None = None  # the dot product of key and value, if it is fixed
+    rotation_aware: bool = False  # the drive is rotated with the state
+    norm_epsilon: float | None = None  # ε of the LayerNorm on unit(K x) and unit(V x), if any; for one head
+    linear: bool = False  # β is zero and needs no gradient: the directions have no effect and are not computed
 
 
-PLAIN = Form()
-_NONE = -1e300  # stands for None among numbers: a finite one, since JSON has no infinity and a saved program is JSON
+DEFAULT_FORM = Form()
+_NONE = -1e300  # encodes None; finite, because exported programs are saved as JSON, which has no infinity
 
 
-def numbers_of(form: Form) -> list[float]:
-    """A form as one argument of an operation: torch walks the arguments of each call once for every one of them."""
+def encode_form(form: Form) -> list[float]:
+    """Return a form as one list of floats: torch processes every argument of an operation on each call.
+
+    Args:
+        form: The form of the recurrence.
+    """
     return [_NONE if number is None else float(number) for number in form]
 
 
-def form_of(numbers: "Sequence[float] | Form") -> Form:
-    """The form with these numbers."""
+def decode_form(numbers: "Sequence[float] | Form") -> Form:
+    """Return the form that `encode_form` encoded.
+
+    Args:
+        numbers: The encoded form, or a form, which is returned unchanged.
+    """
     if isinstance(numbers, Form):
         return numbers
-    kinds = [float if default is None else type(default) for default in PLAIN]
-    given: list[Any] = [None if x == _NONE else kind(x) for kind, x in zip(kinds, numbers, strict=True)]
-    return Form(*given)
+    types = [float if default is None else type(default) for default in DEFAULT_FORM]
+    values: list[Any] = [None if x == _NONE else as_type(x) for as_type, x in zip(types, numbers, strict=True)]
+    return Form(*values)
 
 
 class Constants(NamedTuple):
-    """What stays the same along a sequence. Each number of the state has its own entry; n is their count."""
+    """Parameters of the recurrence, which are constant along a sequence. n is the state dimension."""
 
     real: Tensor  # (n,): Λ̄
     imag: Tensor | None = None  # (n,): as in spectra.BlockDiagonal, b twice for a pair [[a, -b], [b, a]]
@@ -93,13 +101,13 @@ class Constants(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """K and V as A B' + C ⊗ D, either part or none: a cheaper way to the products with `Constants.weight`.
+    """Factors of K and V, each A B' + C ⊗ D, either part optional: a cheaper way to apply `Constants.weight`.
 
-    They must make those matrices, which hold the derivative: what is here has none.
+    The factors must multiply to `Constants.weight`, which receives the gradient; they receive none.
     """
 
     left: Tensor | None = None  # A, (heads, 2, m, rank)
-    right: Tensor | None = None  # B, likewise
+    right: Tensor | None = None  # B, (heads, 2, m, rank)
     outer: Tensor | None = None  # C, (heads, 2, a, a)
     inner: Tensor | None = None  # D, (heads, 2, b, b), a b = m
 
@@ -107,24 +115,31 @@ class Factors(NamedTuple):
 DENSE = Factors()
 
 
-def is_plain(form: Form, *, paired: bool, slow: bool) -> bool:
-    """One head, a real spectrum, unit key and value along K and V of the state, a rotation, and nothing else.
+def is_basic_form(form: Form, *, paired: bool, slow: bool) -> bool:
+    """Return whether the recurrence has none of the optional features.
 
-    `paired` and `slow` say whether there are complex pairs of eigenvalues and a slow memory.
+    These are one head, a real spectrum, unit key and value along K x and V x, and a rotation.
+
+    Args:
+        form: The form of the recurrence.
+        paired: Whether eigenvalues come in complex pairs.
+        slow: Whether there is a slow memory.
     """
     return (
         form.heads == 1
-        and form.turns
-        and not (form.given or form.beta_given or form.aware)
+        and form.rotates
+        and not (form.directions_in_drive or form.beta_in_drive or form.rotation_aware)
         and form.source == Source.STATE
         and form.dot is None
-        and form.norm is None
-        and form.retracted in (Retracted.EXPONENTIAL, Retracted.CAYLEY)
+        and form.norm_epsilon is None
+        and form.retraction in (RetractionKind.EXPONENTIAL, RetractionKind.CAYLEY)
         and not (paired or slow)
     )
 
 
-def _fits(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+def _check_tensor(
+    name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
     if tensor is None or tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
         given = None if tensor is None else (tuple(tensor.shape), tensor.dtype, str(tensor.device))
         raise InputError(f"adpt_scan: {name} must be {dtype} of shape {shape} on {device}; got {given}.")
@@ -139,64 +154,78 @@ def check(
     lengths: Tensor | None,
     factors: Factors,
 ) -> None:
-    """Refuses what does not fit together: a kernel believes what it is told about sizes."""
+    """Validate the arguments of `adpt_scan`. The kernels rely on their shapes, dtypes and devices without a check.
+
+    Args:
+        drive, state, constants, form, reset, lengths, factors: As in `adpt_scan`.
+
+    Raises:
+        InputError: The arguments are inconsistent.
+    """
     if drive.dim() != 3 or constants.real.dim() != 1:
         given = tuple(drive.shape), tuple(constants.real.shape)
         raise InputError(f"adpt_scan: drive must be (batch, time, features) and real (n,); got {given}.")
-    possible = 0 <= form.source < len(Source) and 0 <= form.retracted < len(Retracted)
-    if form.heads < 1 or not possible or (form.dot is not None and not -1 <= form.dot <= 1):
-        raise InputError(f"adpt_scan: heads must be positive, source and retracted known, -1 <= dot <= 1; got {form}.")
+    known = 0 <= form.source < len(Source) and 0 <= form.retraction < len(RetractionKind)
+    if form.heads < 1 or not known or (form.dot is not None and not -1 <= form.dot <= 1):
+        raise InputError(f"adpt_scan: heads must be positive, source and retraction known, -1 <= dot <= 1; got {form}.")
     size, heads, dtype, device = constants.real.shape[0], form.heads, drive.dtype, drive.device
     batch, steps = drive.shape[:2]
     m = size // heads
-    matrices = form.turns and not form.given
+    has_weights = form.rotates and not form.directions_in_drive
     slow = constants.decay is not None
-    _fits("drive", drive, (batch, steps, size * (3 if form.given else 1) + form.beta_given), dtype, device)
-    _fits("state", state, (batch, size * (2 if slow else 1)), dtype, device)
-    _fits("real", constants.real, (size,), dtype, device)
+    features = size * (3 if form.directions_in_drive else 1) + form.beta_in_drive
+    _check_tensor("drive", drive, (batch, steps, features), dtype, device)
+    _check_tensor("state", state, (batch, size * (2 if slow else 1)), dtype, device)
+    _check_tensor("real", constants.real, (size,), dtype, device)
     if reset is not None:
-        _fits("reset", reset, (batch, steps), torch.bool, device)
+        _check_tensor("reset", reset, (batch, steps), torch.bool, device)
     if lengths is not None:
-        _fits("lengths", lengths, (batch,), torch.int64, device)
-    if matrices or constants.weight is not None:
-        _fits("weight", constants.weight, (heads, 2, m, m), dtype, device)
-    if constants.beta is not None or (form.turns and not form.beta_given):
-        _fits("beta", constants.beta, (heads,), dtype, device)
+        _check_tensor("lengths", lengths, (batch,), torch.int64, device)
+    if has_weights or constants.weight is not None:
+        _check_tensor("weight", constants.weight, (heads, 2, m, m), dtype, device)
+    if constants.beta is not None or (form.rotates and not form.beta_in_drive):
+        _check_tensor("beta", constants.beta, (heads,), dtype, device)
     if constants.imag is not None:
-        _fits("imag", constants.imag, (size,), dtype, device)
+        _check_tensor("imag", constants.imag, (size,), dtype, device)
     if constants.bias is not None:
-        _fits("bias", constants.bias, (heads, 2, m), dtype, device)
+        _check_tensor("bias", constants.bias, (heads, 2, m), dtype, device)
     if slow:
-        _fits("feed_real", constants.feed_real, (size,), dtype, device)
-        _fits("decay", constants.decay, (size,), dtype, device)
-        _fits("charge", constants.charge, (size,), dtype, device)
+        _check_tensor("feed_real", constants.feed_real, (size,), dtype, device)
+        _check_tensor("decay", constants.decay, (size,), dtype, device)
+        _check_tensor("charge", constants.charge, (size,), dtype, device)
         if constants.imag is not None:
-            _fits("feed_imag", constants.feed_imag, (size,), dtype, device)
-    if form.norm is not None or constants.norm_weight is not None or constants.norm_bias is not None:
-        _fits("norm_weight", constants.norm_weight, (2, size), dtype, device)
-        _fits("norm_bias", constants.norm_bias, (2, size), dtype, device)
+            _check_tensor("feed_imag", constants.feed_imag, (size,), dtype, device)
+    if form.norm_epsilon is not None or constants.norm_weight is not None or constants.norm_bias is not None:
+        _check_tensor("norm_weight", constants.norm_weight, (2, size), dtype, device)
+        _check_tensor("norm_bias", constants.norm_bias, (2, size), dtype, device)
     if (factors.left is None) != (factors.right is None) or (factors.outer is None) != (factors.inner is None):
-        raise InputError("adpt_scan: left and right, and outer and inner, are each of two factors; got one of them.")
+        raise InputError("adpt_scan: left and right come together, as do outer and inner; got only one of a pair.")
     if factors.left is not None:
-        of_left = heads, 2, m, factors.left.shape[-1]
-        _fits("left", factors.left, of_left, dtype, device)
-        _fits("right", factors.right, of_left, dtype, device)
+        shape = heads, 2, m, factors.left.shape[-1]
+        _check_tensor("left", factors.left, shape, dtype, device)
+        _check_tensor("right", factors.right, shape, dtype, device)
     if factors.outer is not None:
         a = factors.outer.shape[-1]
         b = m // a if a else 0
         if a * b != m:
             raise InputError(
-                f"adpt_scan: outer, {a} x {a}, and inner do not make matrices of {m} x {m}: pick a divisor."
+                f"adpt_scan: outer, {a} x {a}, and inner do not make {m} x {m} matrices: choose a divisor of {m}."
             )
-        _fits("outer", factors.outer, (heads, 2, a, a), dtype, device)
-        _fits("inner", factors.inner, (heads, 2, b, b), dtype, device)
-    if form.norm is not None and (heads > 1 or not matrices):
-        raise InputError(f"adpt_scan: norm={form.norm} is for one head with K and V of the state; got {form}.")
-    if form.beta_given and heads > 1:
-        raise InputError(f"adpt_scan: a β that comes with the drive is for one head; got {form}.")
+        _check_tensor("outer", factors.outer, (heads, 2, a, a), dtype, device)
+        _check_tensor("inner", factors.inner, (heads, 2, b, b), dtype, device)
+    if form.norm_epsilon is not None and (heads > 1 or not has_weights):
+        raise InputError(
+            f"adpt_scan: norm_epsilon={form.norm_epsilon} needs one head, with K and V of the state; got {form}."
+        )
+    if form.beta_in_drive and heads > 1:
+        raise InputError(f"adpt_scan: a β that is part of the drive needs one head; got {form}.")
     if not slow and (constants.feed_real is not None or constants.charge is not None):
-        raise InputError("adpt_scan: feed_real and charge are of a slow memory, which needs decay too.")
+        raise InputError("adpt_scan: feed_real and charge belong to a slow memory, which needs decay too.")
     if constants.feed_imag is not None and (not slow or constants.imag is None):
-        raise InputError("adpt_scan: feed_imag is of a slow memory beside complex pairs: it needs decay and imag too.")
+        raise InputError(
+            "adpt_scan: feed_imag belongs to a slow memory with complex pairs: it needs decay and imag too."
+        )
     if size % heads or (constants.imag is not None and m % 2):
-        raise InputError(f"adpt_scan: {heads} heads, complex pairs within each, do not divide a state of {size}.")
+        raise InputError(
+            f"adpt_scan: a state dimension of {size} cannot be divided into {heads} heads with whole complex pairs."
+        )

@@ -1,12 +1,12 @@
-"""The ADPT recurrence as a loop in torch: the specification of `adpt_scan`, for any device, dtype and derivative."""
+"""The ADPT recurrence as an eager loop: the specification of `adpt_scan`, for any device, dtype and gradient order."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .._unit_vectors import mixed, spike, unit
+from .._unit_vectors import fix_dot_product, spike, unit
 from ..plane_rotation import cayley, exponential, plane_rotation
-from .form import PLAIN, Constants, Form, Retracted, Source
+from .form import DEFAULT_FORM, Constants, Form, RetractionKind, Source
 
 __all__ = ["adpt_scan"]
 
@@ -15,19 +15,19 @@ def adpt_scan(
     drive: Tensor,
     state: Tensor,
     constants: Constants,
-    form: Form = PLAIN,
+    form: Form = DEFAULT_FORM,
     *,
     reset: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """All states of x_t = M(x_{t-1}) x_{t-1} + drive_t, M = Q Λ̄ Q' with Q the rotation in the plane of key and value.
+    """Return all states of x_t = M x_{t-1} + drive_t, M = Q Λ̄ Q' with Q the rotation in the plane of key and value.
 
     Args:
-        drive: (batch, time, features); see `Form` for what may lie behind the drive itself.
-        state: (batch, width), entering the first step; width is n, or 2n with a slow memory.
+        drive: (batch, time, features); see `Form` for the features that may follow the drive itself.
+        state: (batch, width), the state before the first step; width is n, or 2n with a slow memory.
         constants: Λ̄, K, V, β and the slow memory.
-        form: The kind of recurrence.
-        reset: (batch, time) bool; where True the state entering a step is zero.
+        form: The form of the recurrence.
+        reset: (batch, time) bool; where True, the state before the step is set to zero.
         lengths: (batch,); states past the end of a sequence are zero.
 
     Returns:
@@ -39,9 +39,9 @@ def adpt_scan(
         if reset is not None:
             state = torch.where(reset[:, t, None], 0.0, state)
         fast, slow = state[..., :size], state[..., size:]
-        u, *rest = drive[:, t].split([size, *[size] * (2 * form.given), *[1] * form.beta_given], -1)
+        u, *rest = drive[:, t].split([size, *[size] * (2 * form.directions_in_drive), *[1] * form.beta_in_drive], -1)
         if constants.feed_real is not None:
-            u = u + _times(constants.feed_real, constants.feed_imag, slow)
+            u = u + _multiply(constants.feed_real, constants.feed_imag, slow)
         following = _step(fast, u, rest, constants, form)
         if constants.decay is not None and constants.charge is not None:
             following = torch.cat((following, constants.decay * slow + constants.charge * following), -1)
@@ -56,68 +56,68 @@ def adpt_scan(
 
 
 def _step(x: Tensor, u: Tensor, rest: list[Tensor], constants: Constants, form: Form) -> Tensor:
-    if not form.turns:
-        return _times(constants.real, constants.imag, x) + u
+    if not form.rotates:
+        return _multiply(constants.real, constants.imag, x) + u
     heads = (form.heads, -1)
     real = constants.real.unflatten(-1, heads)
     imag = None if constants.imag is None else constants.imag.unflatten(-1, heads)
     x, u = x.unflatten(-1, heads), u.unflatten(-1, heads)
-    if form.given:
+    if form.directions_in_drive:
         key, value = (part.unflatten(-1, heads) for part in rest[:2])
     else:
         assert constants.weight is not None
-        projected = torch.einsum("bhi,hpji->pbhj", _sourced(x, form), constants.weight)
+        projected = torch.einsum("bhi,hpji->pbhj", _apply_source(x, form), constants.weight)
         if constants.bias is not None:
             projected = projected + constants.bias.transpose(0, 1).unsqueeze(1)
         key, value = projected
     key, value = unit(key), unit(value)
-    if form.norm is not None:
+    if form.norm_epsilon is not None:
         assert constants.norm_weight is not None
         assert constants.norm_bias is not None
         key, value = (
-            unit(functional.layer_norm(part, part.shape[-1:], weight, bias, form.norm))
+            unit(functional.layer_norm(part, part.shape[-1:], weight, bias, form.norm_epsilon))
             for part, weight, bias in zip((key, value), constants.norm_weight, constants.norm_bias, strict=True)
         )
     if form.dot is not None:
-        key = mixed(key, value, form.dot)
-    if form.beta_given:
+        key = fix_dot_product(key, value, form.dot)
+    if form.beta_in_drive:
         beta = rest[-1].unsqueeze(-2)
     else:
         assert constants.beta is not None
         beta = constants.beta.unsqueeze(-1)
-    if form.retracted in (Retracted.TAYLOR_ONE, Retracted.TAYLOR_TWO):
+    if form.retraction in (RetractionKind.TAYLOR_ONE, RetractionKind.TAYLOR_TWO):
         return (_taylor(x, key, value, beta, real, imag, form) + u).flatten(-2)
-    coefficients = exponential if form.retracted == Retracted.EXPONENTIAL else cayley
+    coefficients = exponential if form.retraction == RetractionKind.EXPONENTIAL else cayley
     rotation = plane_rotation(key, value, beta, coefficients)
-    kept = _times(real, imag, rotation.apply_transposed(x))
-    following = rotation.apply(kept + u) if form.aware else rotation.apply(kept) + u
+    scaled = _multiply(real, imag, rotation.apply_transposed(x))
+    following = rotation.apply(scaled + u) if form.rotation_aware else rotation.apply(scaled) + u
     return following.flatten(-2)
 
 
 def _taylor(
     x: Tensor, key: Tensor, value: Tensor, beta: Tensor, real: Tensor, imag: Tensor | None, form: Form
 ) -> Tensor:
-    """Λ̄x + β[S, Λ̄]x, and ½β²[S, [S, Λ̄]]x at order two."""
+    """Return Λ̄x + β[S, Λ̄]x, plus ½β²[S, [S, Λ̄]]x at order two."""
 
     def skew(y: Tensor) -> Tensor:
         return key * (value * y).sum(-1, keepdim=True) - value * (key * y).sum(-1, keepdim=True)
 
-    kept, moved = _times(real, imag, x), skew(x)
-    turned = _times(real, imag, moved)
-    first = skew(kept) - turned
-    if form.retracted == Retracted.TAYLOR_ONE:
-        return kept + beta * first
-    second = skew(first) - (skew(turned) - _times(real, imag, skew(moved)))
-    return kept + beta * first + beta * beta / 2 * second
+    Lx, Sx = _multiply(real, imag, x), skew(x)
+    LSx = _multiply(real, imag, Sx)
+    first = skew(Lx) - LSx  # [S, Λ̄]x
+    if form.retraction == RetractionKind.TAYLOR_ONE:
+        return Lx + beta * first
+    second = skew(first) - (skew(LSx) - _multiply(real, imag, skew(Sx)))
+    return Lx + beta * first + beta * beta / 2 * second
 
 
-def _sourced(x: Tensor, form: Form) -> Tensor:
+def _apply_source(x: Tensor, form: Form) -> Tensor:
     if form.source == Source.SPIKES:
-        return spike(x - form.spike)
+        return spike(x - form.spike_threshold)
     return x.relu() if form.source == Source.RELU else x
 
 
-def _times(real: Tensor, imag: Tensor | None, x: Tensor) -> Tensor:
+def _multiply(real: Tensor, imag: Tensor | None, x: Tensor) -> Tensor:
     if imag is None:
         return real * x
     pairs = x.unflatten(-1, (-1, 2))

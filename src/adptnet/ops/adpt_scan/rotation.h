@@ -1,4 +1,17 @@
-// The rotation of one row: its directions, the numbers it comes down to, and their derivatives.
+// The rotation of one row (one sequence at one step): its directions, its scalars, and their derivatives.
+//
+// Letters, as in the README beside this file; code writes L for Λ and ww for ω:
+//   x, u         the state before the step, and the drive; x' = Q L Q'x + u is the state after it
+//   L            the eigenvalues: a diagonal, or 2x2 blocks for complex pairs
+//   p, q         the projections K x and V x
+//   k, v         the unit key p/|p| and the unit value q/|q|
+//   c, w, ww     c = k.v (`cosine`), w = v - c k (orthogonal to k), ww = w.w
+//   s            the squared angle beta^2 ww
+//   a, b         beta A(s) and beta^2 B(s), with A (`linear`) and B (`quadratic`) the coefficients of S and S^2 in Q
+//   y1, y2       Q'x = x + y1 k + y2 w
+//   m1, m2       Q z = z + m1 k + m2 w, for z = L Q'x
+//   kLx, wLk ..  dot products k.Lx, w.Lk ..; ku and wu are those with a drive that is rotated with the state
+//   g..          the gradient with respect to ..
 
 #pragma once
 
@@ -9,38 +22,41 @@
 
 namespace {
 
-enum Form { exponential, cayley, taylor_one, taylor_two };
+enum Retraction { exponential, cayley, taylor_one, taylor_two };
 
-// One step of the transposed sum: lane l of group g from `a` in its lower half and from `b` in its upper.
-constexpr int picked(int lane, int group, int all, bool upper) {
+// ---- SIMD helpers ---------------------------------------------------------------------------------------------------
+
+// Shuffle index that collects one half (lower or upper) of each group of lanes: of `a` in the lower half of the result,
+// of `b` in its upper half.
+constexpr int half_index(int lane, int group, int all, bool upper) {
   int start = lane / group * group, offset = lane % group, half = group / 2;
   return (offset < half ? start + offset : all + start + offset - half) + (upper ? half : 0);
 }
-template <class T, int Group, int... I> INLINE Vec<T> halved(Vec<T> a, Vec<T> b, std::integer_sequence<int, I...>) {
-  return SHUFFLE(T, a, b, picked(I, Group, lanes<T>, false)...) + SHUFFLE(T, a, b, picked(I, Group, lanes<T>, true)...);
+template <class T, int Group, int... I> INLINE Vec<T> add_halves(Vec<T> a, Vec<T> b, std::integer_sequence<int, I...>) {
+  return SHUFFLE(T, a, b, half_index(I, Group, lanes<T>, false)...) +
+         SHUFFLE(T, a, b, half_index(I, Group, lanes<T>, true)...);
 }
-template <class T, int Group> INLINE Vec<T> totals(Vec<T>* sums) {
+template <class T, int Group> INLINE Vec<T> reduce_group(Vec<T>* sums) {
   if constexpr (Group == 1) {
     return sums[0];
   } else {
     Vec<T> next[Group / 2];
 #pragma GCC unroll 8
     for (int i = 0; i < Group / 2; ++i)
-      next[i] = halved<T, Group>(sums[i], sums[i + Group / 2], std::make_integer_sequence<int, lanes<T>>());
-    return totals<T, Group / 2>(next);
+      next[i] = add_halves<T, Group>(sums[i], sums[i + Group / 2], std::make_integer_sequence<int, lanes<T>>());
+    return reduce_group<T, Group / 2>(next);
   }
 }
-// The sum over the lanes of each of `Count` vectors; Count is a multiple of eight, so of every number of lanes.
-template <class T, int Count> INLINE void sum_lanes(Vec<T>* sums, T* out) {
+// Sum each of `Count` vectors over its lanes. Count is a multiple of eight, hence of every possible number of lanes.
+template <class T, int Count> INLINE void horizontal_sums(Vec<T>* sums, T* out) {
 #pragma GCC unroll 16
-  for (int i = 0; i < Count; i += lanes<T>) store<T>(out + i, totals<T, lanes<T>>(sums + i));
+  for (int i = 0; i < Count; i += lanes<T>) store<T>(out + i, reduce_group<T, lanes<T>>(sums + i));
 }
 
-// Columns of a matrix whose first `count` rows are given: lane l of out[j] is rows[l * Columns + j], and in lanes without a
-// row that of the first.
+// Transpose blocks of lanes<T> vectors.
 template <class T, int Half, int... I> INLINE void exchange(Vec<T>& a, Vec<T>& b, std::integer_sequence<int, I...>) {
-  const Vec<T> lower = SHUFFLE(T, a, b, picked(I, 2 * Half, lanes<T>, false)...);
-  b = SHUFFLE(T, a, b, picked(I, 2 * Half, lanes<T>, true)...);
+  const Vec<T> lower = SHUFFLE(T, a, b, half_index(I, 2 * Half, lanes<T>, false)...);
+  b = SHUFFLE(T, a, b, half_index(I, 2 * Half, lanes<T>, true)...);
   a = lower;
 }
 template <class T, int Half> INLINE void transpose(Vec<T>* rows) {
@@ -49,64 +65,69 @@ template <class T, int Half> INLINE void transpose(Vec<T>* rows) {
     if (!(i & Half)) exchange<T, Half>(rows[i], rows[i + Half], std::make_integer_sequence<int, lanes<T>>());
   if constexpr (Half > 1) transpose<T, Half / 2>(rows);
 }
-template <class T, int Columns> INLINE void across(const T* rows, int, T* out) {
+// Transpose a matrix of `count` rows: lane l of out[j] becomes rows[l * Columns + j]. Lanes from `count` on repeat
+// row 0.
+template <class T, int Columns> INLINE void transpose_rows(const T* rows, int, T* out) {
   std::memcpy(out, rows, Columns * sizeof(T));
 }
-template <class T, int Columns> INLINE void across(const T* rows, int count, Vec<T>* out) {
+template <class T, int Columns> INLINE void transpose_rows(const T* rows, int count, Vec<T>* out) {
 #pragma GCC unroll 16
   for (int j = 0; j < Columns; j += lanes<T>) {
 #pragma GCC unroll 8
-    for (int l = 0; l < lanes<T>; ++l) out[j + l] = load<T>(rows + (l < count) * l * Columns + j);  // without a branch
+    for (int l = 0; l < lanes<T>; ++l) out[j + l] = load<T>(rows + (l < count) * l * Columns + j);  // branch-free
     transpose<T, lanes<T> / 2>(out + j);
   }
 }
 
-// Whether a comparison holds in all lanes.
-INLINE bool all(bool holds) { return holds; }
-INLINE bool all(int holds) { return holds; }  // of bools with & between them
-template <class Mask> INLINE bool all(Mask mask) {
+// Return whether a comparison holds in all lanes.
+INLINE bool all_lanes(bool holds) { return holds; }
+INLINE bool all_lanes(int holds) { return holds; }  // several bools joined by &
+template <class Mask> INLINE bool all_lanes(Mask mask) {
   int64_t parts[sizeof(Mask) / 8], both = -1;
   std::memcpy(parts, &mask, sizeof mask);
   for (int64_t part : parts) both &= part;
   return both == -1;
 }
 
-// From here on N is a number of one row, or a vector that holds those of as many rows as it has lanes.
-template <class N> struct Lane {
+// From here on N holds the same scalar of one row (N = T), or of lanes<T> rows, one row per lane (N = Vec<T>).
+template <class N> struct Scalar {
   typedef N type;
 };
-template <> struct Lane<Vec<float>> {
+template <> struct Scalar<Vec<float>> {
   typedef float type;
 };
-template <> struct Lane<Vec<double>> {
+template <> struct Scalar<Vec<double>> {
   typedef double type;
 };
 
-template <class N> constexpr int rows_in = sizeof(N) / sizeof(typename Lane<N>::type);
+template <class N> constexpr int rows_per = sizeof(N) / sizeof(typename Scalar<N>::type);
 template <class N> INLINE auto lane(const N& numbers, int l) {
-  if constexpr (rows_in<N> == 1)
+  if constexpr (rows_per<N> == 1)
     return numbers;
   else
     return numbers[l];
 }
 
-INLINE float root(float s) { return std::sqrt(s); }
-INLINE double root(double s) { return std::sqrt(s); }
-template <class N> INLINE N root(N s) {
-  typename Lane<N>::type each[rows_in<N>];
+INLINE float sqrt_lanes(float s) { return std::sqrt(s); }
+INLINE double sqrt_lanes(double s) { return std::sqrt(s); }
+template <class N> INLINE N sqrt_lanes(N s) {
+  typename Scalar<N>::type each[rows_per<N>];
   std::memcpy(each, &s, sizeof s);
 #pragma omp simd
-  for (int l = 0; l < rows_in<N>; ++l) each[l] = std::sqrt(each[l]);
+  for (int l = 0; l < rows_per<N>; ++l) each[l] = std::sqrt(each[l]);
   std::memcpy(&s, each, sizeof s);
   return s;
 }
 
-// Coefficients of S and S^2 and their derivatives with respect to the squared angle.
+// ---- Scalars of the rotation ----------------------------------------------------------------------------------------
+
+// A(s) and B(s), the coefficients of S and S^2, and their derivatives with respect to s.
 template <class N> struct Coefficients {
   N linear, quadratic, linear_slope, quadratic_slope;
 };
 
-// From (a - sin a) / a^3 and (a^2/2 - 1 + cos a) / a^4, without cancellation.
+// Derivatives without cancellation, from c3 = (t - sin t) / t^3 (`third`) and c4 = (t^2/2 - 1 + cos t) / t^4
+// (`fourth`), t the angle.
 template <class N> INLINE Coefficients<N> from_remainders(N linear, N quadratic, N third, N fourth) {
   return {linear, quadratic, (third - quadratic) / 2, fourth - third / 2};
 }
@@ -118,12 +139,26 @@ template <class T> __attribute__((noinline)) Coefficients<T> coefficients_by_sin
 }
 
 template <class N, int Terms> INLINE Coefficients<N> coefficients_by_series(N s) {
-  typedef typename Lane<N>::type T;
-  // 1 / (2 i + 3)! and 1 / (2 i + 4)!
-  constexpr double odd[] = {1 / 6.0, 1 / 120.0, 1 / 5040.0, 1 / 362880.0, 1 / 39916800.0, 1 / 6227020800.0,
-                            1 / 1307674368000.0, 1 / 355687428096000.0, 1 / 121645100408832000.0};
-  constexpr double even[] = {1 / 24.0, 1 / 720.0, 1 / 40320.0, 1 / 3628800.0, 1 / 479001600.0, 1 / 87178291200.0,
-                             1 / 20922789888000.0, 1 / 6402373705728000.0, 1 / 2432902008176640000.0};
+  typedef typename Scalar<N>::type T;
+  // 1 / (2i + 3)! and 1 / (2i + 4)!
+  constexpr double odd[] = {1 / 6.0,
+                            1 / 120.0,
+                            1 / 5040.0,
+                            1 / 362880.0,
+                            1 / 39916800.0,
+                            1 / 6227020800.0,
+                            1 / 1307674368000.0,
+                            1 / 355687428096000.0,
+                            1 / 121645100408832000.0};
+  constexpr double even[] = {1 / 24.0,
+                             1 / 720.0,
+                             1 / 40320.0,
+                             1 / 3628800.0,
+                             1 / 479001600.0,
+                             1 / 87178291200.0,
+                             1 / 20922789888000.0,
+                             1 / 6402373705728000.0,
+                             1 / 2432902008176640000.0};
   N third = N{} + T(odd[Terms - 1]), fourth = N{} + T(even[Terms - 1]);
 #pragma GCC unroll 8
   for (int i = Terms - 2; i >= 0; --i) {
@@ -133,28 +168,29 @@ template <class N, int Terms> INLINE Coefficients<N> coefficients_by_series(N s)
   return from_remainders<N>(T(1) - s * third, T(0.5) - s * fourth, third, fourth);
 }
 
-template <class N> INLINE Coefficients<N> coefficients(int64_t form, N s) {
-  typedef typename Lane<N>::type T;
-  if (form == cayley) {
+template <class N> INLINE Coefficients<N> coefficients(int64_t retraction, N s) {
+  typedef typename Scalar<N>::type T;
+  if (retraction == cayley) {
     N linear = T(1) / (T(1) + s / 4), slope = -linear * linear / 4;
     return {linear, linear / 2, slope, slope / 2};
   }
-  // What is left out of a series is less than half a unit in the last place: of a few terms for small angles, so that a row by
-  // itself waits less, and of many up to a limit.
+  // Both series are truncated below half a unit in the last place. Small angles take few terms, which shortens the
+  // latency of a single row; angles up to `limit` take many.
   constexpr bool single = sizeof(T) == 4;
   constexpr int few = single ? 3 : 6, many = single ? 7 : 9;
   constexpr T small = T(0.125), limit = single ? 4 : 1;
   const Coefficients<N> near = coefficients_by_series<N, few>(s);
-  if (__builtin_expect(all(s < small), 1)) return near;
-  if constexpr (rows_in<N> == 1) {
+  if (__builtin_expect(all_lanes(s < small), 1)) return near;
+  if constexpr (rows_per<N> == 1) {
     return s < limit ? coefficients_by_series<T, many>(s) : coefficients_by_sine<T>(s);
   } else {
     Coefficients<N> out = coefficients_by_series<N, many>(s);
-    out.linear = s < small ? near.linear : out.linear;  // as if it were alone: no row moves the digits of another
+    out.linear =
+        s < small ? near.linear : out.linear;  // as for a single row: results must not depend on the other lanes
     out.quadratic = s < small ? near.quadratic : out.quadratic;
     out.linear_slope = s < small ? near.linear_slope : out.linear_slope;
     out.quadratic_slope = s < small ? near.quadratic_slope : out.quadratic_slope;
-    if (__builtin_expect(all(s < limit), 1)) return out;
+    if (__builtin_expect(all_lanes(s < limit), 1)) return out;
     for (int l = 0; l < lanes<T>; ++l) {
       if (s[l] < limit) continue;
       const Coefficients<T> one = coefficients_by_sine<T>(s[l]);
@@ -167,37 +203,38 @@ template <class N> INLINE Coefficients<N> coefficients(int64_t form, N s) {
   }
 }
 
-// What the vectors of a row come down to: k unit, w orthogonal to k, L the eigenvalues, u the drive.
-template <class N> struct Plane {
+// The dot products that determine the scalars of a row.
+template <class N> struct PlaneDots {
   N kx, wx, kLx, wLx, kLk, kLw, wLk, wLw, ww, ku, wu;
 };
 
-// M x = L (x + y1 k + y2 w) + m1 k + m2 w.
-template <class N> struct Turn {
+// M x = L (x + y1 k + y2 w) + m1 k + m2 w, in terms of k and w; with p and q instead after `scalars_of_projections`.
+template <class N> struct RotationScalars {
   N y1, y2, m1, m2;
 };
 
-template <class N> INLINE Turn<N> turn(int64_t form, const Plane<N>& d, N beta) {
+template <class N> INLINE RotationScalars<N> rotation_scalars(int64_t retraction, const PlaneDots<N>& d, N beta) {
   N a = beta, b = beta * beta / 2;
-  if (form == taylor_one) return {-a * d.wx, a * d.kx, a * d.wLx, -a * d.kLx};
-  if (form == taylor_two) {
+  if (retraction == taylor_one) return {-a * d.wx, a * d.kx, a * d.wLx, -a * d.kLx};
+  if (retraction == taylor_two) {
     N kz = d.kLx - a * d.wx * d.kLk + a * d.kx * d.kLw, wz = d.wLx - a * d.wx * d.wLk + a * d.kx * d.wLw;
     return {-a * d.wx - b * d.ww * d.kx, a * d.kx - b * d.wx, a * wz - b * d.ww * d.kLx, -a * kz - b * d.wLx};
   }
-  Coefficients<N> q = coefficients<N>(form, beta * beta * d.ww);
-  a = beta * q.linear;
-  b = beta * beta * q.quadratic;
+  Coefficients<N> coef = coefficients<N>(retraction, beta * beta * d.ww);
+  a = beta * coef.linear;
+  b = beta * beta * coef.quadratic;
   N y1 = -a * d.wx - b * d.ww * d.kx, y2 = a * d.kx - b * d.wx;
   N kz = d.kLx + d.ku + y1 * d.kLk + y2 * d.kLw, wz = d.wLx + d.wu + y1 * d.wLk + y2 * d.wLw;
   return {y1, y2, a * wz - b * d.ww * kz, -a * kz - b * wz};
 }
 
-// The derivative of `turn`: from that of its four results to those of the plane, and of beta.
+// Backward of `rotation_scalars`: from the gradients of y1, y2, m1, m2 to those of the dot products and of beta.
 template <class N>
-INLINE Plane<N> turn_backward(int64_t form, const Plane<N>& d, N beta, const Turn<N>& g, N& beta_gradient) {
-  Plane<N> out = {};
+INLINE PlaneDots<N> rotation_scalars_backward(int64_t retraction, const PlaneDots<N>& d, N beta,
+                                              const RotationScalars<N>& g, N& beta_gradient) {
+  PlaneDots<N> out = {};
   N a = beta, b = beta * beta / 2, ga, gb;
-  if (form == taylor_one) {
+  if (retraction == taylor_one) {
     out.kx = a * g.y2;
     out.wx = -a * g.y1;
     out.kLx = -a * g.m2;
@@ -205,8 +242,8 @@ INLINE Plane<N> turn_backward(int64_t form, const Plane<N>& d, N beta, const Tur
     beta_gradient = -d.wx * g.y1 + d.kx * g.y2 + d.wLx * g.m1 - d.kLx * g.m2;
     return out;
   }
-  if (form == taylor_two) {
-    N y1 = -a * d.wx, y2 = a * d.kx;  // to first order
+  if (retraction == taylor_two) {
+    N y1 = -a * d.wx, y2 = a * d.kx;  // first order in beta
     N kz = d.kLx + y1 * d.kLk + y2 * d.kLw, wz = d.wLx + y1 * d.wLk + y2 * d.wLw;
     N gkz = -a * g.m2, gwz = a * g.m1;
     N first1 = d.kLk * gkz + d.wLk * gwz, first2 = d.kLw * gkz + d.wLw * gwz;
@@ -224,16 +261,16 @@ INLINE Plane<N> turn_backward(int64_t form, const Plane<N>& d, N beta, const Tur
     beta_gradient = ga + beta * gb;
     return out;
   }
-  Coefficients<N> q = coefficients<N>(form, beta * beta * d.ww);
-  a = beta * q.linear;
-  b = beta * beta * q.quadratic;
+  Coefficients<N> coef = coefficients<N>(retraction, beta * beta * d.ww);
+  a = beta * coef.linear;
+  b = beta * beta * coef.quadratic;
   N y1 = -a * d.wx - b * d.ww * d.kx, y2 = a * d.kx - b * d.wx;
   N kz = d.kLx + d.ku + y1 * d.kLk + y2 * d.kLw, wz = d.wLx + d.wu + y1 * d.wLk + y2 * d.wLw;
   N gkz = -b * d.ww * g.m1 - a * g.m2, gwz = a * g.m1 - b * g.m2;
   N g1 = g.y1 + d.kLk * gkz + d.wLk * gwz, g2 = g.y2 + d.kLw * gkz + d.wLw * gwz;
   ga = wz * g.m1 - kz * g.m2 - d.wx * g1 + d.kx * g2;
   gb = -d.ww * (kz * g.m1 + d.kx * g1) - wz * g.m2 - d.wx * g2;
-  N gs = beta * (ga * q.linear_slope + gb * beta * q.quadratic_slope);
+  N gs = beta * (ga * coef.linear_slope + gb * beta * coef.quadratic_slope);
   out.ww = -b * (kz * g.m1 + d.kx * g1) + gs * beta * beta;
   out.kLx = out.ku = gkz;
   out.wLx = out.wu = gwz;
@@ -243,37 +280,37 @@ INLINE Plane<N> turn_backward(int64_t form, const Plane<N>& d, N beta, const Tur
   out.wLw = y2 * gwz;
   out.kx = -b * d.ww * g1 + a * g2;
   out.wx = -a * g1 - b * g2;
-  beta_gradient = ga * q.linear + 2 * beta * (gb * q.quadratic + gs * d.ww);
+  beta_gradient = ga * coef.linear + 2 * beta * (gb * coef.quadratic + gs * d.ww);
   return out;
 }
 
 // ---- Directions -----------------------------------------------------------------------------------------------------
 
-// k = on_p p,  w = on_q q + on_k k.
+// Express k and w by p and q: k = on_p p, w = on_q q + on_k k.
 template <class N> struct Frame {
   N on_p, on_q, on_k;
-  N dot, key_scale, value_scale;  // k.v, 1/|p|, 1/|q|
-  Plane<N> plane;
+  N cosine, key_scale, value_scale;  // k.v, 1/|p|, 1/|q|
+  PlaneDots<N> plane;
 };
 
-// Where p and q are almost parallel, or their squares leave the range of numbers, p and q point to k and w themselves, made
-// in scratch memory.
+// One row. On the slow path (p and q nearly parallel, or squares out of range), p and q point to k and w themselves,
+// which are in scratch memory.
 template <class T> struct Row : Frame<T> {
   const T *p, *q;
-  bool still;  // p or q is zero: no rotation
+  bool no_rotation;  // p or q is zero, hence Q = I
 };
 
-// As many rows as N has lanes, so that their numbers are computed together; lanes without a row hold those of the first.
+// As many rows as N has lanes, whose scalars are vectorised over the batch. Lanes without a row repeat the first row.
 template <class T, class N> struct Group : Frame<N> {
-  const T *p[rows_in<N>], *q[rows_in<N>];
-  bool still[rows_in<N>];
+  const T *p[rows_per<N>], *q[rows_per<N>];
+  bool no_rotation[rows_per<N>];
 };
 
-template <class A, class B, class Move> INLINE void each_number(Frame<A>& a, Frame<B>& b, Move move) {
+template <class A, class B, class Move> INLINE void for_each_scalar(Frame<A>& a, Frame<B>& b, Move move) {
   move(a.on_p, b.on_p);
   move(a.on_q, b.on_q);
   move(a.on_k, b.on_k);
-  move(a.dot, b.dot);
+  move(a.cosine, b.cosine);
   move(a.key_scale, b.key_scale);
   move(a.value_scale, b.value_scale);
   move(a.plane.kx, b.plane.kx);
@@ -288,64 +325,67 @@ template <class A, class B, class Move> INLINE void each_number(Frame<A>& a, Fra
   move(a.plane.ku, b.plane.ku);
   move(a.plane.wu, b.plane.wu);
 }
-template <class T, class N> INLINE void put_row(Row<T>& row, int l, Group<T, N>& group) {
-  each_number(group, row, [&](N& to, T from) {
-    if constexpr (rows_in<N> == 1)
+template <class T, class N> INLINE void set_row(Row<T>& row, int l, Group<T, N>& group) {
+  for_each_scalar(group, row, [&](N& to, T from) {
+    if constexpr (rows_per<N> == 1)
       to = from;
     else
       to[l] = from;
   });
   group.p[l] = row.p;
   group.q[l] = row.q;
-  group.still[l] = row.still;
+  group.no_rotation[l] = row.no_rotation;
 }
-template <class T, class N> Row<T> row_of(Group<T, N>& group, int l) {
+template <class T, class N> Row<T> get_row(Group<T, N>& group, int l) {
   Row<T> out;
-  each_number(group, out, [&](const N& from, T& to) { to = lane(from, l); });
+  for_each_scalar(group, out, [&](const N& from, T& to) { to = lane(from, l); });
   out.p = group.p[l];
   out.q = group.q[l];
-  out.still = group.still[l];
+  out.no_rotation = group.no_rotation[l];
   return out;
 }
 
-template <class T> struct Eigen {
+// The eigenvalues. For complex pairs, `imag` multiplies the swapped pairs and has the sign of the first entry reversed.
+template <class T> struct Spectrum {
   const T *real, *imag;
 };
-template <class T, bool Pairs> INLINE Vec<T> times(const Eigen<T>& eigen, int64_t i, Vec<T> x) {
-  Vec<T> out = load<T>(eigen.real + i) * x;
-  if constexpr (Pairs) out += load<T>(eigen.imag + i) * swapped<T>(x);
+template <class T, bool Pairs> INLINE Vec<T> apply_lambda(const Spectrum<T>& spectrum, int64_t i, Vec<T> x) {
+  Vec<T> out = load<T>(spectrum.real + i) * x;
+  if constexpr (Pairs) out += load<T>(spectrum.imag + i) * swap_pairs<T>(x);
   return out;
 }
-template <class T, bool Pairs> INLINE Vec<T> times_transposed(const Eigen<T>& eigen, int64_t i, Vec<T> x) {
-  Vec<T> out = load<T>(eigen.real + i) * x;
-  if constexpr (Pairs) out += swapped<T>(load<T>(eigen.imag + i) * x);
+template <class T, bool Pairs> INLINE Vec<T> apply_lambda_transposed(const Spectrum<T>& spectrum, int64_t i, Vec<T> x) {
+  Vec<T> out = load<T>(spectrum.real + i) * x;
+  if constexpr (Pairs) out += swap_pairs<T>(load<T>(spectrum.imag + i) * x);
   return out;
 }
 
-enum Dot { pp, qq, pq, px, qx, pLx, qLx, pLp, pLq, qLq, qLp, pu, qu, dots = 16 };
+// The dot products of a row, in the order in which they are stored and saved for the backward.
+enum Dot { pp, qq, pq, px, qx, pLx, qLx, pLp, pLq, qLq, qLp, pu, qu, dot_count = 16 };
 
 template <class T, bool Pairs>
-INLINE void dot_products(const Eigen<T> eigen, const T* p, const T* q, const T* x, const T* u, int64_t pad, T* out) {
-  Vec<T> sum[dots] = {};
+INLINE void compute_dots(const Spectrum<T> spectrum, const T* p, const T* q, const T* x, const T* u, int64_t pad,
+                         T* out) {
+  Vec<T> sum[dot_count] = {};
   for (int64_t i = 0; i < pad; i += lanes<T>) {
-    Vec<T> a = load<T>(p + i), b = load<T>(q + i), c = load<T>(x + i);
-    Vec<T> La = times<T, Pairs>(eigen, i, a), Lb = times<T, Pairs>(eigen, i, b);
-    sum[pp] += a * a;
-    sum[qq] += b * b;
-    sum[pq] += a * b;
-    sum[px] += a * c;
-    sum[qx] += b * c;
-    sum[pLp] += a * La;
-    sum[pLq] += a * Lb;
-    sum[qLq] += b * Lb;
+    Vec<T> p_i = load<T>(p + i), q_i = load<T>(q + i), x_i = load<T>(x + i);
+    Vec<T> Lp_i = apply_lambda<T, Pairs>(spectrum, i, p_i), Lq_i = apply_lambda<T, Pairs>(spectrum, i, q_i);
+    sum[pp] += p_i * p_i;
+    sum[qq] += q_i * q_i;
+    sum[pq] += p_i * q_i;
+    sum[px] += p_i * x_i;
+    sum[qx] += q_i * x_i;
+    sum[pLp] += p_i * Lp_i;
+    sum[pLq] += p_i * Lq_i;
+    sum[qLq] += q_i * Lq_i;
     if constexpr (Pairs) {
-      Vec<T> Lc = times<T, true>(eigen, i, c);
-      sum[pLx] += a * Lc;
-      sum[qLx] += b * Lc;
-      sum[qLp] += b * La;
+      Vec<T> Lx_i = apply_lambda<T, true>(spectrum, i, x_i);
+      sum[pLx] += p_i * Lx_i;
+      sum[qLx] += q_i * Lx_i;
+      sum[qLp] += q_i * Lp_i;
     } else {
-      sum[pLx] += La * c;
-      sum[qLx] += Lb * c;
+      sum[pLx] += Lp_i * x_i;
+      sum[qLx] += Lq_i * x_i;
     }
   }
   if (u)
@@ -354,22 +394,25 @@ INLINE void dot_products(const Eigen<T> eigen, const T* p, const T* q, const T* 
       sum[qu] += load<T>(q + i) * load<T>(u + i);
     }
   if constexpr (!Pairs) sum[qLp] = sum[pLq];
-  sum_lanes<T, dots>(sum, out);
+  horizontal_sums<T, dot_count>(sum, out);
 }
 
-// Whether a sum of squares kept its digits, and a vector of that length may multiply others and be divided by it again.
-template <class N> INLINE auto within_range(N squared) {
-  typedef typename Lane<N>::type T;
-  constexpr T far = T(int64_t(1) << 62), least = std::numeric_limits<T>::min() * far, most = std::numeric_limits<T>::max() / far;
+// Return whether a sum of squares is neither under- nor overflowed, with room to multiply by the vector and divide by
+// its length again.
+template <class N> INLINE auto is_in_range(N squared) {
+  typedef typename Scalar<N>::type T;
+  constexpr T far = T(int64_t(1) << 62), least = std::numeric_limits<T>::min() * far,
+              most = std::numeric_limits<T>::max() / far;
   return (squared > least) & (squared < most);
 }
-// Whether that holds for p and q, and their cosine leaves enough of w.
-template <class N> INLINE auto plain(N key, N value, N cosine) {
-  return within_range(key) & within_range(value) & (cosine * cosine < typename Lane<N>::type(0.8));
+// Return whether that holds for p and q, and they are far enough from parallel for w to be formed without cancellation.
+template <class N> INLINE auto is_well_conditioned(N key, N value, N cosine) {
+  return is_in_range(key) & is_in_range(value) & (cosine * cosine < typename Scalar<N>::type(0.8));
 }
 
-// `from` at length one, in `to`; the length is scale. False if it counts as zero: below 1e-35 in float.
-template <class T> bool to_unit(const T* from, T* to, int64_t pad, T& inverse) {
+// Write `from`, scaled to length one, to `to`, and one over its length to `inverse`. Return false if `from` counts as
+// zero (below 1e-35 in float).
+template <class T> bool normalize(const T* from, T* to, int64_t pad, T& inverse) {
   T largest = 0;
   for (int64_t i = 0; i < pad; ++i) {
     T size = std::fabs(from[i]);
@@ -387,17 +430,19 @@ template <class T> bool to_unit(const T* from, T* to, int64_t pad, T& inverse) {
   return true;
 }
 
+// Slow path: normalise p and q by their largest entry first, and form k and w as vectors.
 template <class T, bool Pairs>
-__attribute__((noinline)) Row<T> look_closely(const Eigen<T>& eigen, const T* p, const T* q, const T* x, const T* u,
-                                              int64_t pad, T* scratch) {
+__attribute__((noinline)) Row<T> compute_directions_carefully(const Spectrum<T>& spectrum, const T* p, const T* q,
+                                                              const T* x, const T* u, int64_t pad, T* scratch) {
   T *k = scratch, *w = scratch + pad;
   Row<T> row = {};
   row.p = p;
   row.q = q;
-  const bool no_key = !to_unit<T>(p, k, pad, row.key_scale), no_value = !to_unit<T>(q, w, pad, row.value_scale);
-  const bool nan = row.key_scale != row.key_scale || row.value_scale != row.value_scale;  // which zero does not hide
-  row.still = (no_key || no_value) && !nan;
-  if (row.still) return row;
+  const bool no_key = !normalize<T>(p, k, pad, row.key_scale), no_value = !normalize<T>(q, w, pad, row.value_scale);
+  const bool nan =
+      row.key_scale != row.key_scale || row.value_scale != row.value_scale;  // a zero key or value does not hide a NaN
+  row.no_rotation = (no_key || no_value) && !nan;
+  if (row.no_rotation) return row;
   if (no_key) std::memset(k, 0, pad * sizeof(T));
   if (no_value) std::memset(w, 0, pad * sizeof(T));
   row.p = k;
@@ -405,56 +450,60 @@ __attribute__((noinline)) Row<T> look_closely(const Eigen<T>& eigen, const T* p,
   T along = 0;
   for (int64_t i = 0; i < pad; ++i) along += k[i] * w[i];
   for (int64_t i = 0; i < pad; ++i) w[i] -= along * k[i];
-  T d[dots];
-  dot_products<T, Pairs>(eigen, k, w, x, u, pad, d);
+  T d[dot_count];
+  compute_dots<T, Pairs>(spectrum, k, w, x, u, pad, d);
   row.on_p = row.on_q = 1;
-  row.dot = along;
+  row.cosine = along;
   row.plane = {d[px], d[qx], d[pLx], d[qLx], d[pLp], d[pLq], d[qLp], d[qLq], d[qq], d[pu], d[qu]};
   return row;
 }
 
-// Where the vectors of a row are: p, behind it q, x, and u if there is a drive that turns.
-template <class T> struct Place {
+// Addresses of the vectors of a row: p, followed by q; x; and u, if the drive is rotated with the state.
+template <class T> struct RowVectors {
   const T *p, *x, *u;
 };
 
-// The directions of `count` rows; `place(l)` is that of row l. `products` are their dot products, one row after the other,
-// which are computed unless they are known. `scratch` has two vectors for each row.
+// Compute the directions of `count` rows, the vectors of row l at `row_vectors(l)`. `dots` holds dot_count dot products
+// per row; they are computed unless `dots_known`. `scratch` has room for two vectors per row.
 template <class T, class N, bool Pairs, class Where>
-INLINE void directions(const Eigen<T>& eigen, Where place, int count, int64_t pad, T* products, bool known, T* scratch,
-                       Group<T, N>& out) {
-  T alone[dots];  // for one row they are taken from here: they would have to come back from memory
+INLINE void compute_directions(const Spectrum<T>& spectrum, Where row_vectors, int count, int64_t pad, T* dots,
+                               bool dots_known, T* scratch, Group<T, N>& out) {
+  T single[dot_count];  // a single row keeps its dot products in registers, without a store-to-load round trip
   for (int l = 0; l < count; ++l) {
-    const Place<T> at = place(l);
-    if (!known) dot_products<T, Pairs>(eigen, at.p, at.p + pad, at.x, at.u, pad, rows_in<N> == 1 ? alone : products + l * dots);
+    const RowVectors<T> at = row_vectors(l);
+    if (!dots_known)
+      compute_dots<T, Pairs>(spectrum, at.p, at.p + pad, at.x, at.u, pad,
+                             rows_per<N> == 1 ? single : dots + l * dot_count);
     out.p[l] = at.p;
     out.q[l] = at.p + pad;
-    out.still[l] = false;
+    out.no_rotation[l] = false;
   }
-  N d[dots];
-  if (rows_in<N> == 1 && !known) {
-    across<T, dots>(alone, count, d);
-    for (int i = 0; i < dots; i += lanes<T>) store<T>(products + i, load<T>(alone + i));  // still in registers
+  N d[dot_count];
+  if (rows_per<N> == 1 && !dots_known) {
+    transpose_rows<T, dot_count>(single, count, d);
+    for (int i = 0; i < dot_count; i += lanes<T>) store<T>(dots + i, load<T>(single + i));  // still in registers
   } else {
-    across<T, dots>(products, count, d);
+    transpose_rows<T, dot_count>(dots, count, d);
   }
-  N ip = T(1) / root(d[pp]), iq = T(1) / root(d[qq]), c = d[pq] * ip * iq;
-  N ww = T(1) - (d[pq] / d[pp]) * (d[pq] / d[qq]);  // not by c, for which it would have to wait
+  N ip = T(1) / sqrt_lanes(d[pp]), iq = T(1) / sqrt_lanes(d[qq]), c = d[pq] * ip * iq;
+  N ww = T(1) - (d[pq] / d[pp]) * (d[pq] / d[qq]);  // not 1 - c * c, which would lengthen the dependency chain
   N kx = d[px] * ip, vx = d[qx] * iq, kLx = d[pLx] * ip, vLx = d[qLx] * iq;
   N kLk = d[pLp] * ip * ip, kLv = d[pLq] * ip * iq, vLk = d[qLp] * ip * iq, vLv = d[qLq] * iq * iq;
   N ku = d[pu] * ip, vu = d[qu] * iq;
   out.on_p = out.key_scale = ip;
   out.on_q = out.value_scale = iq;
   out.on_k = -c;
-  out.dot = c;
-  out.plane = {kx, vx - c * kx, kLx, vLx - c * kLx, kLk, kLv - c * kLk, vLk - c * kLk,
-               vLv - c * (kLv + vLk) + c * c * kLk, ww, ku, vu - c * ku};
-  if (__builtin_expect(all(plain(d[pp], d[qq], c)), 1)) return;
+  out.cosine = c;
+  out.plane = {
+      kx, vx - c * kx, kLx, vLx - c * kLx, kLk, kLv - c * kLk, vLk - c * kLk, vLv - c * (kLv + vLk) + c * c * kLk, ww,
+      ku, vu - c * ku};
+  if (__builtin_expect(all_lanes(is_well_conditioned(d[pp], d[qq], c)), 1)) return;
   for (int l = 0; l < count; ++l) {
-    if (plain(lane(d[pp], l), lane(d[qq], l), lane(c, l))) continue;
-    const Place<T> at = place(l);
-    Row<T> row = look_closely<T, Pairs>(eigen, at.p, at.p + pad, at.x, at.u, pad, scratch + l * 2 * pad);
-    put_row<T, N>(row, l, out);
+    if (is_well_conditioned(lane(d[pp], l), lane(d[qq], l), lane(c, l))) continue;
+    const RowVectors<T> at = row_vectors(l);
+    Row<T> row =
+        compute_directions_carefully<T, Pairs>(spectrum, at.p, at.p + pad, at.x, at.u, pad, scratch + l * 2 * pad);
+    set_row<T, N>(row, l, out);
   }
 }
 

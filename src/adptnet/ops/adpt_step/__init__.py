@@ -1,15 +1,20 @@
-"""The step of an ADPT recurrence at many known states: Jacobians, and a pass of Newton's method along time.
+"""The step of an ADPT recurrence at many known states: Jacobians, and a pass of Newton's method over time.
 
-Without derivatives of their own: solvers and analyses call them where none are recorded.
+These operations have no gradients: solvers and analyses call them where autograd does not record.
 """
 
-from ..adpt_scan.form import Constants, Form, is_plain
-from .cpu import Jacobians, newton_pass, ready
+from ..adpt_scan.form import Constants, Form, is_basic_form
+from .cpu import Jacobians, has_kernel, newton_pass
 from .reference import Pass
 
-__all__ = ["Jacobians", "Pass", "covers", "newton_pass", "ready"]
+__all__ = ["Jacobians", "Pass", "has_kernel", "is_supported", "newton_pass"]
 
 
-def covers(constants: Constants, form: Form) -> bool:
-    """Whether there is a kernel for such a recurrence."""
-    return is_plain(form, paired=constants.imag is not None, slow=constants.decay is not None)
+def is_supported(constants: Constants, form: Form) -> bool:
+    """Return whether the kernel supports a recurrence.
+
+    Args:
+        constants: The parameters.
+        form: The form of the recurrence.
+    """
+    return is_basic_form(form, paired=constants.imag is not None, slow=constants.decay is not None)

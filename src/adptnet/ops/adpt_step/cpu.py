@@ -1,4 +1,4 @@
-"""The kernel of `adpt_step`: its arguments as the C++ program takes them, and the memory it works in."""
+"""The CPU kernel of `adpt_step`: the ctypes structure of a call, and its memory."""
 
 import ctypes
 import functools
@@ -12,58 +12,71 @@ from ..adpt_scan.form import Constants, Form
 from ..tolerance import HALF_LIFE, Tolerance
 from .reference import Pass
 
-__all__ = ["Jacobians", "newton_pass", "ready"]
+__all__ = ["Jacobians", "has_kernel", "newton_pass"]
 
-_NAMES = {torch.float32: "float", torch.float64: "double"}
+_SCALARS = {torch.float32: "float", torch.float64: "double"}
 TILE = 16  # steps whose projections are one product
-LEAST = 1 << 20  # products that are worth a thread
+MIN_WORK_PER_THREAD = 1 << 20  # multiplications
 
-_NUMBERS = "batch steps size form threads tile packed diagonal sweep states_batch drive_batch"
-_TOLERANCES = "relative absolute decay"
-_POINTERS = (
-    "real weight bias beta drive initial fresh reset recent states next residual excess scale move jacobians workspace"
-)
+_INTEGERS = "batch steps size retraction threads tile packed diagonal sweep states_batch drive_batch"
+_DOUBLES = "relative absolute scale_decay"
+_POINTERS = "real weight bias beta drive initial reset_state reset recent_scale states updated"
+_POINTERS += " residual excess scale move jacobians workspace"
 
 
 class _Step(ctypes.Structure):
-    """`struct Step` of kernel.cpp, field by field."""
+    """Mirror of `struct Step` in kernel.cpp, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in _NUMBERS.split(" ")),
-        *((name, ctypes.c_double) for name in _TOLERANCES.split(" ")),
+        *((name, ctypes.c_int64) for name in _INTEGERS.split(" ")),
+        *((name, ctypes.c_double) for name in _DOUBLES.split(" ")),
         *((name, ctypes.c_void_p) for name in _POINTERS.split(" ")),
     )
 
 
-def ready(dtype: torch.dtype) -> bool:
-    """Whether there is a kernel for `dtype`; builds it at the first question."""
-    return dtype in _NAMES and _build.wanted() and _build.load("adpt_step", _NAMES[dtype]) is not None
+def has_kernel(dtype: torch.dtype) -> bool:
+    """Return whether there is a kernel for `dtype`. The first call builds it.
+
+    Args:
+        dtype: The dtype of the states.
+    """
+    return dtype in _SCALARS and _build.kernels_enabled() and _build.load("adpt_step", _SCALARS[dtype]) is not None
 
 
 class Jacobians:
-    """The derivative of the step at states (batch, time, n), some steps at a time."""
+    """The Jacobians of the step at given states, computed for a range of steps at a time.
+
+    Args:
+        states: (batch, time, n).
+        constants: The parameters.
+        form: The form of the recurrence.
+    """
 
     def __init__(self, states: Tensor, constants: Constants, form: Form):
-        self.states = states if _rows_follow(states) else states.contiguous()
+        self.states = states if _has_contiguous_rows(states) else states.contiguous()
         self.call = _Call(self.states, constants, form)
 
     def __call__(self, start: int, stop: int) -> Tensor:
-        """(batch, stop - start, n, n)."""
+        """Return the Jacobians at the states `start` to `stop` - 1, (batch, stop - start, n, n).
+
+        Args:
+            start, stop: The range of steps.
+        """
         batch, _, size = self.states.shape
         part = self.states[:, start:stop]
-        found = _buffers.empty(batch, stop - start, size, size, dtype=part.dtype)
-        if found.numel():
+        jacobians = _buffers.empty(batch, stop - start, size, size, dtype=part.dtype)
+        if jacobians.numel():
             self.call.step.steps = stop - start
-            self.call.set(states=part, jacobians=found)
-            self.call.run(tasks=batch * -(-(stop - start) // TILE), work=found.numel() * 13)
-        return found
+            self.call.set(states=part, jacobians=jacobians)
+            self.call.run(tasks=batch * -(-(stop - start) // TILE), work=jacobians.numel() * 13)
+        return jacobians
 
 
 def newton_pass(
     states: Tensor,
     drive: Tensor,
     initial: Tensor,
-    fresh: Tensor,
+    reset_state: Tensor,
     reset: Tensor | None,
     constants: Constants,
     form: Form,
@@ -73,46 +86,52 @@ def newton_pass(
     recent: Tensor | None = None,
     tiles: int | None = None,
 ) -> Pass:
-    """As `reference.newton_pass`."""
+    """Run `reference.newton_pass` by the kernel.
+
+    Args:
+        states, drive, initial, reset_state, reset, tolerance, recent, tiles: As in `reference.newton_pass`.
+        constants, form: As in `adpt_scan`; they replace `step` and `shift`, which is Λ̄.
+        diagonal: Whether the transition is diag(M), as in Forward-DEER, instead of Λ̄, as in Conv-DEER.
+    """
     batch, steps, size = states.shape
-    following = _buffers.empty(batch, steps, size, dtype=states.dtype)
+    updated = _buffers.empty(batch, steps, size, dtype=states.dtype)
     residual, excess, scale, move = (states.new_empty(batch, steps) for _ in range(4))
     if states.numel():
         call = _Call(states, constants, form)
         if tiles is not None:
             call.step.tile, call.step.sweep = tiles, True
         call.step.diagonal = diagonal
-        call.step.relative, call.step.decay = tolerance.relative, 0.5 ** (1 / HALF_LIFE)
+        call.step.relative, call.step.scale_decay = tolerance.relative, 0.5 ** (1 / HALF_LIFE)
         call.step.absolute = tolerance.floor(states.dtype)
-        drive = drive if _rows_follow(drive) else drive.contiguous()
+        drive = drive if _has_contiguous_rows(drive) else drive.contiguous()
         call.step.drive_batch = drive.stride(0)
-        call.set(drive=drive, initial=initial.contiguous(), next=following)
+        call.set(drive=drive, initial=initial.contiguous(), updated=updated)
         call.set(residual=residual, excess=excess, scale=scale, move=move)
         if reset is not None:
-            call.set(reset=reset.contiguous(), fresh=fresh.contiguous())
+            call.set(reset=reset.contiguous(), reset_state=reset_state.contiguous())
         if recent is not None:
-            call.set(recent=recent.contiguous())
+            call.set(recent_scale=recent.contiguous())
         call.run(tasks=batch, work=batch * steps * 2 * size * size)
-    return Pass(following, residual, excess, scale, move)
+    return Pass(updated, residual, excess, scale, move)
 
 
-def _rows_follow(values: Tensor) -> bool:
-    """Whether the steps of a sequence lie one after another."""
+def _has_contiguous_rows(values: Tensor) -> bool:
+    """Return whether the steps of each sequence are contiguous in memory."""
     return values.stride(2) == 1 and values.stride(1) == values.shape[2]
 
 
 class _Call:
-    """A `struct Step` and the tensors it points to."""
+    """A `struct Step` and the tensors that it points to, which it keeps alive."""
 
     def __init__(self, states: Tensor, constants: Constants, form: Form):
-        self.library = _declared(_build.load("adpt_step", _NAMES[states.dtype]))
-        assert _rows_follow(states)
+        self.library = _declare_functions(_build.load("adpt_step", _SCALARS[states.dtype]))
+        assert _has_contiguous_rows(states)
         assert constants.weight is not None
         assert constants.beta is not None
         batch, steps, size = states.shape
-        self.step = _Step(batch=batch, steps=steps, size=size, form=int(form.retracted), tile=TILE)
+        self.step = _Step(batch=batch, steps=steps, size=size, retraction=int(form.retraction), tile=TILE)
         self.step.states_batch = states.stride(0)
-        self.held: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
         self.set(states=states, real=constants.real.contiguous(), weight=constants.weight.contiguous())
         self.set(beta=constants.beta.contiguous())
         if constants.bias is not None:
@@ -120,13 +139,13 @@ class _Call:
 
     def set(self, **tensors: Tensor) -> None:
         for name, tensor in tensors.items():
-            self.held[name] = tensor
+            self.tensors[name] = tensor
             setattr(self.step, name, tensor.data_ptr())
 
     def run(self, *, tasks: int, work: int) -> None:
-        self.step.threads = max(1, min(torch.get_num_threads(), tasks, work // LEAST))
+        self.step.threads = max(1, min(torch.get_num_threads(), tasks, work // MIN_WORK_PER_THREAD))
         needed = self.library.adpt_step_workspace(ctypes.byref(self.step))
-        if "workspace" not in self.held or self.held["workspace"].numel() < needed:
+        if "workspace" not in self.tensors or self.tensors["workspace"].numel() < needed:
             self.set(workspace=_buffers.empty(needed, dtype=torch.uint8))
             self.step.packed = False
         self.library.adpt_step_run(ctypes.byref(self.step))
@@ -134,7 +153,7 @@ class _Call:
 
 
 @functools.cache
-def _declared(library: Any) -> Any:
+def _declare_functions(library: Any) -> Any:
     for function in (library.adpt_step_workspace, library.adpt_step_run):
         function.argtypes = [ctypes.POINTER(_Step)]
     for function in (library.adpt_step_workspace, library.adpt_step_layout):

@@ -1,4 +1,4 @@
-"""The Kalman filter of a linear recurrence, for trust regions (ELK)."""
+"""The Kalman filter of a linear recurrence, for trust-region solvers (ELK)."""
 
 from .parallel import diagonal_filter, matrix_filter
 

@@ -1,13 +1,14 @@
-"""The filter behind a trust region: a linear recurrence that is pulled towards given states.
+"""The Kalman filter of a linear recurrence whose states are observed: the specification of `kalman_filter`.
 
-Of s_t = A_t s_{t-1} + b_t + noise of variance 1, `observed` shows s_t with noise of variance 1/strength. The filtered
-means are what is returned. With strength 0 they are the plain scan; with a large one they stay at `observed`.
+The state follows s_t = A_t s_{t-1} + b_t + noise of variance 1, and `observed` is s_t + noise of variance 1/strength.
+The filters return the filtered means. With strength 0 these are the states of the scan; with a large strength they
+approach `observed`.
 """
 
 import torch
 from torch import Tensor
 
-from .._linalg import solve
+from .._linalg import solve_linear
 
 __all__ = ["diagonal_filter", "matrix_filter"]
 
@@ -21,15 +22,18 @@ def diagonal_filter(
     *,
     reset: Tensor | None = None,
 ) -> Tensor:
-    """Filtered means for a diagonal transition, real or complex.
+    """Return the filtered means for a diagonal transition, real or complex.
 
     Args:
-        transition: (n,) or anything that broadcasts to `offset`.
+        transition: (n,) or any shape that broadcasts to `offset`.
         offset: (..., time, n).
         observed: (..., time, n).
-        strength: (..., 1), at least 0: the inverse variance of what is observed.
+        strength: (..., 1), at least 0: the inverse variance of the observations.
         initial: (..., n), known exactly.
-        reset: (..., time) bool. True at t: nothing enters step t; no NaN or infinity passes.
+        reset: (..., time) bool. Where True, the state before the step is set to zero; no NaN or infinity passes.
+
+    Returns:
+        (..., time, n).
     """
     factors = torch.broadcast_to(transition, offset.shape)
     if reset is not None:
@@ -41,10 +45,10 @@ def diagonal_filter(
         if reset is not None:  # a factor of zero would keep a NaN
             mean, variance = (torch.where(reset[..., t, None], 0, part) for part in (mean, variance))
         predicted = factor * mean + offset[..., t, :]
-        spread = factor.abs().square() * variance + 1
-        gain = strength * spread / (1 + strength * spread)
+        predicted_variance = factor.abs().square() * variance + 1
+        gain = strength * predicted_variance / (1 + strength * predicted_variance)
         mean = predicted + gain * (observed[..., t, :] - predicted)
-        variance = spread / (1 + strength * spread)
+        variance = predicted_variance / (1 + strength * predicted_variance)
         means.append(mean)
     return torch.stack(means, -2) if means else offset.clone()
 
@@ -58,12 +62,20 @@ def matrix_filter(
     *,
     reset: Tensor | None = None,
 ) -> Tensor:
-    """As `diagonal_filter`, for a transition (..., time or 1, n, n)."""
+    """Return the filtered means for a dense transition.
+
+    Args:
+        transition: (..., time or 1, n, n).
+        offset, observed, strength, initial, reset: As in `diagonal_filter`.
+
+    Returns:
+        (..., time, n).
+    """
     matrices = torch.broadcast_to(transition, (*offset.shape, offset.shape[-1]))
     if reset is not None:
         matrices = torch.where(reset[..., None, None], 0, matrices)
     eye = torch.eye(offset.shape[-1], dtype=offset.dtype, device=offset.device)
-    pull = strength.unsqueeze(-1)
+    weight = strength.unsqueeze(-1)
     mean, variance = initial.unsqueeze(-1), torch.zeros_like(eye)
     means: list[Tensor] = []
     for t in range(offset.shape[-2]):
@@ -71,8 +83,8 @@ def matrix_filter(
         if reset is not None:
             mean, variance = (torch.where(reset[..., t, None, None], 0, part) for part in (mean, variance))
         predicted = matrix @ mean + offset[..., t, :].unsqueeze(-1)
-        spread = matrix @ variance @ matrix.mT + eye
-        variance = solve(eye + pull * spread, spread)
-        mean = predicted + pull * variance @ (observed[..., t, :].unsqueeze(-1) - predicted)
+        predicted_variance = matrix @ variance @ matrix.mT + eye
+        variance = solve_linear(eye + weight * predicted_variance, predicted_variance)
+        mean = predicted + weight * variance @ (observed[..., t, :].unsqueeze(-1) - predicted)
         means.append(mean.squeeze(-1))
     return torch.stack(means, -2) if means else offset.clone()

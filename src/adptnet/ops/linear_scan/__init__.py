@@ -1,7 +1,7 @@
 """The diagonal linear recurrence x_t = a_t x_{t-1} + b_t.
 
-`linear_scan` is what to call. Torch sees one operation, `adptnet::linear_scan`, to differentiate, compile and export;
-where there is no kernel, the torch program of `chunked.py` runs.
+Torch sees one operation, `adptnet::linear_scan`, to differentiate, compile and export. Without a kernel, the PyTorch
+implementation in `chunked.py` runs.
 """
 
 from typing import Any
@@ -10,17 +10,15 @@ import torch
 from torch import Tensor
 
 from .. import _gpu
-from .._torch_state import apart, constant_when_compiled, transformed
+from .._torch_state import constant_when_compiled, is_transformed, separate_views
 from . import chunked, cpu
 
 __all__ = ["linear_scan"]
 
 
+@constant_when_compiled
 def _has_kernel(dtype: torch.dtype, device: str) -> bool:
-    return cpu.ready(dtype) if device == "cpu" else _gpu.ready(device) and dtype in cpu.NAMES
-
-
-_ready = constant_when_compiled(_has_kernel)
+    return cpu.has_kernel(dtype) if device == "cpu" else _gpu.is_available(device) and dtype in cpu.SCALARS
 
 
 def linear_scan(
@@ -32,41 +30,46 @@ def linear_scan(
     reverse: bool = False,
     overwrite: bool = False,
 ) -> Tensor:
-    """As `reference.linear_scan`. With `overwrite` the states may take the place of `offset`; not for gradients."""
-    if not _covered(transition, offset, initial, reset):
+    """Return the states of a diagonal linear recurrence; see `reference.linear_scan`.
+
+    Args:
+        transition, offset, initial, reset, reverse: As in `reference.linear_scan`.
+        overwrite: Allow the states to overwrite `offset`; not if a gradient is needed.
+    """
+    if not _is_supported(transition, offset, initial, reset):
         return chunked.linear_scan(
-            transition, offset, initial, reset=reset, reverse=reverse, overwrite=overwrite and _own_places(offset)
+            transition, offset, initial, reset=reset, reverse=reverse, overwrite=overwrite and _has_no_overlap(offset)
         )
     if initial is not None:
         initial = initial.expand(*offset.shape[:-2], offset.shape[-1])
     if reset is not None:
         reset = reset.expand(offset.shape[:-1])
-    if overwrite and _own_places(offset):
+    if overwrite and _has_no_overlap(offset):
         _scan_over(transition, offset, initial, reset, reverse)
         return offset
     states: Tensor = _scan(transition, offset, initial, reset, reverse)
     return states
 
 
-def _covered(transition: Tensor, offset: Tensor, initial: Tensor | None, reset: Tensor | None) -> bool:
-    given = [transition, offset] + ([] if initial is None else [initial])
+def _is_supported(transition: Tensor, offset: Tensor, initial: Tensor | None, reset: Tensor | None) -> bool:
+    tensors = [transition, offset] + ([] if initial is None else [initial])
     return (
-        all(t.device == offset.device and t.dtype == offset.dtype for t in given)
+        all(t.device == offset.device and t.dtype == offset.dtype for t in tensors)
         and (reset is None or reset.device == offset.device)
         and transition.dim() <= offset.dim()
         and offset.numel() > 0
-        and _ready(offset.dtype, offset.device.type)
-        and not transformed(*given, reset)
+        and _has_kernel(offset.dtype, offset.device.type)
+        and not is_transformed(*tensors, reset)
     )
 
 
-def _own_places(offset: Tensor) -> bool:
-    """Whether no two entries are the same memory."""
+def _has_no_overlap(offset: Tensor) -> bool:
+    """Return whether no two entries share memory."""
     return all(stride or count <= 1 for stride, count in zip(offset.stride(), offset.shape, strict=True))
 
 
-def _kernel(values: Tensor) -> Any:
-    """The module that runs there: both have the same functions."""
+def _select_kernel(values: Tensor) -> Any:
+    """Return the module with the kernel for the device of `values`, `cpu` or `triton`; both have the same functions."""
     if values.device.type == "cpu":
         return cpu
     from . import triton
@@ -76,13 +79,13 @@ def _kernel(values: Tensor) -> Any:
 
 @torch.library.custom_op("adptnet::linear_scan", mutates_args=(), device_types=["cpu", "cuda"])
 def _scan(transition: Tensor, offset: Tensor, initial: Tensor | None, reset: Tensor | None, reverse: bool) -> Tensor:
-    states: Tensor = _kernel(offset).forward(transition, offset, initial, reset, reverse)
+    states: Tensor = _select_kernel(offset).forward(transition, offset, initial, reset, reverse)
     return states
 
 
 @torch.library.custom_op("adptnet::linear_scan_over", mutates_args=("offset",), device_types=["cpu", "cuda"])
 def _scan_over(transition: Tensor, offset: Tensor, initial: Tensor | None, reset: Tensor | None, reverse: bool) -> None:
-    _kernel(offset).forward(transition, offset, initial, reset, reverse, over=True)
+    _select_kernel(offset).forward(transition, offset, initial, reset, reverse, overwrite=True)
 
 
 @torch.library.custom_op("adptnet::linear_scan_backward", mutates_args=(), device_types=["cpu", "cuda"])
@@ -95,10 +98,10 @@ def _scan_backward(
     reverse: bool,
     to_transition: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found: tuple[Tensor, Tensor, Tensor] = _kernel(gradient).backward(
+    gradients: tuple[Tensor, Tensor, Tensor] = _select_kernel(gradient).backward(
         gradient, states, transition, initial, reset, reverse, to_transition=to_transition
     )
-    return found
+    return gradients
 
 
 @_scan.register_fake
@@ -118,7 +121,7 @@ def _(gradient: Tensor, states: Tensor, transition: Tensor, *others: Any) -> tup
     return to_transition, gradient.new_empty(shape), gradient.new_empty(*shape[:-2], shape[-1])
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     transition, offset, initial, reset, reverse = inputs
     ctx.save_for_backward(transition, offset, initial, reset, output)
     ctx.reverse = reverse
@@ -127,14 +130,14 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     transition, offset, initial, reset, states = ctx.saved_tensors
     needed = ctx.needs_input_grad[:3]
-    if torch.is_grad_enabled():  # a derivative of a derivative, of which the kernel has one only
-        inputs = apart((transition, offset, initial))
-        wanted = [t for t, need in zip(inputs, needed, strict=True) if need]
-        again = chunked.linear_scan(*inputs, reset=reset, reverse=ctx.reverse)
-        found = iter(torch.autograd.grad(again, wanted, gradient, create_graph=True, materialize_grads=True))
+    if torch.is_grad_enabled():  # the kernel does not support double backward
+        inputs = separate_views((transition, offset, initial))
+        required = [t for t, need in zip(inputs, needed, strict=True) if need]
+        recomputed = chunked.linear_scan(*inputs, reset=reset, reverse=ctx.reverse)
+        found = iter(torch.autograd.grad(recomputed, required, gradient, create_graph=True, materialize_grads=True))
         return *(next(found) if need else None for need in needed), None, None
     every = _scan_backward(gradient, states, transition, initial, reset, ctx.reverse, needed[0])
     return *(g if need else None for g, need in zip(every, needed, strict=True)), None, None
 
 
-_scan.register_autograd(_differentiate, setup_context=_remember)
+_scan.register_autograd(_differentiate, setup_context=_setup_context)

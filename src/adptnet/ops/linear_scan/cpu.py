@@ -1,4 +1,4 @@
-"""The kernel of `linear_scan`: its arguments as the C++ program takes them."""
+"""The CPU kernel of `linear_scan`: the ctypes structure of a call, and how its work is divided among threads."""
 
 import ctypes
 import functools
@@ -9,37 +9,41 @@ from torch import Tensor
 
 from .. import _buffers, _build
 
-__all__ = ["NAMES", "backward", "forward", "ready"]
+__all__ = ["SCALARS", "backward", "forward", "has_kernel"]
 
-NAMES = {
+SCALARS = {
     torch.float32: "float",
     torch.float64: "double",
     torch.complex64: "float",
     torch.complex128: "double",
 }
-LINE = 64  # bytes: tasks share none
-PAGE = 4096  # bytes a processor foresees
-CACHED = 1 << 24  # bytes of states below which they are found in the caches
-LEAST = 1 << 18  # bytes of states that are worth a thread
+CACHE_LINE = 64  # bytes; tasks share none
+PAGE = 4096  # bytes; the range of the hardware prefetcher
+MAX_CACHED_BYTES = 1 << 24  # size of the states up to which they stay in the caches
+MIN_WORK_PER_THREAD = 1 << 18  # bytes of states
 
-_NUMBERS = "batch steps size pairs tile threads tasks_of_row columns transition_batch transition_time"
-_NUMBERS += " offset_batch offset_time states_batch states_time reset_batch reset_time"
+_INTEGERS = "batch steps size pairs tile threads tasks_per_sequence columns transition_batch transition_time"
+_INTEGERS += " offset_batch offset_time states_batch states_time reset_batch reset_time"
 _POINTERS = "transition offset initial reset states state_gradients offset_gradients initial_gradients"
 _POINTERS += " transition_gradients transition_sums"
 
 
 class _Scan(ctypes.Structure):
-    """`struct Scan` of kernel.cpp, field by field."""
+    """Mirror of `struct Scan` in kernel.cpp, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in _NUMBERS.split(" ")),
+        *((name, ctypes.c_int64) for name in _INTEGERS.split(" ")),
         *((name, ctypes.c_void_p) for name in _POINTERS.split(" ")),
     )
 
 
-def ready(dtype: torch.dtype) -> bool:
-    """Whether there is a kernel for `dtype`; builds it at the first question."""
-    return dtype in NAMES and _build.wanted() and _build.load("linear_scan", NAMES[dtype]) is not None
+def has_kernel(dtype: torch.dtype) -> bool:
+    """Return whether there is a kernel for `dtype`. The first call builds it.
+
+    Args:
+        dtype: The dtype of the offset.
+    """
+    return dtype in SCALARS and _build.kernels_enabled() and _build.load("linear_scan", SCALARS[dtype]) is not None
 
 
 def forward(
@@ -49,19 +53,24 @@ def forward(
     reset: Tensor | None,
     reverse: bool,
     *,
-    over: bool = False,
+    overwrite: bool = False,
 ) -> Tensor:
-    """The states, in new memory or over the offset."""
-    call = _Call(transition, offset, reset, reverse, piece=PAGE)
-    states = call.offset if over else _buffers.empty(*call.offset.shape, dtype=call.offset.dtype)
-    call.set(initial=_numbers(initial))
+    """Run the forward kernel and return the states.
+
+    Args:
+        transition, offset, initial, reset, reverse: As in `reference.linear_scan`.
+        overwrite: Write the states to `offset`, and return it.
+    """
+    call = _Call(transition, offset, reset, reverse, min_bytes=PAGE)
+    states = call.offset if overwrite else _buffers.empty(*call.offset.shape, dtype=call.offset.dtype)
+    call.set(initial=_as_real(initial))
     call.set_rows("offset", call.offset)
     call.set_rows("states", states)
     call.run("linear_scan_forward")
-    if not over:
-        return _as(states, offset)
+    if not overwrite:
+        return _as_like(states, offset)
     if call.copied:
-        offset.copy_(_as(states, offset))
+        offset.copy_(_as_like(states, offset))
     return offset
 
 
@@ -75,13 +84,20 @@ def backward(
     *,
     to_transition: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Derivatives with respect to the transition (empty if not wanted), the offset and what enters."""
-    call = _Call(transition, gradient, reset, reverse, piece=LINE)
+    """Run the backward kernel and return the gradients of transition, offset and initial state.
+
+    Args:
+        gradient: With respect to the states.
+        states: The result of `forward`.
+        transition, initial, reset, reverse: As in `reference.linear_scan`.
+        to_transition: Whether to compute the gradient of the transition; otherwise it is empty.
+    """
+    call = _Call(transition, gradient, reset, reverse, min_bytes=CACHE_LINE)
     batch, steps, size = call.offset.shape
     dtype = call.offset.dtype
     to_offset, to_initial = _buffers.empty(batch, steps, size, dtype=dtype), call.offset.new_zeros(batch, size)
-    call.set(initial=_numbers(initial), initial_gradients=to_initial)
-    call.set_rows("states", _numbers(states).reshape(batch, steps, size).contiguous())
+    call.set(initial=_as_real(initial), initial_gradients=to_initial)
+    call.set_rows("states", _as_real(states).reshape(batch, steps, size).contiguous())
     call.set_rows("state_gradients", call.offset.contiguous())
     call.set_rows("offset_gradients", to_offset)
     found: Tensor | None = None
@@ -91,85 +107,85 @@ def backward(
     elif to_transition:
         found = call.offset.new_zeros(batch, 1, size, dtype=torch.float64)
         call.set(transition_sums=found)
-        call.scan.tile = 16  # of whose steps the sum is made in the working precision
+        call.scan.tile = 16  # steps that are summed in working precision, before a sum in double
     call.run("linear_scan_backward")
-    to_start = _as(to_initial, gradient[..., 0, :])
+    to_start = _as_like(to_initial, gradient[..., 0, :])
     if found is None:
-        return transition.new_empty(0), _as(to_offset, gradient), to_start
-    every = _as(found.to(dtype), gradient[..., : found.shape[1], :])
-    return every.sum_to_size(transition.shape).contiguous(), _as(to_offset, gradient), to_start
+        return transition.new_empty(0), _as_like(to_offset, gradient), to_start
+    every = _as_like(found.to(dtype), gradient[..., : found.shape[1], :])
+    return every.sum_to_size(transition.shape).contiguous(), _as_like(to_offset, gradient), to_start
 
 
-def _numbers(values: Any) -> Any:
-    """Real numbers, two for a complex one, as they lie in memory."""
+def _as_real(values: Any) -> Any:
+    """Return the real numbers in memory: two for each complex number."""
     if values is None:
         return None
     values = values.resolve_conj().resolve_neg()
     return torch.view_as_real(values).flatten(-2) if values.is_complex() else values
 
 
-def _as(values: Tensor, like: Tensor) -> Tensor:
-    """(batch, time, numbers), or (batch, numbers), in the shape and kind of `like`."""
+def _as_like(values: Tensor, like: Tensor) -> Tensor:
+    """Return (batch, time, size) or (batch, size) real numbers with the shape and dtype class of `like`."""
     if like.is_complex():
         values = torch.view_as_complex(values.unflatten(-1, (-1, 2)))
     return values.reshape(like.shape)
 
 
 class _Call:
-    """A `struct Scan` and the tensors it points to."""
+    """A `struct Scan` and the tensors that it points to, which it keeps alive."""
 
-    def __init__(self, transition: Tensor, rows: Tensor, reset: Tensor | None, reverse: bool, *, piece: int):
-        self.library = _declared(_build.load("linear_scan", NAMES[rows.dtype]))
+    def __init__(self, transition: Tensor, rows: Tensor, reset: Tensor | None, reverse: bool, *, min_bytes: int):
+        self.library = _declare_functions(_build.load("linear_scan", SCALARS[rows.dtype]))
         lead, (steps, width) = rows.shape[:-2], rows.shape[-2:]
-        whole = _numbers(rows)
-        # (batch, time, numbers) without a copy, if it lies so
+        whole = _as_real(rows)
+        # (batch, time, size), without a copy if the strides allow it
         self.offset = whole.reshape(-1, *whole.shape[-2:])
         if self.offset.stride(-1) != 1:
             self.offset = self.offset.contiguous()
         self.copied = self.offset.data_ptr() != rows.data_ptr()
         batch, _, size = self.offset.shape
         self.reverse, self.steps = reverse, steps
-        self.held: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
         self.scan = _Scan(batch=batch, steps=steps, size=size, pairs=rows.is_complex())
         factors = transition.reshape((1,) * (rows.dim() - transition.dim()) + tuple(transition.shape))
         factors = factors.expand(*factors.shape[:-1], width)
-        alone = all(count == 1 for count in factors.shape[:-2])
-        factors = _numbers(factors).contiguous()
-        if not alone:
+        shared = all(count == 1 for count in factors.shape[:-2])
+        factors = _as_real(factors).contiguous()
+        if not shared:
             factors = factors.expand(*lead, *factors.shape[-2:])
-        factors = factors.reshape(1 if alone else batch, *factors.shape[-2:])
+        factors = factors.reshape(1 if shared else batch, *factors.shape[-2:])
         self.set_rows("transition", factors)
         if reset is not None:
             self.set_rows("reset", reset.reshape(batch, steps, 1).contiguous())
-        self._share(batch, size, self.offset.itemsize, piece)
+        self._divide(batch, size, self.offset.itemsize, min_bytes)
 
-    def _share(self, batch: int, size: int, itemsize: int, piece: int) -> None:
-        """How many threads, and how many tasks a row is cut into: each has so many bytes of it, or more.
+    def _divide(self, batch: int, size: int, itemsize: int, min_bytes: int) -> None:
+        """Choose the number of threads and of tasks per sequence, each with at least `min_bytes` of a row.
 
-        A forward reads and writes one row after another and does next to nothing with it: two threads with a part of
-        every page each would read most of it twice.
+        The forward is bound by memory bandwidth. Two threads that each take a part of every page would both fetch most
+        of it.
         """
-        threads = max(1, min(torch.get_num_threads(), batch * self.steps * size * itemsize // LEAST))
-        line = LINE // itemsize
+        threads = max(1, min(torch.get_num_threads(), batch * self.steps * size * itemsize // MIN_WORK_PER_THREAD))
+        line = CACHE_LINE // itemsize
         lines = -(-size // line)
-        pieces = max(1, min(size * itemsize // piece, -(-threads // batch)))
+        pieces = max(1, min(size * itemsize // min_bytes, -(-threads // batch)))
         self.scan.columns = -(-lines // pieces) * line
-        self.scan.tasks_of_row = -(-size // self.scan.columns)
-        self.scan.threads = max(1, min(threads, batch * self.scan.tasks_of_row))
-        # Several steps of some columns keep these in registers; from memory, rows should come whole and in order.
-        cached = batch * self.steps * size * itemsize < CACHED
+        self.scan.tasks_per_sequence = -(-size // self.scan.columns)
+        self.scan.threads = max(1, min(threads, batch * self.scan.tasks_per_sequence))
+        # In cache, several steps of a few columns keep these in registers; from memory, whole rows in order are faster.
+        cached = batch * self.steps * size * itemsize < MAX_CACHED_BYTES
         self.scan.tile = max(1, min(32, (PAGE if cached else PAGE // 16) // (size * itemsize)))
 
     def set(self, **tensors: Tensor | None) -> None:
         for name, tensor in tensors.items():
             if tensor is not None and tensor.numel():
-                self.held[name] = tensor.contiguous()
-                setattr(self.scan, name, self.held[name].data_ptr())
+                self.tensors[name] = tensor.contiguous()
+                setattr(self.scan, name, self.tensors[name].data_ptr())
 
     def set_rows(self, name: str, rows: Tensor) -> None:
-        """(batch or 1, time or 1, numbers), at the step that comes first."""
+        """Set the pointer to the first step of the scan, and the strides. `rows` is (batch or 1, time or 1, size)."""
         batch, time = (rows.stride(i) if rows.shape[i] > 1 else 0 for i in (0, 1))
-        self.held[name] = rows
+        self.tensors[name] = rows
         last = (self.steps - 1) * time * rows.itemsize if self.reverse else 0
         setattr(self.scan, name, rows.data_ptr() + last)
         if hasattr(self.scan, f"{name}_time"):
@@ -181,7 +197,7 @@ class _Call:
 
 
 @functools.cache
-def _declared(library: Any) -> Any:
+def _declare_functions(library: Any) -> Any:
     library.linear_scan_layout.restype = ctypes.c_int64
     for function in (library.linear_scan_forward, library.linear_scan_backward):
         function.argtypes = [ctypes.POINTER(_Scan)]

@@ -1,33 +1,40 @@
 // x_t = a_t x_{t-1} + b_t and its backward, for float and double. The derivation is in the README beside this file.
 //
-// A task is some columns of one sequence and runs all its steps alone. Columns do not meet, so the numbers are the same
-// however they are shared among threads. Time runs upwards here: a scan in reverse has negative strides.
+// A task is a range of columns of one sequence and runs all steps on one thread. Columns are independent, so results do
+// not depend on the number of threads. A reverse scan has negative strides in time.
+//
+//   a, b, x   the transition, the offset and the states of x_t = a_t x_{t-1} + b_t
+//   g..       the gradient with respect to ..; g is that with respect to x_t, including later steps, which is also gb
+//   t, i, v   step, column, and vector of columns
+//   Pairs     complex numbers, stored as (real, imaginary) in neighbouring lanes
+//   Part      the last vector of a row, of which only `part` columns exist
+//   s, q      the arguments of the call, `struct Scan`, and the rows of one sequence
 
 #include "../vectors.h"
 
-// Mirrored field by field in cpu.py. Pointers without a type are to NUMBER: float or double, chosen when it is compiled.
+// Arguments of a call, mirrored field by field in cpu.py. A `void*` points to SCALAR, which is float or double.
 struct Scan {
-  int64_t batch, steps, size;                // size: numbers in a row, two for a complex one
-  int64_t pairs, tile;                       // complex; steps done for some columns before the next columns
-  int64_t threads, tasks_of_row, columns;    // columns: of a task
-  int64_t transition_batch, transition_time;  // strides, of which those of what is the same everywhere are 0
+  int64_t batch, steps, size;                    // size: entries of a row, two for a complex number
+  int64_t pairs, tile;                           // pairs: complex; tile: steps of a column range before the next range
+  int64_t threads, tasks_per_sequence, columns;  // columns: of a task
+  int64_t transition_batch, transition_time;     // strides; 0 along a dimension that is broadcast
   int64_t offset_batch, offset_time;
-  int64_t states_batch, states_time;         // of every gradient as well
+  int64_t states_batch, states_time;  // also those of the gradients
   int64_t reset_batch, reset_time;
   const void *transition, *offset, *initial;
   const uint8_t* reset;
   void* states;
   const void* state_gradients;
   void *offset_gradients, *initial_gradients;
-  void* transition_gradients;                // of every step, or null
-  double* transition_sums;                   // (batch, size) over all steps, or null
+  void* transition_gradients;  // one per step, or null
+  double* transition_sums;     // (batch, size), summed over the steps, or null
 };
 
 namespace {
 
-constexpr int together = 4;  // vectors whose steps are done side by side, to hide the latency of each
+constexpr int unrolled = 4;  // vectors that are stepped together, to hide the latency of the recurrence
 
-// The first `count` of fewer than all lanes, the rest being zero: halves of a vector, quarters and so on, as they fit.
+// Load or store the first `count` lanes, fewer than all, by halves, quarters and so on; the other lanes are zero.
 template <class T> INLINE Vec<T> load_part(const T* from, int64_t count) {
   T whole[lanes<T>] = {};
   int64_t at = 0;
@@ -51,28 +58,34 @@ template <class T> INLINE void store_part(T* to, Vec<T> v, int64_t count) {
     }
 }
 
-template <class T, int... I> INLINE Vec<T> of_pairs(Vec<T> x, int part, std::integer_sequence<int, I...>) {
+// Duplicate the real (part = 0) or the imaginary part (part = 1) of each pair into both of its lanes.
+template <class T, int... I> INLINE Vec<T> duplicate_part(Vec<T> x, int part, std::integer_sequence<int, I...>) {
   return part ? SHUFFLE(T, x, x, (I | 1)...) : SHUFFLE(T, x, x, (I & ~1)...);
 }
-template <class T> INLINE Vec<T> reals(Vec<T> x) { return of_pairs<T>(x, 0, std::make_integer_sequence<int, lanes<T>>()); }
-template <class T> INLINE Vec<T> imags(Vec<T> x) { return of_pairs<T>(x, 1, std::make_integer_sequence<int, lanes<T>>()); }
-template <class T> INLINE Vec<T> signs() {
+template <class T> INLINE Vec<T> real_parts(Vec<T> x) {
+  return duplicate_part<T>(x, 0, std::make_integer_sequence<int, lanes<T>>());
+}
+template <class T> INLINE Vec<T> imag_parts(Vec<T> x) {
+  return duplicate_part<T>(x, 1, std::make_integer_sequence<int, lanes<T>>());
+}
+// (-1, 1) in each pair.
+template <class T> INLINE Vec<T> pair_signs() {
   Vec<T> v;
   for (int l = 0; l < lanes<T>; ++l) v[l] = l % 2 ? T(1) : T(-1);
   return v;
 }
 
-// a x and the conjugate of a times x.
-template <class T, bool Pairs> INLINE Vec<T> times(Vec<T> a, Vec<T> x) {
+// a x, and the conjugate of a times x.
+template <class T, bool Pairs> INLINE Vec<T> multiply(Vec<T> a, Vec<T> x) {
   if constexpr (!Pairs) return a * x;
-  return reals<T>(a) * x + signs<T>() * imags<T>(a) * swapped<T>(x);
+  return real_parts<T>(a) * x + pair_signs<T>() * imag_parts<T>(a) * swap_pairs<T>(x);
 }
-template <class T, bool Pairs> INLINE Vec<T> conjugate_times(Vec<T> a, Vec<T> x) {
+template <class T, bool Pairs> INLINE Vec<T> multiply_conjugate(Vec<T> a, Vec<T> x) {
   if constexpr (!Pairs) return a * x;
-  return reals<T>(a) * x - signs<T>() * imags<T>(a) * swapped<T>(x);
+  return real_parts<T>(a) * x - pair_signs<T>() * imag_parts<T>(a) * swap_pairs<T>(x);
 }
 
-// The rows of one sequence, from some column on.
+// Pointers to one sequence, at a given first column.
 template <class T> struct Sequence {
   const T *transition, *offset, *initial;
   const uint8_t* reset;
@@ -96,94 +109,95 @@ template <class T> struct Sequence {
   }
 };
 
-// Steps `first` to `last` of `Count` vectors, or of a part of one: `state` is what enters and what leaves.
+// Steps `first` to `last` - 1 of `Count` vectors, or of a partial one. `carry` is the state that enters and then the
+// one that leaves.
 template <class T, bool Pairs, int Count, bool Part>
 INLINE void forward(const Scan& s, const Sequence<T>& q, int64_t first, int64_t last, int64_t column, int64_t part,
-                    T* state) {
+                    T* carry) {
   Vec<T> x[Count];
-  for (int v = 0; v < Count; ++v) x[v] = load<T>(state + v * lanes<T>);
+  for (int v = 0; v < Count; ++v) x[v] = load<T>(carry + v * lanes<T>);
   for (int64_t t = first; t < last; ++t) {
     const T *a = q.transition + t * s.transition_time + column, *b = q.offset + t * s.offset_time + column;
     T* out = q.states + t * s.states_time + column;
-    const bool fresh = q.reset && q.reset[t * s.reset_time];
+    const bool is_reset = q.reset && q.reset[t * s.reset_time];
 #pragma GCC unroll 8
     for (int v = 0; v < Count; ++v) {
       const int64_t i = v * lanes<T>;
-      Vec<T> given = Part ? load_part<T>(b + i, part) : load<T>(b + i);
-      Vec<T> moved = times<T, Pairs>(Part ? load_part<T>(a + i, part) : load<T>(a + i), x[v]);
-      x[v] = fresh ? given : given + moved;
+      Vec<T> b_t = Part ? load_part<T>(b + i, part) : load<T>(b + i);
+      Vec<T> ax = multiply<T, Pairs>(Part ? load_part<T>(a + i, part) : load<T>(a + i), x[v]);
+      x[v] = is_reset ? b_t : b_t + ax;
       Part ? store_part<T>(out + i, x[v], part) : store<T>(out + i, x[v]);
     }
   }
-  for (int v = 0; v < Count; ++v) store<T>(state + v * lanes<T>, x[v]);
+  for (int v = 0; v < Count; ++v) store<T>(carry + v * lanes<T>, x[v]);
 }
 
-// The same steps backwards. `state` is the derivative at what step `last` - 1 leaves for the next one, and then at what
-// enters step `first`.
+// The same steps backwards. `carry` is the gradient that the steps from `last` on pass to the state of step `last` - 1,
+// and then the one that these steps pass to the state before step `first`.
 template <class T, bool Pairs, int Count, bool Part>
 INLINE void backward(const Scan& s, const Sequence<T>& q, int64_t first, int64_t last, int64_t column, int64_t part,
-                     T* state) {
-  Vec<T> carry[Count], sum[Count] = {};
-  for (int v = 0; v < Count; ++v) carry[v] = load<T>(state + v * lanes<T>);
-  auto get = [&](const T* from) { return Part ? load_part<T>(from, part) : load<T>(from); };
-  auto put = [&](T* to, Vec<T> value) { Part ? store_part<T>(to, value, part) : store<T>(to, value); };
+                     T* carry) {
+  Vec<T> gx[Count], sum[Count] = {};
+  for (int v = 0; v < Count; ++v) gx[v] = load<T>(carry + v * lanes<T>);
+  auto load_columns = [&](const T* from) { return Part ? load_part<T>(from, part) : load<T>(from); };
+  auto store_columns = [&](T* to, Vec<T> value) { Part ? store_part<T>(to, value, part) : store<T>(to, value); };
   for (int64_t t = last - 1; t >= first; --t) {
     const int64_t row = t * s.states_time + column;
-    const T *a = q.transition + t * s.transition_time + column;
+    const T* a = q.transition + t * s.transition_time + column;
     const T* before = t ? q.states + row - s.states_time : q.initial ? q.initial + column : nullptr;
-    const bool fresh = q.reset && q.reset[t * s.reset_time];
+    const bool is_reset = q.reset && q.reset[t * s.reset_time];
 #pragma GCC unroll 8
     for (int v = 0; v < Count; ++v) {
       const int64_t i = v * lanes<T>;
-      Vec<T> g = get(q.state_gradients + row + i) + carry[v];
-      put(q.offset_gradients + row + i, g);
-      carry[v] = fresh ? Vec<T>{} : conjugate_times<T, Pairs>(get(a + i), g);
+      Vec<T> g = load_columns(q.state_gradients + row + i) + gx[v];
+      store_columns(q.offset_gradients + row + i, g);
+      gx[v] = is_reset ? Vec<T>{} : multiply_conjugate<T, Pairs>(load_columns(a + i), g);
       if (!q.sums && !q.transition_gradients) continue;
-      Vec<T> change = fresh || !before ? Vec<T>{} : conjugate_times<T, Pairs>(get(before + i), g);
+      Vec<T> ga = is_reset || !before ? Vec<T>{} : multiply_conjugate<T, Pairs>(load_columns(before + i), g);
       if (q.transition_gradients)
-        put(q.transition_gradients + row + i, change);
+        store_columns(q.transition_gradients + row + i, ga);
       else
-        sum[v] += change;
+        sum[v] += ga;
     }
   }
   for (int v = 0; v < Count; ++v) {
-    store<T>(state + v * lanes<T>, carry[v]);
-    if (q.sums)  // of a few steps, and these in double: the error does not grow with the length
+    store<T>(carry + v * lanes<T>, gx[v]);
+    if (q.sums)  // partial sums of one tile, added in double: the error does not grow with the length
       for (int l = 0; l < (Part ? part : lanes<T>); ++l) q.sums[column + v * lanes<T> + l] += sum[v][l];
   }
 }
 
-// All columns of a task, some at a time.
+// All columns of a task, one group of vectors after another.
 template <class T, bool Pairs, bool Backward>
-INLINE void run_steps(const Scan& s, const Sequence<T>& q, int64_t columns, int64_t first, int64_t last, T* state) {
+INLINE void run_steps(const Scan& s, const Sequence<T>& q, int64_t columns, int64_t first, int64_t last, T* carry) {
   int64_t i = 0;
-  auto some = [&](auto count, auto part) {
+  auto run_columns = [&](auto count, auto part) {
     if constexpr (Backward)
-      backward<T, Pairs, count, part>(s, q, first, last, i, columns - i, state + i);
+      backward<T, Pairs, count, part>(s, q, first, last, i, columns - i, carry + i);
     else
-      forward<T, Pairs, count, part>(s, q, first, last, i, columns - i, state + i);
+      forward<T, Pairs, count, part>(s, q, first, last, i, columns - i, carry + i);
     i += count * lanes<T>;
   };
-  while (i + together * lanes<T> <= columns) some(std::integral_constant<int, together>(), std::false_type());
-  while (i + lanes<T> <= columns) some(std::integral_constant<int, 1>(), std::false_type());
-  if (i < columns) some(std::integral_constant<int, 1>(), std::true_type());
+  while (i + unrolled * lanes<T> <= columns) run_columns(std::integral_constant<int, unrolled>(), std::false_type());
+  while (i + lanes<T> <= columns) run_columns(std::integral_constant<int, 1>(), std::false_type());
+  if (i < columns) run_columns(std::integral_constant<int, 1>(), std::true_type());
 }
 
 template <class T, bool Pairs, bool Backward> void run(const Scan& s) {
   const int64_t tiles = (s.steps + s.tile - 1) / s.tile;
-  in_threads(s.threads, [&](int64_t thread) {
-    std::vector<T> state(s.columns + lanes<T>);
-    for (int64_t task = thread; task < s.batch * s.tasks_of_row; task += s.threads) {
-      const int64_t begin = task % s.tasks_of_row * s.columns;
+  run_in_threads(s.threads, [&](int64_t thread) {
+    std::vector<T> carry(s.columns + lanes<T>);
+    for (int64_t task = thread; task < s.batch * s.tasks_per_sequence; task += s.threads) {
+      const int64_t begin = task % s.tasks_per_sequence * s.columns;
       const int64_t columns = begin + s.columns < s.size ? s.columns : s.size - begin;
-      const Sequence<T> q(s, task / s.tasks_of_row, begin);
-      for (int64_t i = 0; i < columns; ++i) state[i] = !Backward && q.initial ? q.initial[i] : T(0);
+      const Sequence<T> q(s, task / s.tasks_per_sequence, begin);
+      for (int64_t i = 0; i < columns; ++i) carry[i] = !Backward && q.initial ? q.initial[i] : T(0);
       for (int64_t j = 0; j < tiles; ++j) {
         const int64_t first = (Backward ? tiles - 1 - j : j) * s.tile;
         const int64_t last = first + s.tile < s.steps ? first + s.tile : s.steps;
-        run_steps<T, Pairs, Backward>(s, q, columns, first, last, state.data());
+        run_steps<T, Pairs, Backward>(s, q, columns, first, last, carry.data());
       }
-      if (q.initial_gradients) std::memcpy(q.initial_gradients, state.data(), columns * sizeof(T));
+      if (q.initial_gradients) std::memcpy(q.initial_gradients, carry.data(), columns * sizeof(T));
     }
   });
 }
@@ -192,6 +206,6 @@ template <class T, bool Pairs, bool Backward> void run(const Scan& s) {
 
 extern "C" {
 int64_t linear_scan_layout() { return sizeof(Scan); }
-void linear_scan_forward(const Scan* s) { s->pairs ? run<NUMBER, true, false>(*s) : run<NUMBER, false, false>(*s); }
-void linear_scan_backward(const Scan* s) { s->pairs ? run<NUMBER, true, true>(*s) : run<NUMBER, false, true>(*s); }
+void linear_scan_forward(const Scan* s) { s->pairs ? run<SCALAR, true, false>(*s) : run<SCALAR, false, false>(*s); }
+void linear_scan_backward(const Scan* s) { s->pairs ? run<SCALAR, true, true>(*s) : run<SCALAR, false, true>(*s); }
 }

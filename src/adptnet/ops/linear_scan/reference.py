@@ -1,4 +1,4 @@
-"""x_t = a_t x_{t-1} + b_t, one step after another."""
+"""The diagonal linear recurrence x_t = a_t x_{t-1} + b_t, sequentially: the specification of `linear_scan`."""
 
 import torch
 from torch import Tensor
@@ -15,17 +15,20 @@ def linear_scan(
     reverse: bool = False,
     overwrite: bool = False,
 ) -> Tensor:
-    """The states of a diagonal linear recurrence.
+    """Return the states of a diagonal linear recurrence.
 
     Args:
-        transition: (n,) if it is the same at every step, or anything that broadcasts to `offset`. Complex numbers stand
-            for pairs of the state.
+        transition: (n,) if it is the same at every step, or any shape that broadcasts to `offset`. Complex numbers
+            represent pairs of the state.
         offset: (..., time, n).
-        initial: (..., n) the state that enters the first step; zero if not given.
-        reset: (..., time) bool. True at t: nothing enters step t, so that x_t = b_t, whatever came before: a NaN or an
-            infinity in x_{t-1} or a_t does not pass a reset, nor does one in the gradient of x_t.
+        initial: (..., n), the state before the first step; zero by default.
+        reset: (..., time) bool. Where True, the state before the step is set to zero: x_t = b_t. A NaN or an infinity
+            in x_{t-1} or a_t does not pass a reset, nor does one in the gradient of x_t.
         reverse: Run from the last step to the first: x_t = a_t x_{t+1} + b_t.
-        overwrite: The states may take the place of `offset`, which saves memory; here they do not.
+        overwrite: Allow the states to overwrite `offset`, which saves memory; the reference never does.
+
+    Returns:
+        (..., time, n).
     """
     steps = offset.shape[-2]
     factors = torch.broadcast_to(transition, offset.shape)

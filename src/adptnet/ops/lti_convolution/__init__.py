@@ -1,4 +1,4 @@
-"""The linear recurrence with one diagonal transition, as a convolution."""
+"""The linear recurrence with a constant diagonal transition, as a convolution."""
 
 from .reference import lti_convolution
 

@@ -1,4 +1,4 @@
-"""The kernel of `matrix_chain`: its arguments as the C++ program takes them, and the memory it works in."""
+"""The CPU kernel of `matrix_chain`: the ctypes structure of a call, and its memory."""
 
 import ctypes
 import functools
@@ -9,42 +9,50 @@ from torch import Tensor
 
 from .. import _buffers, _build
 
-__all__ = ["matrix_chain", "ready"]
+__all__ = ["has_kernel", "matrix_chain"]
 
-_NAMES = {torch.float32: "float", torch.float64: "double"}
-LEAST = 1 << 20  # products that are worth a thread
+_SCALARS = {torch.float32: "float", torch.float64: "double"}
+MIN_WORK_PER_THREAD = 1 << 20  # multiplications
 
-_NUMBERS = "batch steps size count parts threads matrices_batch"
+_INTEGERS = "batch steps size count parts threads matrices_batch"
 _POINTERS = "matrices frame out workspace"
 
 
 class _Chain(ctypes.Structure):
-    """`struct Chain` of kernel.cpp, field by field."""
+    """Mirror of `struct Chain` in kernel.cpp, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in _NUMBERS.split(" ")),
+        *((name, ctypes.c_int64) for name in _INTEGERS.split(" ")),
         *((name, ctypes.c_void_p) for name in _POINTERS.split(" ")),
     )
 
 
-def ready(dtype: torch.dtype) -> bool:
-    """Whether there is a kernel for `dtype`; builds it at the first question."""
-    return dtype in _NAMES and _build.wanted() and _build.load("matrix_chain", _NAMES[dtype]) is not None
+def has_kernel(dtype: torch.dtype) -> bool:
+    """Return whether there is a kernel for `dtype`. The first call builds it.
+
+    Args:
+        dtype: The dtype of the frame.
+    """
+    return dtype in _SCALARS and _build.kernels_enabled() and _build.load("matrix_chain", _SCALARS[dtype]) is not None
 
 
 def matrix_chain(matrices: Tensor, frame: Tensor) -> Tensor:
-    """As `reference.matrix_chain`, without derivatives."""
+    """Return A_T … A_2 A_1 F by the kernel, which has no gradients.
+
+    Args:
+        matrices, frame: As in `reference.matrix_chain`.
+    """
     batch, steps, size = matrices.shape[:3]
     count = frame.shape[-1]
     out = _buffers.empty(batch, size, count, dtype=frame.dtype)
     if not out.numel():
         return out
-    library = _declared(_build.load("matrix_chain", _NAMES[frame.dtype]))
+    library = _declare_functions(_build.load("matrix_chain", _SCALARS[frame.dtype]))
     if matrices.stride()[1:] != (size * size, size, 1):
         matrices = matrices.contiguous()
     frame = frame.contiguous()
     chain = _Chain(batch=batch, steps=steps, size=size, count=count, matrices_batch=matrices.stride(0))
-    threads = max(1, min(torch.get_num_threads(), batch * steps * size * size * count // LEAST))
+    threads = max(1, min(torch.get_num_threads(), batch * steps * size * size * count // MIN_WORK_PER_THREAD))
     chain.parts = -(-threads // batch)
     chain.threads = min(threads, batch * chain.parts)
     workspace = _buffers.empty(library.matrix_chain_workspace(ctypes.byref(chain)), dtype=torch.uint8)
@@ -55,7 +63,7 @@ def matrix_chain(matrices: Tensor, frame: Tensor) -> Tensor:
 
 
 @functools.cache
-def _declared(library: Any) -> Any:
+def _declare_functions(library: Any) -> Any:
     for function in (library.matrix_chain_workspace, library.matrix_chain_run):
         function.argtypes = [ctypes.POINTER(_Chain)]
     for function in (library.matrix_chain_workspace, library.matrix_chain_layout):

@@ -1,4 +1,4 @@
-"""The linear recurrence x_t = A_t x_{t-1} + b_t with matrices."""
+"""The linear recurrence x_t = A_t x_{t-1} + b_t with dense matrices."""
 
 from .chunked import matrix_scan
 

@@ -1,4 +1,4 @@
-"""x_t = A_t x_{t-1} + b_t with matrices, one step after another."""
+"""The recurrence x_t = A_t x_{t-1} + b_t with dense matrices, sequentially: the specification of `matrix_scan`."""
 
 import torch
 from torch import Tensor
@@ -14,14 +14,18 @@ def matrix_scan(
     reset: Tensor | None = None,
     reverse: bool = False,
 ) -> Tensor:
-    """The states of a linear recurrence.
+    """Return the states of a linear recurrence.
 
     Args:
         transition: (..., time, n, n), or (..., 1, n, n) if it is the same at every step.
         offset: (..., time, n).
-        initial: (..., n) the state that enters the first step; zero if not given.
-        reset: (..., time) bool. True at t: nothing enters step t, so that x_t = b_t; no NaN or infinity passes.
+        initial: (..., n), the state before the first step; zero by default.
+        reset: (..., time) bool. Where True, the state before the step is set to zero, so x_t = b_t; no NaN or infinity
+            passes a reset.
         reverse: Run from the last step to the first: x_t = A_t x_{t+1} + b_t.
+
+    Returns:
+        (..., time, n).
     """
     steps = offset.shape[-2]
     matrices = torch.broadcast_to(transition, (*offset.shape, offset.shape[-1]))

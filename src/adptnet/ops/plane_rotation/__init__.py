@@ -1,6 +1,6 @@
-"""The rotation of a plane, in O(n). The derivation is in the README beside this file."""
+"""Rotations in a plane, applied in O(n). The README beside this file has the derivation."""
 
+from .apply import rotate
 from .rotation import PlaneRotation, cayley, exponential, plane_rotation, skew
-from .turn import turned
 
-__all__ = ["PlaneRotation", "cayley", "exponential", "plane_rotation", "skew", "turned"]
+__all__ = ["PlaneRotation", "cayley", "exponential", "plane_rotation", "rotate", "skew"]

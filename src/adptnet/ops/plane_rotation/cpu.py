@@ -1,4 +1,4 @@
-"""The kernel of `plane_rotation`: its arguments as the C++ program takes them."""
+"""The CPU kernel of `plane_rotation`: the ctypes structure of a call."""
 
 import ctypes
 import functools
@@ -9,17 +9,17 @@ from torch import Tensor
 
 from .. import _buffers, _build
 
-__all__ = ["backward", "forward", "ready"]
+__all__ = ["backward", "forward", "has_kernel"]
 
-_NAMES = {torch.float32: "float", torch.float64: "double"}
-LEAST = 1 << 16  # numbers that are worth a thread
+_SCALARS = {torch.float32: "float", torch.float64: "double"}
+MIN_WORK_PER_THREAD = 1 << 16  # elements of x
 
-_INPUTS = "x key offset turn shrink_key shrink_offset"
-_POINTERS = f"{_INPUTS} turned gradients {' '.join(f'{name}_gradients' for name in _INPUTS.split(' '))}"
+_INPUTS = "x key offset skew_coefficient key_coefficient offset_coefficient"
+_POINTERS = f"{_INPUTS} rotated gradients {' '.join(f'{name}_gradients' for name in _INPUTS.split(' '))}"
 
 
-class _Turn(ctypes.Structure):
-    """`struct Turn` of kernel.cpp, field by field."""
+class _Rotation(ctypes.Structure):
+    """Mirror of `struct Rotation` in kernel.cpp, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "size", "threads")),
@@ -27,42 +27,55 @@ class _Turn(ctypes.Structure):
     )
 
 
-def ready(dtype: torch.dtype) -> bool:
-    """Whether there is a kernel for `dtype`; builds it at the first question."""
-    return dtype in _NAMES and _build.wanted() and _build.load("plane_rotation", _NAMES[dtype]) is not None
+def has_kernel(dtype: torch.dtype) -> bool:
+    """Return whether there is a kernel for `dtype`. The first call builds it.
+
+    Args:
+        dtype: The dtype of the vectors.
+    """
+    return dtype in _SCALARS and _build.kernels_enabled() and _build.load("plane_rotation", _SCALARS[dtype]) is not None
 
 
 def forward(*inputs: Tensor) -> Tensor:
-    """What is turned; of x, key, offset, turn, shrink_key and shrink_offset."""
-    turned = _buffers.empty(*inputs[0].shape, dtype=inputs[0].dtype)
-    _run("plane_rotation_forward", inputs, turned=turned)
-    return turned
+    """Run the forward kernel and return the rotated vectors.
+
+    Args:
+        inputs: The arguments of `reference.rotate`, not broadcast.
+    """
+    rotated = _buffers.empty(*inputs[0].shape, dtype=inputs[0].dtype)
+    _run("plane_rotation_forward", inputs, rotated=rotated)
+    return rotated
 
 
 def backward(gradient: Tensor, *inputs: Tensor) -> list[Tensor]:
-    """Derivatives with respect to each input."""
-    found = [_buffers.empty(*t.shape, dtype=t.dtype) for t in inputs]
-    named = {f"{name}_gradients": t for name, t in zip(_INPUTS.split(" "), found, strict=True)}
+    """Run the backward kernel and return the gradient of each input.
+
+    Args:
+        gradient: With respect to the rotated vectors.
+        inputs: The arguments of `reference.rotate`, not broadcast.
+    """
+    gradients = [_buffers.empty(*t.shape, dtype=t.dtype) for t in inputs]
+    named = {f"{name}_gradients": t for name, t in zip(_INPUTS.split(" "), gradients, strict=True)}
     _run("plane_rotation_backward", inputs, gradients=gradient.contiguous(), **named)
-    return found
+    return gradients
 
 
-def _run(function: str, inputs: tuple[Tensor, ...], **others: Tensor) -> None:
+def _run(function: str, inputs: tuple[Tensor, ...], **outputs: Tensor) -> None:
     x = inputs[0]
     size = x.shape[-1]
-    turn = _Turn(rows=x.numel() // size, size=size)
-    turn.threads = max(1, min(torch.get_num_threads(), turn.rows, x.numel() // LEAST))
-    held = {name: t.contiguous() for name, t in zip(_INPUTS.split(" "), inputs, strict=True)} | others
-    for name, tensor in held.items():
-        setattr(turn, name, tensor.data_ptr())
-    getattr(_declared(_build.load("plane_rotation", _NAMES[x.dtype])), function)(ctypes.byref(turn))
+    call = _Rotation(rows=x.numel() // size, size=size)
+    call.threads = max(1, min(torch.get_num_threads(), call.rows, x.numel() // MIN_WORK_PER_THREAD))
+    tensors = {name: t.contiguous() for name, t in zip(_INPUTS.split(" "), inputs, strict=True)} | outputs
+    for name, tensor in tensors.items():
+        setattr(call, name, tensor.data_ptr())
+    getattr(_declare_functions(_build.load("plane_rotation", _SCALARS[x.dtype])), function)(ctypes.byref(call))
 
 
 @functools.cache
-def _declared(library: Any) -> Any:
+def _declare_functions(library: Any) -> Any:
     library.plane_rotation_layout.restype = ctypes.c_int64
     for function in (library.plane_rotation_forward, library.plane_rotation_backward):
-        function.argtypes = [ctypes.POINTER(_Turn)]
+        function.argtypes = [ctypes.POINTER(_Rotation)]
         function.restype = None
-    assert library.plane_rotation_layout() == ctypes.sizeof(_Turn)
+    assert library.plane_rotation_layout() == ctypes.sizeof(_Rotation)
     return library

@@ -1,99 +1,106 @@
-// y = x + p k + q o with p = a (k·x) + t (o·x), q = b (o·x) - t (k·x), and its backward, for float and double.
+// Apply a plane rotation, y = Q x, and its backward, for float and double. The derivation is in the README beside this
+// file. Rows are independent, so results do not depend on the number of threads.
 //
-// Rows do not meet, so the numbers are the same however they are shared among threads.
+//   x, y         the vector before and after the rotation
+//   k, o         `key` and `offset`, orthogonal vectors that span the plane
+//   sigma        `skew_coefficient`, the coefficient of k o' - o k'
+//   kappa, rho   `key_coefficient` and `offset_coefficient`, the coefficients of k k' and o o'
+//   mu, nu       y = x + mu k + nu o with mu = kappa (k.x) + sigma (o.x), nu = rho (o.x) - sigma (k.x)
+//   g..          the gradient with respect to ..; g itself is that with respect to y
 
 #include "../vectors.h"
 
-// Mirrored field by field in cpu.py. Pointers are to NUMBER: float or double, chosen when it is compiled.
-struct Turn {
+// Arguments of a call, mirrored field by field in cpu.py. A `void*` points to SCALAR, which is float or double.
+struct Rotation {
   int64_t rows, size, threads;
-  const void *x, *key, *offset;                       // (rows, size)
-  const void *turn, *shrink_key, *shrink_offset;      // (rows): t, a and b
-  void* turned;                                       // (rows, size)
-  const void* gradients;                              // at what was turned
+  const void *x, *key, *offset;                                         // (rows, size)
+  const void *skew_coefficient, *key_coefficient, *offset_coefficient;  // (rows)
+  void* rotated;                                                        // (rows, size)
+  const void* gradients;                                                // (rows, size), with respect to y
   void *x_gradients, *key_gradients, *offset_gradients;
-  void *turn_gradients, *shrink_key_gradients, *shrink_offset_gradients;
+  void *skew_coefficient_gradients, *key_coefficient_gradients, *offset_coefficient_gradients;
 };
 
 namespace {
 
-constexpr int together = 2;  // vectors summed side by side, to hide the latency of each
+constexpr int unrolled = 2;  // independent accumulators, to hide the FMA latency
 
-template <class T> struct Pair {
-  T first, second;
+template <class T> struct KeyOffset {
+  T key, offset;
 };
 
-// k·x and o·x.
-template <class T> INLINE Pair<T> dots(const T* k, const T* o, const T* x, int64_t size) {
-  Vec<T> along[together] = {}, across[together] = {};
+// k.x and o.x.
+template <class T> INLINE KeyOffset<T> dots(const T* k, const T* o, const T* x, int64_t size) {
+  Vec<T> key_sum[unrolled] = {}, offset_sum[unrolled] = {};
   int64_t i = 0;
-  for (; i + together * lanes<T> <= size; i += together * lanes<T>)
+  for (; i + unrolled * lanes<T> <= size; i += unrolled * lanes<T>)
 #pragma GCC unroll 2
-    for (int v = 0; v < together; ++v) {
+    for (int v = 0; v < unrolled; ++v) {
       const int64_t at = i + v * lanes<T>;
-      const Vec<T> here = load<T>(x + at);
-      along[v] += load<T>(k + at) * here;
-      across[v] += load<T>(o + at) * here;
+      const Vec<T> x_i = load<T>(x + at);
+      key_sum[v] += load<T>(k + at) * x_i;
+      offset_sum[v] += load<T>(o + at) * x_i;
     }
-  const Vec<T> first = along[0] + along[1], second = across[0] + across[1];
-  Pair<T> sums = {0, 0};
+  const Vec<T> key = key_sum[0] + key_sum[1], offset = offset_sum[0] + offset_sum[1];
+  KeyOffset<T> sums = {0, 0};
   for (int l = 0; l < lanes<T>; ++l) {
-    sums.first += first[l];
-    sums.second += second[l];
+    sums.key += key[l];
+    sums.offset += offset[l];
   }
   for (; i < size; ++i) {
-    sums.first += k[i] * x[i];
-    sums.second += o[i] * x[i];
+    sums.key += k[i] * x[i];
+    sums.offset += o[i] * x[i];
   }
   return sums;
 }
 
-template <class T> void forward(const Turn& s, int64_t row) {
+template <class T> void forward(const Rotation& s, int64_t row) {
   const int64_t begin = row * s.size;
   const T *x = static_cast<const T*>(s.x) + begin, *k = static_cast<const T*>(s.key) + begin;
   const T* o = static_cast<const T*>(s.offset) + begin;
-  T* y = static_cast<T*>(s.turned) + begin;
-  const T t = static_cast<const T*>(s.turn)[row], a = static_cast<const T*>(s.shrink_key)[row];
-  const T b = static_cast<const T*>(s.shrink_offset)[row];
-  const Pair<T> d = dots<T>(k, o, x, s.size);
-  const T p = a * d.first + t * d.second, q = b * d.second - t * d.first;
+  T* y = static_cast<T*>(s.rotated) + begin;
+  const T sigma = static_cast<const T*>(s.skew_coefficient)[row], kappa = static_cast<const T*>(s.key_coefficient)[row];
+  const T rho = static_cast<const T*>(s.offset_coefficient)[row];
+  const KeyOffset<T> x_dots = dots<T>(k, o, x, s.size);
+  const T mu = kappa * x_dots.key + sigma * x_dots.offset, nu = rho * x_dots.offset - sigma * x_dots.key;
   int64_t i = 0;
   for (; i + lanes<T> <= s.size; i += lanes<T>)
-    store<T>(y + i, load<T>(x + i) + p * load<T>(k + i) + q * load<T>(o + i));
-  for (; i < s.size; ++i) y[i] = x[i] + p * k[i] + q * o[i];
+    store<T>(y + i, load<T>(x + i) + mu * load<T>(k + i) + nu * load<T>(o + i));
+  for (; i < s.size; ++i) y[i] = x[i] + mu * k[i] + nu * o[i];
 }
 
-template <class T> void backward(const Turn& s, int64_t row) {
+template <class T> void backward(const Rotation& s, int64_t row) {
   const int64_t begin = row * s.size;
   const T *x = static_cast<const T*>(s.x) + begin, *k = static_cast<const T*>(s.key) + begin;
   const T *o = static_cast<const T*>(s.offset) + begin, *g = static_cast<const T*>(s.gradients) + begin;
   T *gx = static_cast<T*>(s.x_gradients) + begin, *gk = static_cast<T*>(s.key_gradients) + begin;
   T* go = static_cast<T*>(s.offset_gradients) + begin;
-  const T t = static_cast<const T*>(s.turn)[row], a = static_cast<const T*>(s.shrink_key)[row];
-  const T b = static_cast<const T*>(s.shrink_offset)[row];
-  const Pair<T> d = dots<T>(k, o, x, s.size), e = dots<T>(k, o, g, s.size);
-  const T p = a * d.first + t * d.second, q = b * d.second - t * d.first;
-  const T along = a * e.first - t * e.second, across = t * e.first + b * e.second;  // derivatives at k·x and o·x
-  static_cast<T*>(s.turn_gradients)[row] = e.first * d.second - e.second * d.first;
-  static_cast<T*>(s.shrink_key_gradients)[row] = e.first * d.first;
-  static_cast<T*>(s.shrink_offset_gradients)[row] = e.second * d.second;
+  const T sigma = static_cast<const T*>(s.skew_coefficient)[row], kappa = static_cast<const T*>(s.key_coefficient)[row];
+  const T rho = static_cast<const T*>(s.offset_coefficient)[row];
+  const KeyOffset<T> x_dots = dots<T>(k, o, x, s.size), g_dots = dots<T>(k, o, g, s.size);
+  const T mu = kappa * x_dots.key + sigma * x_dots.offset, nu = rho * x_dots.offset - sigma * x_dots.key;
+  const T g_kx = kappa * g_dots.key - sigma * g_dots.offset,
+          g_ox = sigma * g_dots.key + rho * g_dots.offset;  // gradients of k.x and o.x
+  static_cast<T*>(s.skew_coefficient_gradients)[row] = g_dots.key * x_dots.offset - g_dots.offset * x_dots.key;
+  static_cast<T*>(s.key_coefficient_gradients)[row] = g_dots.key * x_dots.key;
+  static_cast<T*>(s.offset_coefficient_gradients)[row] = g_dots.offset * x_dots.offset;
   int64_t i = 0;
   for (; i + lanes<T> <= s.size; i += lanes<T>) {
-    const Vec<T> here = load<T>(x + i), pull = load<T>(g + i);
-    store<T>(gx + i, pull + along * load<T>(k + i) + across * load<T>(o + i));
-    store<T>(gk + i, p * pull + along * here);
-    store<T>(go + i, q * pull + across * here);
+    const Vec<T> x_i = load<T>(x + i), g_i = load<T>(g + i);
+    store<T>(gx + i, g_i + g_kx * load<T>(k + i) + g_ox * load<T>(o + i));
+    store<T>(gk + i, mu * g_i + g_kx * x_i);
+    store<T>(go + i, nu * g_i + g_ox * x_i);
   }
   for (; i < s.size; ++i) {
-    gx[i] = g[i] + along * k[i] + across * o[i];
-    gk[i] = p * g[i] + along * x[i];
-    go[i] = q * g[i] + across * x[i];
+    gx[i] = g[i] + g_kx * k[i] + g_ox * o[i];
+    gk[i] = mu * g[i] + g_kx * x[i];
+    go[i] = nu * g[i] + g_ox * x[i];
   }
 }
 
-// Each thread has a stretch of rows.
-template <class Row> void each(const Turn& s, Row row) {
-  in_threads(s.threads, [&](int64_t thread) {
+// Each thread takes a contiguous range of rows.
+template <class Row> void for_each_row(const Rotation& s, Row row) {
+  run_in_threads(s.threads, [&](int64_t thread) {
     for (int64_t i = s.rows * thread / s.threads; i < s.rows * (thread + 1) / s.threads; ++i) row(s, i);
   });
 }
@@ -101,7 +108,7 @@ template <class Row> void each(const Turn& s, Row row) {
 }  // namespace
 
 extern "C" {
-int64_t plane_rotation_layout() { return sizeof(Turn); }
-void plane_rotation_forward(const Turn* s) { each(*s, forward<NUMBER>); }
-void plane_rotation_backward(const Turn* s) { each(*s, backward<NUMBER>); }
+int64_t plane_rotation_layout() { return sizeof(Rotation); }
+void plane_rotation_forward(const Rotation* s) { for_each_row(*s, forward<SCALAR>); }
+void plane_rotation_backward(const Rotation* s) { for_each_row(*s, backward<SCALAR>); }
 }

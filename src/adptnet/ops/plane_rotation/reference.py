@@ -1,23 +1,46 @@
-"""A vector turned in a plane, in torch: the specification of `turned`."""
+"""The specification of `rotate`: the application of a plane rotation in PyTorch."""
 
 from torch import Tensor
 
-__all__ = ["turned", "weights"]
+__all__ = ["rotate", "weights"]
 
 
-def turned(x: Tensor, key: Tensor, offset: Tensor, turn: Tensor, shrink_key: Tensor, shrink_offset: Tensor) -> Tensor:
-    """x + (a (k·x) + t (o·x)) k + (b (o·x) - t (k·x)) o, of key k, offset o, turn t, and a and b that shrink them.
+def rotate(
+    x: Tensor,
+    key: Tensor,
+    offset: Tensor,
+    skew_coefficient: Tensor,
+    key_coefficient: Tensor,
+    offset_coefficient: Tensor,
+) -> Tensor:
+    """Return x + (κ (k·x) + σ (o·x)) k + (ρ (o·x) - σ (k·x)) o.
 
-    Vectors are (..., n) and numbers (..., 1), broadcast against each other.
+    Args:
+        x: (..., n), the vector to rotate.
+        key: k, (..., n).
+        offset: o, (..., n).
+        skew_coefficient: σ, (..., 1).
+        key_coefficient: κ, (..., 1).
+        offset_coefficient: ρ, (..., 1).
     """
-    on_key, on_offset = weights(x, key, offset, turn, shrink_key, shrink_offset)
+    on_key, on_offset = weights(x, key, offset, skew_coefficient, key_coefficient, offset_coefficient)
     return x + on_key * key + on_offset * offset
 
 
 def weights(
-    x: Tensor, key: Tensor, offset: Tensor, turn: Tensor, shrink_key: Tensor, shrink_offset: Tensor
+    x: Tensor,
+    key: Tensor,
+    offset: Tensor,
+    skew_coefficient: Tensor,
+    key_coefficient: Tensor,
+    offset_coefficient: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """What is added to x: weights of the key and of the offset."""
-    along = (x * key).sum(-1, keepdim=True)
-    across = (x * offset).sum(-1, keepdim=True)
-    return shrink_key * along + turn * across, shrink_offset * across - turn * along
+    """Return the coefficients of `key` and of `offset` in the difference of the rotated vector and x.
+
+    Args:
+        x, key, offset, skew_coefficient, key_coefficient, offset_coefficient: As in `rotate`.
+    """
+    along_key = (x * key).sum(-1, keepdim=True)
+    along_offset = (x * offset).sum(-1, keepdim=True)
+    on_key = key_coefficient * along_key + skew_coefficient * along_offset
+    return on_key, offset_coefficient * along_offset - skew_coefficient * along_key

@@ -1,7 +1,7 @@
-"""The rotation of a plane: Q = I + linear S + quadratic S², S = beta (key value' - value key').
+"""Rotations in a plane: Q = I + linear S + quadratic S², S = beta (key value' - value key').
 
-Both retractions of the paper have this form and differ only in the two coefficients, which are smooth functions
-of the squared angle. Nothing is divided by an angle, and no n-by-n matrix is formed.
+Both retractions of the paper have this form and differ only in the two coefficients, which are smooth functions of the
+squared angle. Nothing is divided by an angle, and no n-by-n matrix is formed.
 """
 
 import functools
@@ -13,52 +13,73 @@ import torch
 from torch import Tensor
 
 from ..._typing import Column, Matrix, Vector
-from .._torch_state import plain
+from .._torch_state import can_bypass_dispatcher
+from .apply import rotate
 from .reference import weights
-from .turn import turned
 
 __all__ = ["PlaneRotation", "cayley", "exponential", "plane_rotation", "skew"]
 
 
 class PlaneRotation(NamedTuple):
-    """Turns the plane of `key` and `offset`, which are orthogonal, and leaves the rest of the space alone."""
+    """A rotation in the plane of `key` and `offset`, which are orthogonal. Vectors orthogonal to both are unchanged."""
 
     key: Vector
     offset: Vector  # beta times the part of `value` orthogonal to `key`
-    turn: Column  # weight of key offset' - offset key'
-    shrink_key: Column  # weight of key key'
-    shrink_offset: Column  # weight of offset offset'
+    skew_coefficient: Column  # of key offset' - offset key'
+    key_coefficient: Column  # of key key'
+    offset_coefficient: Column  # of offset offset'
 
     def apply(self, x: Vector) -> Vector:
-        """Q x."""
-        return turned(x, *self)
+        """Return Q x.
+
+        Args:
+            x: (..., n).
+        """
+        return rotate(x, *self)
 
     def apply_transposed(self, x: Vector) -> Vector:
-        """Q' x, which is also the inverse."""
-        return turned(x, *self._replace(turn=-self.turn))
+        """Return Q' x, which is also the inverse.
+
+        Args:
+            x: (..., n).
+        """
+        return rotate(x, *self._replace(skew_coefficient=-self.skew_coefficient))
 
     def dense(self) -> Matrix:
-        """Q as a matrix, for figures and small checks."""
+        """Return Q as a matrix, for figures and small checks."""
         size = self.key.shape[-1]
         eye = torch.eye(size, dtype=self.key.dtype, device=self.key.device).expand(*self.key.shape, size)
         return PlaneRotation(*(part.unsqueeze(-2) for part in self)).apply(eye).mT
 
     def weights(self, x: Vector) -> tuple[Column, Column]:
-        """What Q x adds to x: weights of `key` and of `offset`."""
+        """Return the coefficients of `key` and of `offset` in Q x - x.
+
+        Args:
+            x: (..., n).
+        """
         return weights(x, *self)
 
     def weights_transposed(self, x: Vector) -> tuple[Column, Column]:
-        """What Q' x adds to x."""
-        return weights(x, *self._replace(turn=-self.turn))
+        """Return the coefficients of `key` and of `offset` in Q' x - x.
+
+        Args:
+            x: (..., n).
+        """
+        return weights(x, *self._replace(skew_coefficient=-self.skew_coefficient))
 
 
 def plane_rotation(
     key: Vector, value: Vector, beta: float | Tensor, coefficients: Callable[[Tensor], tuple[Tensor, Tensor]]
 ) -> PlaneRotation:
-    """The rotation I + linear S + quadratic S² with `linear, quadratic = coefficients(squared angle)`.
+    """Return the rotation I + linear S + quadratic S² with `linear, quadratic = coefficients(squared angle)`.
 
-    Equal to its dense definition, value and derivative, for any `key` and `value`: of unit length or not, parallel
-    (the identity, with the right derivative), or zero.
+    It equals its dense definition, in value and gradient, for any `key` and `value`: of unit length or not, parallel
+    (the identity, with the correct gradient), or zero.
+
+    Args:
+        key, value: (..., n).
+        beta: A number, or (..., 1).
+        coefficients: `exponential` or `cayley`.
     """
     key_squared = key.square().sum(-1, keepdim=True)
     shared = (key * value).sum(-1, keepdim=True)
@@ -71,7 +92,11 @@ def plane_rotation(
 
 
 def skew(key: Vector, value: Vector) -> Matrix:
-    """key value' - value key' (eq:details_skew_kv), dense: what every rotation here is defined by."""
+    """Return the dense matrix key value' - value key' (eq:details_skew_kv), which defines every rotation here.
+
+    Args:
+        key, value: (..., n).
+    """
     outer = key.unsqueeze(-1) * value.unsqueeze(-2)
     return outer - outer.mT
 
@@ -80,23 +105,28 @@ def skew(key: Vector, value: Vector) -> Matrix:
 _SERIES = [((-1) ** k / math.factorial(2 * k + 1), (-1) ** k / math.factorial(2 * k + 2)) for k in range(10)]
 
 
-def _terms(like: Tensor) -> Tensor:
-    """_SERIES as a tensor. Away from the CPU it is kept: a copy to a GPU waits until all before it has run."""
-    if like.device.type == "cpu" or not plain(like):  # a tensor made inside a transform or a mode is none outside
+def _series_tensor(like: Tensor) -> Tensor:
+    """Return _SERIES as a tensor. It is cached except on the CPU, because a copy to a GPU synchronises."""
+    # A tensor created inside a transform or a mode must not be used outside it.
+    if like.device.type == "cpu" or not can_bypass_dispatcher(like):
         return torch.tensor(_SERIES, dtype=like.dtype, device=like.device)
-    return _kept_terms(like.dtype, like.device)
+    return _cached_series(like.dtype, like.device)
 
 
 @functools.cache
-def _kept_terms(dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(mode=False):  # a tensor made in inference mode could not be used for derivatives
+def _cached_series(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(mode=False):  # autograd cannot use a tensor created in inference mode
         return torch.tensor(_SERIES, dtype=dtype, device=device)
 
 
 def exponential(angle_squared: Column) -> tuple[Column, Column]:
-    """Coefficients of S and S² of the matrix exponential."""
+    """Return the coefficients of S and S² of the matrix exponential.
+
+    Args:
+        angle_squared: (..., 1).
+    """
     small = angle_squared.clamp(max=1.0)
-    terms = _terms(small)
+    terms = _series_tensor(small)
     series = terms[-1]
     for term in terms[:-1].flip(0):
         series = torch.addcmul(term, series, small)
@@ -108,6 +138,10 @@ def exponential(angle_squared: Column) -> tuple[Column, Column]:
 
 
 def cayley(angle_squared: Column) -> tuple[Column, Column]:
-    """Coefficients of S and S² of the Cayley map."""
+    """Return the coefficients of S and S² of the Cayley map.
+
+    Args:
+        angle_squared: (..., 1).
+    """
     linear = 1 / (1 + angle_squared / 4)
     return linear, linear / 2

@@ -1,4 +1,4 @@
-"""Drive: how the input enters the state, gain ⊙ gate(u) ⊙ R(u) with u = B o."""
+"""Drive: how the input enters the state, gain ⊙ gate(u) ⊙ R(u) with u = B o and rotary positions R."""
 
 from .drive import Drive
 from .gain import EMA, LRU, ZOH, Gain, GainSpec

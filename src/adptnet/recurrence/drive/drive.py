@@ -1,9 +1,9 @@
-"""The drive: everything between the input of a layer and what is added to the state."""
+"""The drive: the map from the input of a layer to the vector that is added to the state."""
 
 import torch
 from torch import Tensor, nn
 
-from ...ops._torch_state import autocast_enabled
+from ...ops._torch_state import is_autocast_enabled
 from ..projections import Projection
 from ..projections.base import apply_map, is_hooked
 from ..projections.dense import DenseProjection
@@ -14,11 +14,18 @@ from .rope import RotaryPositions
 
 __all__ = ["Drive"]
 
-FEW = 64  # rows that are projected as quickly one way as the other
+MIN_ROWS = 64  # with fewer rows, scaling B first does not save time
 
 
 class Drive(nn.Module):
-    """gain ⊙ gate(u) ⊙ R(u), u = B o (eq:recurrence_fn_redo, eq:input_gate_ADPTNet). Does not depend on the state."""
+    """gain ⊙ gate(u) ⊙ R(u), u = B o (eq:recurrence_fn_redo, eq:input_gate_ADPTNet). Does not depend on the state.
+
+    Args:
+        input_projection: B.
+        gain: The normalisation of the input.
+        gate: The input gate, or None.
+        rope: The rotary positions R, or None.
+    """
 
     def __init__(self, input_projection: Projection, gain: Gain, gate: Gate | None, rope: RotaryPositions | None):
         super().__init__()
@@ -28,27 +35,50 @@ class Drive(nn.Module):
         self.rope = rope
 
     def project(self, inputs: Tensor) -> Tensor:
-        """u = B o: (*b, t, width) to (*b, t, state_size)."""
+        """Return u = B o.
+
+        Args:
+            inputs: o, (*b, t, width).
+
+        Returns:
+            (*b, t, state_size).
+        """
         return apply_map(self.input_projection, inputs)
 
     def forward(self, u: Tensor, position: Tensor, spectrum: Spectrum, dt: Tensor | None = None) -> Tensor:
-        """The drive of the projected input `u` at `position` (*b, t); `dt` (*b, t, 1) where steps differ."""
-        turned: Tensor = u if self.rope is None else self.rope(u, position)
-        gated = turned if self.gate is None else self.gate(u) * turned
+        """Return the drive of a projected input.
+
+        Args:
+            u: B o, (*b, t, state_size).
+            position: Steps since the sequence began, (*b, t).
+            spectrum: The spectrum that a tied gain follows.
+            dt: The length of each step, (*b, t, 1); None if all are 1.
+
+        Returns:
+            (*b, t, state_size).
+        """
+        rotated: Tensor = u if self.rope is None else self.rope(u, position)
+        gated = rotated if self.gate is None else self.gate(u) * rotated
         return self.gain(spectrum, dt).mv(gated)  # type: ignore[no-any-return]
 
-    def by_one_product(self, inputs: Tensor, spectrum: Spectrum) -> Tensor | None:
-        """The drive of `inputs` as (gain B) o, where nothing comes between; None where that would not save time.
+    def project_and_scale(self, inputs: Tensor, spectrum: Spectrum) -> Tensor | None:
+        """Return the drive as one matrix product (gain B) o; None if the modules must be called one by one.
 
-        A gain on the rows of B takes as many multiplications as B has entries, forward and backward, and no tensor as
-        long as the sequence. Parts that were replaced, or that somebody watches, are called one by one.
+        Scaling the rows of B costs as many multiplications as B has entries, forward and backward, and allocates no
+        tensor as long as the sequence. It is used only without gate and rotary positions, for modules that were
+        neither replaced nor hooked, and where it saves time.
+
+        Args:
+            inputs: o, (*b, t, width).
+            spectrum: The spectrum that a tied gain follows.
         """
         rows = inputs.numel() // max(1, inputs.shape[-1])
         if self.gate is not None or self.rope is not None or torch.compiler.is_compiling():
             return None
-        if rows < FEW or rows <= inputs.shape[-1] or autocast_enabled(inputs.device):
+        if rows < MIN_ROWS or rows <= inputs.shape[-1] or is_autocast_enabled(inputs.device):
             return None
-        if not (_stock(self, Drive) and _stock(self.input_projection, DenseProjection) and _stock(self.gain, Gain)):
+        modules = ((self, Drive), (self.input_projection, DenseProjection), (self.gain, Gain))
+        if not all(type(module) is kind and not is_hooked(module) for module, kind in modules):
             return None
         self.input_projection.refresh()
         gain = self.gain(spectrum)
@@ -56,8 +86,3 @@ class Drive(nn.Module):
             return None
         both: Tensor = gain.mv(self.input_projection.dense().to(inputs.dtype).mT)
         return inputs @ both
-
-
-def _stock(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a call of a module is that of its class: nothing overridden, nothing hooked."""
-    return type(module) is kind and not is_hooked(module)

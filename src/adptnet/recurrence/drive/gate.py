@@ -14,10 +14,10 @@ __all__ = ["Gate", "SoftplusGate"]
 
 @spec
 class SoftplusGate(Spec):
-    """A gate on each number of the input that depends on the whole input. It starts at 1 for every input.
+    """A gate on each feature of the projected input that depends on all features. It starts at 1 for every input.
 
     Attributes:
-        rank: Columns of U and D; state_size / 16 rounded up if not given.
+        rank: Number of columns of U and D; state_size / 16, rounded up, if None.
     """
 
     rank: int | None = None
@@ -27,10 +27,26 @@ class SoftplusGate(Spec):
             check_size(self, rank=self.rank)
 
     def build(self, state_size: int, *, device: Device = None, dtype: DType = None) -> "Gate":
+        """Build the gate.
+
+        Args:
+            state_size: State dimension.
+            device: Device of the parameters.
+            dtype: Dtype of the parameters.
+        """
         return Gate(state_size, self.rank or math.ceil(state_size / 16), device, dtype)
 
 
 class Gate(nn.Module):
+    """softplus(U D' u + bias).
+
+    Args:
+        state_size: State dimension n.
+        rank: Number of columns of U and D.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+    """
+
     def __init__(self, state_size: int, rank: int, device: Device, dtype: DType):
         super().__init__()
         bound = state_size**-0.5

@@ -1,4 +1,4 @@
-"""Rotary positions: the oscillations of a complex spectrum, moved into the input (sec:eigvalue_param)."""
+"""Rotary positional encoding: the oscillations of a complex spectrum, moved into the input (sec:eigvalue_param)."""
 
 import math
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..._typing import Device, DType
 from ...errors import SpecError
-from ...ops._torch_state import plain
+from ...ops._torch_state import can_bypass_dispatcher
 from ...optim import NoDecay
 from ...spec import Spec, check_scale, spec
 from ..spectra.continuous import s4d_inv_frequencies
@@ -17,15 +17,15 @@ __all__ = ["RoPE", "RotaryPositions"]
 
 @spec
 class RoPE(Spec):
-    """Turns each pair of the projected input by its position times a frequency (eq:rotary_embedding).
+    """Rotates each pair of the projected input by its position times a frequency (eq:rotary_embedding).
 
-    The frequencies are those of S4D-Inv times a step size, evenly spaced in the logarithm, and learn.
+    The frequencies are those of S4D-Inv times a step size, evenly spaced in the logarithm. Both are trainable.
 
     Attributes:
         dt_min, dt_max: Range of the step sizes, the smallest at the highest frequency.
-        sign: +1 turns as the paper prints it, -1 the other way; mirror images of each other (deviations.md,
+        sign: +1 rotates as printed in the paper, -1 the other way; mirror images of each other (deviations.md,
             point 8).
-        trainable: Whether frequencies and step sizes learn.
+        trainable: Whether frequencies and step sizes are trained.
     """
 
     dt_min: float = 1e-3
@@ -36,17 +36,35 @@ class RoPE(Spec):
     def __post_init__(self) -> None:
         check_scale(self, dt_min=self.dt_min, dt_max=self.dt_max)
         if self.dt_min > self.dt_max:
-            raise SpecError(f"{self}: dt_min is the larger. Exchange the two.")
+            raise SpecError(f"{self}: dt_min is larger than dt_max. Exchange the two.")
         if self.sign not in (1, -1):
             raise SpecError(f"RoPE(sign={self.sign!r}): must be 1 (as printed) or -1.")
 
     def build(self, state_size: int, *, device: Device = None, dtype: DType = None) -> "RotaryPositions":
+        """Build the encoding.
+
+        Args:
+            state_size: State dimension, even.
+            device: Device of the parameters.
+            dtype: Dtype of the parameters.
+        """
         if state_size % 2:
-            raise SpecError(f"RoPE turns pairs; the state size {state_size} is odd. Pass state_size={state_size + 1}.")
+            raise SpecError(
+                f"RoPE rotates pairs; the state size {state_size} is odd. Pass state_size={state_size + 1}."
+            )
         return RotaryPositions(self, state_size, device, dtype)
 
 
 class RotaryPositions(NoDecay):
+    """The rotary positional encoding of a projected input.
+
+    Args:
+        spec: The spec.
+        state_size: State dimension n, even.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+    """
+
     def __init__(self, spec: RoPE, state_size: int, device: Device, dtype: DType):
         super().__init__()
         self.spec = spec
@@ -58,24 +76,37 @@ class RotaryPositions(NoDecay):
         self.log_frequency = nn.Parameter(frequencies.to(device, dtype), requires_grad=spec.trainable)
 
     def forward(self, u: Tensor, position: Tensor) -> Tensor:
-        """`u` (*b, t, n) with the pairs of step t turned by position[t] times their frequency."""
+        """Return `u` with the pairs of each step rotated by its position times their frequency.
+
+        Args:
+            u: B o, (*b, t, n).
+            position: Steps since the sequence began, (*b, t).
+
+        Returns:
+            (*b, t, n).
+        """
         frequency = (self.log_dt.double() + self.log_frequency.double()).exp()
-        phase = self.spec.sign * _distinct(position).unsqueeze(-1) * frequency  # in float64: positions are large
+        # in float64, because positions are large
+        phase = self.spec.sign * _drop_expanded(position).unsqueeze(-1) * frequency
         cos, sin = phase.cos().to(u.dtype), phase.sin().to(u.dtype)
-        if _as_complex(u):  # torch is several times as fast at this than at every second number
+        if _can_view_as_complex(u):  # several times faster than arithmetic on strided halves
             turn = torch.complex(cos, -sin)
             return torch.view_as_real(torch.view_as_complex(u.unflatten(-1, (-1, 2))) * turn).flatten(-2)
         first, second = u[..., ::2], u[..., 1::2]
         return torch.stack((cos * first + sin * second, cos * second - sin * first), -1).flatten(-2)
 
 
-def _distinct(position: Tensor) -> Tensor:
-    """One row for all sequences where it was expanded from one: sines are not cheap."""
+def _drop_expanded(position: Tensor) -> Tensor:
+    """Keep one entry along expanded (stride 0) dimensions, so that no sine is computed twice."""
     return position[tuple(slice(None if stride else 1) for stride in position.stride())]
 
 
-def _as_complex(u: Tensor) -> bool:
-    """Whether pairs can be seen as complex numbers. Compilers prefer real ones, and transforms see other strides."""
-    if not plain(u) or u.dtype not in (torch.float32, torch.float64):
+def _can_view_as_complex(u: Tensor) -> bool:
+    """Return whether pairs of `u` can be viewed as complex numbers.
+
+    `torch.compile` handles real numbers better, and under `torch.func` transforms the visible strides are not those of
+    the memory.
+    """
+    if not can_bypass_dispatcher(u) or u.dtype not in (torch.float32, torch.float64):
         return False
     return u.is_contiguous() and u.storage_offset() % 2 == 0

@@ -1,4 +1,4 @@
-"""Projections: what K, V, B and the read-out are."""
+"""Projections: the linear maps K, V, B and the read-out."""
 
 from .base import Projection, ProjectionSpec
 from .dense import Dense, Orthogonal

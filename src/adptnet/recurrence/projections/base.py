@@ -1,4 +1,4 @@
-"""What a projection is: a linear map with a matrix, and a way to apply it many times."""
+"""Base classes of the projections: linear maps that give their matrix and can be bound for repeated application."""
 
 import abc
 from collections.abc import Callable
@@ -15,19 +15,31 @@ from ...spec import Spec
 __all__ = ["Biased", "Projection", "ProjectionSpec", "apply_map", "bind_map", "is_hooked", "with_bias"]
 
 
-# Forward pre-hooks of torch that compute a weight and look at no input: they are run once for all applications.
+# Forward pre-hooks of PyTorch that compute a weight and ignore the input. They are run once for all applications.
 _WEIGHT_HOOKS = (BasePruningMethod, WeightNorm, SpectralNorm)
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Return whether a call of `module` does more, or other, than its class says: hooks, or a forward of its own."""
+    """Return whether a call of a module may differ from `forward` of its class.
+
+    Args:
+        module: A module that may have hooks, or a `forward` that was replaced on the instance.
+    """
     if module._forward_hooks or module._backward_hooks or module._backward_pre_hooks or "forward" in module.__dict__:
         return True
     return not all(isinstance(hook, _WEIGHT_HOOKS) for hook in module._forward_pre_hooks.values())
 
 
 def apply_map(module: nn.Module, x: Tensor) -> Tensor:
-    """Call a map on `x`, in the dtype of its weights if it is not a `Projection`; the result has the dtype of `x`."""
+    """Apply a map to `x`.
+
+    Args:
+        module: A `Projection`, or another module, which is called in the dtype of its weights.
+        x: (*b, in_features).
+
+    Returns:
+        (*b, out_features), in the dtype of `x`.
+    """
     if isinstance(module, Projection):
         projected: Tensor = module(x)
         return projected
@@ -36,18 +48,26 @@ def apply_map(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def bind_map(module: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Return a map in `dtype`: a projection evaluated once, or the module itself where its call must happen.
+    """Return a function that applies a map repeatedly.
 
-    That is a module with hooks, and one of another kind in the place of a projection, such as an adapter.
+    Args:
+        module: A `Projection`, whose weights are evaluated once. A projection with hooks, or another module in place of
+            a projection such as an adapter, is called every time.
+        dtype: The dtype of the arguments.
     """
     if isinstance(module, Projection) and module.is_stock():
         module.refresh()
-        return module.bound(dtype)
+        return module.bind(dtype)
     return lambda x: apply_map(module, x)
 
 
 class Projection(nn.Module, abc.ABC):
-    """A linear map on the last dimension."""
+    """Base class of the linear maps on the last dimension.
+
+    Args:
+        in_features: Size of the input.
+        out_features: Size of the output.
+    """
 
     def __init__(self, in_features: int, out_features: int):
         super().__init__()
@@ -56,29 +76,33 @@ class Projection(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def dense(self) -> Tensor:
-        """The matrix, (out_features, in_features)."""
+        """Return the matrix, (out_features, in_features)."""
 
-    def bound(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-        """The map in `dtype`, with all that does not depend on its argument evaluated once."""
+    def bind(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        """Return the map as a function, with its weights evaluated once.
+
+        Args:
+            dtype: The dtype of the arguments.
+        """
         transposed = self.dense().to(dtype).mT
         return lambda x: x @ transposed
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.bound(x.dtype)(x)
+        return self.bind(x.dtype)(x)
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
-        """The maps that this one is made of."""
+        """The modules that this projection is composed of."""
         return ()
 
     def is_stock(self) -> bool:
-        """Return whether a call is `bound` and nothing else: no hooks or adapters, here and in its parts."""
+        """Return whether a call equals `bind`: neither this module nor its parts have hooks or were replaced."""
         if type(self).forward is not Projection.forward or is_hooked(self):
             return False
         return all(isinstance(part, Projection) and part.is_stock() for part in self.parts)
 
     def refresh(self) -> None:
-        """Run the hooks that compute weights, such as those of pruning."""
+        """Run the hooks that compute weights, such as those of pruning, here and in all parts."""
         for hook in self._forward_pre_hooks.values():
             if isinstance(hook, _WEIGHT_HOOKS):
                 hook(self, ())
@@ -88,16 +112,16 @@ class Projection(nn.Module, abc.ABC):
 
     @property
     def macs(self) -> int:
-        """Multiply-accumulates of one application."""
+        """The number of multiply-accumulate operations of one application."""
         return self.in_features * self.out_features
 
     @property
     def parameter_count(self) -> int:
-        """Numbers that are stored and learn."""
+        """The number of parameters."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def condition_number(self) -> Tensor:
-        """Largest over smallest singular value of the matrix; infinite if it is singular."""
+        """Return the ratio of the largest to the smallest singular value; infinite if the matrix is singular."""
         dense = self.dense().detach()
         singular = torch.linalg.svdvals(dense.double())
         tiny = singular[0] * max(self.in_features, self.out_features) * torch.finfo(dense.dtype).eps
@@ -108,7 +132,11 @@ class Projection(nn.Module, abc.ABC):
 
 
 class Biased(Projection):
-    """A projection and a bias, which starts at zero."""
+    """A projection with a bias, which is initialised at zero.
+
+    Args:
+        projection: The linear part.
+    """
 
     def __init__(self, projection: Projection):
         super().__init__(projection.in_features, projection.out_features)
@@ -119,7 +147,7 @@ class Biased(Projection):
     def dense(self) -> Tensor:
         return self.projection.dense()
 
-    def bound(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    def bind(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         project, bias = bind_map(self.projection, dtype), self.bias.to(dtype)
         return lambda x: project(x) + bias
 
@@ -133,19 +161,31 @@ class Biased(Projection):
 
 
 def with_bias(projection: Projection, bias: bool) -> Projection:
-    """`projection`, with a bias if asked for."""
+    """Return a projection with or without a bias.
+
+    Args:
+        projection: The linear part.
+        bias: Whether to add a bias.
+    """
     return Biased(projection) if bias else projection
 
 
 class ProjectionSpec(Spec, abc.ABC):
-    """The description of a projection.
+    """Base class of the specs of a projection.
 
     Attributes:
-        bias: Whether a bias is added. On K or V it takes the layer outside the lemmas (deviations.md, point 13).
+        bias: Whether a bias is added. With a bias on K or V the lemmas do not hold (deviations.md, point 13).
     """
 
     bias: bool
 
     @abc.abstractmethod
     def build(self, in_features: int, out_features: int, *, device: Device = None, dtype: DType = None) -> Projection:
-        """Makes the map from `in_features` to `out_features`, with fresh weights."""
+        """Build the projection with newly initialised weights.
+
+        Args:
+            in_features: Size of the input.
+            out_features: Size of the output.
+            device: Device of the weights.
+            dtype: Dtype of the weights.
+        """

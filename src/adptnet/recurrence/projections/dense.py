@@ -1,9 +1,10 @@
-"""Projections with a full matrix: free, or kept orthogonal."""
+"""Projections with a full matrix: unconstrained, or orthogonal."""
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
+from ..._dtype import compute_dtype
 from ..._typing import Device, DType
 from ...errors import IncompatibleError
 from ...spec import spec
@@ -14,7 +15,11 @@ __all__ = ["Dense", "Orthogonal"]
 
 @spec
 class Dense(ProjectionSpec):
-    """Every weight free; starts as `nn.Linear` does, uniform in ±1/√in_features."""
+    """An unconstrained matrix, initialised as `nn.Linear`: uniform in ±1/√in_features.
+
+    Attributes:
+        bias: Whether a bias is added.
+    """
 
     bias: bool = False
 
@@ -26,19 +31,20 @@ class Dense(ProjectionSpec):
 
 @spec
 class Orthogonal(ProjectionSpec):
-    """A matrix with orthonormal rows or columns, whichever are fewer, that stays so while it learns.
+    """A matrix with orthonormal rows or columns, whichever are fewer. It stays so during training.
 
-    With orthogonal K and V and directions from the state itself, lemma:J_singular_vals holds for every input.
+    With orthogonal K and V, applied to the state itself, lemma:J_singular_vals holds for every input.
+
+    Attributes:
+        bias: Whether a bias is added.
     """
 
     bias: bool = False
 
     def build(self, in_features: int, out_features: int, *, device: Device = None, dtype: DType = None) -> Projection:
-        dtype = torch.promote_types(
-            dtype or torch.get_default_dtype(), torch.float32
-        )  # no factorisation in half precision
+        dtype = compute_dtype(dtype or torch.get_default_dtype())  # no factorisation in half precision
         weight = torch.empty(out_features, in_features, device=device, dtype=dtype)
-        if weight.is_meta:  # nothing to factorise: only names and sizes are needed
+        if weight.is_meta:  # there is nothing to factorise; only names and sizes are needed
             layout = DenseProjection(nn.Parameter(weight))
             parametrize.register_parametrization(layout, "weight", _OrthogonalLayout(weight), unsafe=True)
             return with_bias(layout, self.bias)
@@ -48,7 +54,7 @@ class Orthogonal(ProjectionSpec):
 
 
 class _OrthogonalLayout(nn.Module):
-    """The tensors of torch's orthogonal parametrisation on the meta device, where it cannot be made."""
+    """The tensors of PyTorch's orthogonal parametrisation, for the meta device, where it cannot be computed."""
 
     base: Tensor
 
@@ -66,6 +72,12 @@ class _OrthogonalLayout(nn.Module):
 
 
 class DenseProjection(Projection):
+    """A projection that stores its matrix.
+
+    Args:
+        weight: (out_features, in_features).
+    """
+
     weight: Tensor
 
     def __init__(self, weight: nn.Parameter):

@@ -1,4 +1,4 @@
-"""Expansion of each channel to several numbers of the state, one weight each (sec:state_expansion)."""
+"""Expansion of each channel to several state dimensions, with one weight each (sec:state_expansion)."""
 
 from collections.abc import Callable
 
@@ -15,10 +15,13 @@ __all__ = ["Expand"]
 
 @spec
 class Expand(ProjectionSpec):
-    """Channel i reaches the numbers i·m … i·m + m - 1 of the state, with one weight each; m is state_size / width.
+    """Maps channel i to the state dimensions i·m … i·m + m - 1, with one weight each; m is state_size / width.
 
-    As an input projection it spreads each channel; as a read-out it sums each channel's numbers back. Weights
-    start at random with variance 1 when spreading (the input keeps its scale) and 1/m when summing.
+    As an input projection it expands each channel. As a read-out it sums the state dimensions of each channel. Weights
+    are Gaussian, with variance 1 for an expansion (the input keeps its scale) and 1/m for a sum.
+
+    Attributes:
+        bias: Whether a bias is added.
     """
 
     bias: bool = False
@@ -30,12 +33,20 @@ class Expand(ProjectionSpec):
                 f"Expand() from {in_features} to {out_features} features: one must be a multiple of the other. "
                 f"Pass state_size={(large // small + 1) * small}, or Dense()."
             )
-        spread = in_features == small
-        weight = torch.randn(large, device=device, dtype=dtype) * (1.0 if spread else (small / large) ** 0.5)
+        expands = in_features == small
+        weight = torch.randn(large, device=device, dtype=dtype) * (1.0 if expands else (small / large) ** 0.5)
         return with_bias(ExpandProjection(weight, in_features, out_features), self.bias)
 
 
 class ExpandProjection(Projection):
+    """The projection of `Expand`.
+
+    Args:
+        weight: (max(in_features, out_features),).
+        in_features: Size of the input.
+        out_features: Size of the output.
+    """
+
     def __init__(self, weight: Tensor, in_features: int, out_features: int):
         super().__init__(in_features, out_features)
         self.weight = nn.Parameter(weight)
@@ -45,7 +56,7 @@ class ExpandProjection(Projection):
         blocks: Tensor = torch.block_diag(*self.weight.unflatten(0, (small, -1)))
         return blocks if self.out_features == small else blocks.mT
 
-    def bound(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    def bind(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         weight = self.weight.to(dtype)
         if self.in_features <= self.out_features:
             return lambda x: x.repeat_interleave(self.out_features // self.in_features, -1) * weight

@@ -16,9 +16,13 @@ __all__ = ["Kronecker", "LowParam", "LowRank", "square_factors"]
 
 @spec
 class LowRank(ProjectionSpec):
-    """A Bᵀ with `rank` columns each (eq:low_rank_matrix): (in + out)·rank weights, never more than `rank` directions.
+    """A Bᵀ with `rank` columns each (eq:low_rank_matrix): (in + out)·rank weights, a matrix of at most this rank.
 
-    Starts with the spread of a dense map: entries of variance 1/(3 in_features).
+    Its entries are initialised with the variance of `Dense`, 1/(3 in_features).
+
+    Attributes:
+        rank: Number of columns of A and B.
+        bias: Whether a bias is added.
     """
 
     rank: int
@@ -34,6 +38,13 @@ class LowRank(ProjectionSpec):
 
 
 class LowRankProjection(Projection):
+    """left rightᵀ.
+
+    Args:
+        left: (out_features, rank).
+        right: (in_features, rank).
+    """
+
     def __init__(self, left: Tensor, right: Tensor):
         super().__init__(len(right), len(left))
         self.left = nn.Parameter(left)
@@ -42,7 +53,7 @@ class LowRankProjection(Projection):
     def dense(self) -> Tensor:
         return self.left @ self.right.mT
 
-    def bound(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    def bind(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         left, right = self.left.to(dtype).mT, self.right.to(dtype)
         return lambda x: x @ right @ left
 
@@ -53,10 +64,14 @@ class LowRankProjection(Projection):
 
 @spec
 class Kronecker(ProjectionSpec):
-    """C ⊗ D with square factors of sizes `factors` (eq:kronecker_product): full rank from a² + b² weights.
+    """C ⊗ D with square factors of sizes a and b (eq:kronecker_product): full rank from a² + b² weights.
 
-    Applied by the vec trick, C X Dᵀ on X = x as rows of b (eq:vec_trick, which is printed transposed); the product
-    matrix is never formed. Starts with the spread of a dense map.
+    It is applied by the vec trick, C X Dᵀ with X the rows of x of length b (eq:vec_trick, which is printed transposed);
+    the product matrix is never formed. Its entries are initialised with the variance of `Dense`.
+
+    Attributes:
+        factors: The sizes (a, b) of C and D.
+        bias: Whether a bias is added.
     """
 
     factors: tuple[int, int]
@@ -74,6 +89,13 @@ class Kronecker(ProjectionSpec):
 
 
 class KroneckerProjection(Projection):
+    """outer ⊗ inner.
+
+    Args:
+        outer: (a, a).
+        inner: (b, b).
+    """
+
     def __init__(self, outer: Tensor, inner: Tensor):
         size = len(outer) * len(inner)
         super().__init__(size, size)
@@ -83,7 +105,7 @@ class KroneckerProjection(Projection):
     def dense(self) -> Tensor:
         return torch.kron(self.outer, self.inner)
 
-    def bound(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    def bind(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         outer, inner = self.outer.to(dtype), self.inner.to(dtype).mT
         a, b = len(outer), len(inner)
         return lambda x: (outer @ (x.unflatten(-1, (a, b)) @ inner)).flatten(-2)
@@ -98,9 +120,14 @@ class KroneckerProjection(Projection):
 class LowParam(ProjectionSpec):
     """A Bᵀ + C ⊗ D (eq:low_param_linear): full rank once trained, from few weights.
 
-    Starts as the paper does: B = 0, A ~ N(0, 1/rank), C = 1, D uniform in ±√(1/(a·b)). Its outputs then have the spread
-    of `nn.Linear`'s, but the matrix has rank b or less, because C is all ones: K x can be zero at the start, and then
-    the rotation is the identity.
+    Initialised as in the paper: B = 0, A ~ N(0, 1/rank), C = 1, D uniform in ±√(1/(a·b)). The outputs then have the
+    variance of those of `nn.Linear`, but the matrix has rank b or less, because C is all ones. So K x can be zero
+    before training, and then the rotation is the identity.
+
+    Attributes:
+        factors: The sizes (a, b) of C and D.
+        rank: Number of columns of A and B.
+        bias: Whether a bias is added.
     """
 
     factors: tuple[int, int]
@@ -127,6 +154,13 @@ class LowParam(ProjectionSpec):
 
 
 class LowParamProjection(Projection):
+    """The sum of a low-rank and a Kronecker projection.
+
+    Args:
+        low_rank: A Bᵀ.
+        kronecker: C ⊗ D.
+    """
+
     def __init__(self, low_rank: LowRankProjection, kronecker: KroneckerProjection):
         super().__init__(kronecker.in_features, kronecker.out_features)
         self.low_rank = low_rank
@@ -135,7 +169,7 @@ class LowParamProjection(Projection):
     def dense(self) -> Tensor:
         return self.low_rank.dense() + self.kronecker.dense()
 
-    def bound(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    def bind(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         low_rank, kronecker = bind_map(self.low_rank, dtype), bind_map(self.kronecker, dtype)
         return lambda x: low_rank(x) + kronecker(x)
 
@@ -165,13 +199,17 @@ def _check_product(owner: ProjectionSpec, factors: tuple[int, int], in_features:
         )
     if a * b != in_features:
         raise SpecError(
-            f"{name}(factors={factors}) makes {a * b}, but the map has {in_features} features. "
+            f"{name}(factors={factors}) has size {a * b}, but the map has {in_features} features. "
             f"Pass factors={square_factors(in_features)}."
         )
 
 
 def square_factors(size: int) -> tuple[int, int]:
-    """The two factors of `size` that are closest to each other, the larger first."""
+    """Return the two factors of `size` that are closest to each other, the larger first.
+
+    Args:
+        size: A whole number from 1.
+    """
     if not isinstance(size, int) or size < 1:
         raise SpecError(f"a width of {size!r}: must be a whole number from 1.")
     smaller = next(d for d in range(math.isqrt(size), 0, -1) if size % d == 0)

@@ -1,4 +1,4 @@
-"""Several projections side by side, each on its own part of the state."""
+"""A projection of several heads, each on its own part of the state."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,11 @@ __all__ = ["Heads"]
 
 
 class Heads(Projection):
-    """A block-diagonal map: head i sees and gives the i-th part only."""
+    """A block-diagonal map: head i maps part i of the input to part i of the output.
+
+    Args:
+        projections: The projection of each head.
+    """
 
     def __init__(self, projections: list[Projection]):
         super().__init__(sum(p.in_features for p in projections), sum(p.out_features for p in projections))
@@ -21,7 +25,7 @@ class Heads(Projection):
         blocks: Tensor = torch.block_diag(*(projection.dense() for projection in self._each()))
         return blocks
 
-    def bound(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    def bind(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         maps = [bind_map(projection, dtype) for projection in self.projections]
         return lambda x: torch.cat([f(part) for f, part in zip(maps, x.chunk(len(maps), -1), strict=True)], -1)
 

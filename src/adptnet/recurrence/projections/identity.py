@@ -1,4 +1,4 @@
-"""No map at all, for inputs that are already what the state takes."""
+"""The identity, for inputs that already have the size of the state."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,11 @@ __all__ = ["Identity"]
 
 @spec
 class Identity(ProjectionSpec):
-    """x itself: where a layer of its own, with its norm, stands before the recurrence. No parameters."""
+    """The identity map, without parameters: for models that project the input before the recurrence.
+
+    Attributes:
+        bias: Must be False.
+    """
 
     bias: bool = False
 
@@ -33,10 +37,12 @@ class Identity(ProjectionSpec):
 
 
 class IdentityProjection(Projection):
+    """The identity map."""
+
     def dense(self) -> Tensor:
         return torch.eye(self.out_features)
 
-    def bound(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    def bind(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         return lambda x: x
 
     @property

@@ -1,4 +1,4 @@
-"""Spectra: which timescales the state has. Each is a spec whose `build` makes the eigenvalues Λ̄."""
+"""Spectra: the timescales of the state. Each is a spec whose `build` makes the module that holds the eigenvalues Λ̄."""
 
 from .base import BlockDiagonal, Spectrum, SpectrumSpec
 from .continuous import Linspace, LogUniformDecay, LRURing, S4DInv, S4DLin, S4DReal, UniformDecay

@@ -1,6 +1,6 @@
-"""Spectra given in continuous time: λ̄ = exp(-Δt λ) (eq:eig_parametrisation), stored as logarithms.
+"""Spectra given in continuous time: λ̄ = exp(-Δt λ) (eq:eig_parametrisation), with λ and Δt stored as logarithms.
 
-The families of the paper (sec:eigvalue_param) differ only in where the parameters start.
+The families of the paper (sec:eigvalue_param) differ only in the initial values of the parameters.
 """
 
 import abc
@@ -10,10 +10,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ..._dtype import compute_dtype
 from ..._typing import Device, DType
 from ...errors import SpecError
 from ...spec import check_positive, check_scale, spec
-from .base import BlockDiagonal, Spectrum, SpectrumSpec, compute_dtype
+from .base import BlockDiagonal, Spectrum, SpectrumSpec
 
 __all__ = [
     "ContinuousSpectrum",
@@ -30,7 +31,16 @@ PerWhat = Literal["state", "channel"]
 
 
 class ContinuousSpectrum(Spectrum):
-    """λ̄ = exp(-Δt (decay - i frequency)). A frequency, as a logarithm or as it is, makes every eigenvalue a pair."""
+    """λ̄ = exp(-Δt (decay - i frequency)). With a frequency every eigenvalue is a complex pair.
+
+    Args:
+        log_decay: Logarithm of the decay rates, one for each eigenvalue or pair.
+        log_dt: Logarithm of the step sizes Δt: one for each eigenvalue, or fewer, each shared by an equal number of
+            neighbouring eigenvalues. None for Δt = 1.
+        log_frequency: Logarithm of the angular frequencies; None for real eigenvalues.
+        frequency: The angular frequencies themselves, in place of `log_frequency`, if some are zero.
+        trainable: Whether the parameters are trained.
+    """
 
     def __init__(
         self,
@@ -57,13 +67,13 @@ class ContinuousSpectrum(Spectrum):
         if frequency is None:
             return BlockDiagonal(modulus)
         phase = step * frequency
-        return BlockDiagonal(_twice(modulus * phase.cos()), _twice(modulus * phase.sin()))
+        return BlockDiagonal(_repeat_pairs(modulus * phase.cos()), _repeat_pairs(modulus * phase.sin()))
 
     def log_modulus(self, dt: Tensor | None = None) -> Tensor:
         decay, frequency, step = self._rates(dt)
-        return -step * decay if frequency is None else _twice(-step * decay)
+        return -step * decay if frequency is None else _repeat_pairs(-step * decay)
 
-    def hold(self, dt: Tensor | None = None) -> BlockDiagonal:
+    def zero_order_hold(self, dt: Tensor | None = None) -> BlockDiagonal:
         decay, frequency, step = self._rates(dt)
         if frequency is None:
             return BlockDiagonal(-torch.expm1(-step * decay) / decay)
@@ -73,11 +83,12 @@ class ContinuousSpectrum(Spectrum):
         imag = -(-x).exp() * y.sin()
         scale = decay.square() + frequency.square()
         return BlockDiagonal(
-            _twice((real * decay - imag * frequency) / scale), _twice((real * frequency + imag * decay) / scale)
+            _repeat_pairs((real * decay - imag * frequency) / scale),
+            _repeat_pairs((real * frequency + imag * decay) / scale),
         )
 
     def _rates(self, dt: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Decay, frequency and length of the step, each for every eigenvalue."""
+        """Return decay rate, frequency and step length for every eigenvalue."""
         dtype = compute_dtype(self.log_decay.dtype)
         decay = self.log_decay.to(dtype).exp()
         step = torch.ones_like(decay)
@@ -89,12 +100,13 @@ class ContinuousSpectrum(Spectrum):
         return decay, frequency, step if dt is None else step * dt
 
 
-def _twice(values: Tensor) -> Tensor:
+def _repeat_pairs(values: Tensor) -> Tensor:
+    """Repeat the value of each pair for both of its state dimensions."""
     return values.repeat_interleave(2, dim=-1)
 
 
 class _Family(SpectrumSpec):
-    """What the families with a range of step sizes share."""
+    """Base class of the families with a range of step sizes."""
 
     dt_min: float
     dt_max: float
@@ -105,20 +117,21 @@ class _Family(SpectrumSpec):
         check_scale(self, dt_min=self.dt_min, dt_max=self.dt_max)
         if self.dt_min > self.dt_max:
             raise SpecError(
-                f"{type(self).__name__}(dt_min={self.dt_min}, dt_max={self.dt_max}): dt_min is the larger. "
+                f"{type(self).__name__}(dt_min={self.dt_min}, dt_max={self.dt_max}): dt_min is larger than dt_max. "
                 f"Pass dt_min={self.dt_max}, dt_max={self.dt_min}."
             )
         if self.dt_per not in ("state", "channel"):
             raise SpecError(f'{type(self).__name__}(dt_per={self.dt_per!r}): must be "state" or "channel".')
 
-    def _steps(self, units: int, state_size: int, expansion: int) -> int:
-        """How many step sizes there are for `units` eigenvalues."""
+    def _count_steps(self, units: int, state_size: int, expansion: int) -> int:
+        """Return the number of step sizes for `units` eigenvalues."""
         return state_size // expansion if self.dt_per == "channel" and expansion > 1 else units
 
-    def _spaced(self, count: int) -> Tensor:
+    def _space_steps(self, count: int) -> Tensor:
+        """Return the logarithms of `count` step sizes, evenly spaced in the logarithm."""
         return torch.linspace(math.log(self.dt_min), math.log(self.dt_max), count, dtype=torch.float64)
 
-    def _made(
+    def _make_spectrum(
         self, log_decay: Tensor, log_dt: Tensor | None, device: Device, dtype: DType, **frequencies: Tensor
     ) -> Spectrum:
         dtype = dtype or torch.get_default_dtype()
@@ -130,25 +143,33 @@ class _Family(SpectrumSpec):
         )
 
 
-def _constant(value: float, count: int) -> Tensor:
+def _repeat_log(value: float, count: int) -> Tensor:
+    """Return the logarithm of `value`, `count` times."""
     return torch.full((count,), math.log(value), dtype=torch.float64)
 
 
-def _pairs_in(name: str, state_size: int, expansion: int) -> int:
-    """Pairs that share one run of frequencies: those of a channel, or all."""
+def _count_pairs(name: str, state_size: int, expansion: int) -> int:
+    """Return the number of pairs over which the frequencies run: those of a channel, or of the whole state."""
     size = expansion if expansion > 1 else state_size
     if size % 2:
-        wanted = state_size // size * (size + 1)
+        suggested = state_size // size * (size + 1)
         where = f"state_size={state_size} gives each channel {size}" if expansion > 1 else f"state_size={size} is odd"
         raise SpecError(
-            f"{name} has complex eigenvalues, two numbers of the state each; {where}. Pass state_size={wanted}."
+            f"{name} has complex eigenvalues of two state dimensions each; {where}. Pass state_size={suggested}."
         )
     return size // 2
 
 
 @spec
 class Linspace(_Family):
-    """One decay rate, step sizes evenly spaced in the logarithm: the paper's default (sec:eigvalue_param)."""
+    """One decay rate, step sizes evenly spaced in the logarithm: the paper's default (sec:eigvalue_param).
+
+    Attributes:
+        dt_min, dt_max: Range of the step sizes.
+        decay: Decay rate of all eigenvalues.
+        trainable: Whether decay rates and step sizes are trained.
+        dt_per: One step size for each "state" dimension, or for each "channel" of an expanded input.
+    """
 
     dt_min: float = 1e-3
     dt_max: float = 1e-1
@@ -161,15 +182,20 @@ class Linspace(_Family):
         check_scale(self, decay=self.decay)
 
     def build(self, state_size: int, *, expansion: int = 1, device: Device = None, dtype: DType = None) -> Spectrum:
-        steps = self._steps(state_size, state_size, expansion)
-        return self._made(_constant(self.decay, state_size), self._spaced(steps), device, dtype)
+        steps = self._count_steps(state_size, state_size, expansion)
+        return self._make_spectrum(_repeat_log(self.decay, state_size), self._space_steps(steps), device, dtype)
 
 
 @spec
 class S4DReal(_Family):
-    """Decay rates 1, 2, 3, … (eq:s4d_real), step sizes drawn evenly in the logarithm.
+    """Decay rates 1, 2, 3, … (eq:s4d_real), step sizes drawn log-uniformly.
 
-    Where the input is expanded, the rates count within each channel and each channel has one step size.
+    If the input is expanded, the rates count within each channel and each channel has one step size.
+
+    Attributes:
+        dt_min, dt_max: Range of the step sizes.
+        trainable: Whether decay rates and step sizes are trained.
+        dt_per: One step size for each "state" dimension, or for each "channel" of an expanded input.
     """
 
     dt_min: float = 1e-3
@@ -181,13 +207,13 @@ class S4DReal(_Family):
         rates = expansion if expansion > 1 else state_size
         log_decay = torch.arange(1, rates + 1, dtype=torch.float64).log().repeat(state_size // rates)
         low, high = math.log(self.dt_min), math.log(self.dt_max)
-        steps = self._steps(state_size, state_size, expansion)
+        steps = self._count_steps(state_size, state_size, expansion)
         log_dt = low + (high - low) * torch.rand(steps, dtype=torch.float64)
-        return self._made(log_decay, log_dt, device, dtype)
+        return self._make_spectrum(log_decay, log_dt, device, dtype)
 
 
 class _Pairs(_Family):
-    """What the complex families share: one decay rate, and frequencies that run within a channel or the whole state."""
+    """Base class of the complex families: one decay rate, frequencies that run over a channel or the whole state."""
 
     decay: float
 
@@ -201,22 +227,28 @@ class _Pairs(_Family):
 
     @abc.abstractmethod
     def _frequencies(self, pairs: int) -> dict[str, Tensor]:
-        """The frequencies of `pairs` pairs, under the name they are stored by, from the highest down."""
+        """Return the frequencies of `pairs` pairs, from the highest down, keyed by the parameter that stores them."""
 
     def build(self, state_size: int, *, expansion: int = 1, device: Device = None, dtype: DType = None) -> Spectrum:
-        pairs = _pairs_in(type(self).__name__, state_size, expansion)
+        pairs = _count_pairs(type(self).__name__, state_size, expansion)
         channels = state_size // (2 * pairs)
         frequencies = {name: values.repeat(channels) for name, values in self._frequencies(pairs).items()}
-        steps = self._spaced(self._steps(state_size // 2, state_size, expansion))
-        return self._made(_constant(self.decay, state_size // 2), steps, device, dtype, **frequencies)
+        steps = self._space_steps(self._count_steps(state_size // 2, state_size, expansion))
+        return self._make_spectrum(_repeat_log(self.decay, state_size // 2), steps, device, dtype, **frequencies)
 
 
 @spec
 class S4DInv(_Pairs):
     """Complex pairs of one decay rate with the frequencies of S4D-Inv (eq:s4d-inv, its N counted with conjugates).
 
-    Step sizes are evenly spaced in the logarithm, the smallest at the highest frequency. Where the input is
-    expanded, the frequencies run within each channel and each channel has one step size.
+    Step sizes are evenly spaced in the logarithm, the smallest at the highest frequency. If the input is expanded, the
+    frequencies run over each channel and each channel has one step size.
+
+    Attributes:
+        dt_min, dt_max: Range of the step sizes.
+        decay: Decay rate of all pairs.
+        trainable: Whether decay rates, frequencies and step sizes are trained.
+        dt_per: One step size for each pair ("state"), or for each "channel" of an expanded input.
     """
 
     dt_min: float = 1e-3
@@ -230,16 +262,22 @@ class S4DInv(_Pairs):
 
 
 def s4d_inv_frequencies(pairs: int) -> Tensor:
-    """(N/π)(N/(2k + 1) - 1) for k = 0 … N/2 - 1, N = 2·pairs: from the highest down, all positive."""
+    """Return (N/π)(N/(2k + 1) - 1) for k = 0 … N/2 - 1, N = 2·pairs: from the highest down, all positive."""
     size = 2 * pairs
     return size / math.pi * (size / (2 * torch.arange(pairs, dtype=torch.float64) + 1) - 1)
 
 
 @spec
 class S4DLin(_Pairs):
-    """Complex pairs of one decay rate with the frequencies …, 2π, π, 0 of S4D-Lin, stored as they are (one is zero).
+    """Complex pairs of one decay rate with the frequencies …, 2π, π, 0 of S4D-Lin.
 
-    Otherwise as `S4DInv`.
+    The frequencies are not stored as logarithms, because one is zero. Otherwise like `S4DInv`.
+
+    Attributes:
+        dt_min, dt_max: Range of the step sizes.
+        decay: Decay rate of all pairs.
+        trainable: Whether decay rates, frequencies and step sizes are trained.
+        dt_per: One step size for each pair ("state"), or for each "channel" of an expanded input.
     """
 
     dt_min: float = 1e-3
@@ -254,9 +292,15 @@ class S4DLin(_Pairs):
 
 @spec
 class UniformDecay(_Family):
-    """Decay rates drawn evenly, step sizes evenly spaced as they are: the paper's untrained networks.
+    """Decay rates drawn uniformly, step sizes linearly spaced: the paper's untrained networks.
 
-    The defaults are those of table:baseline_untrained_config, equal step sizes included.
+    The defaults are those of table:baseline_untrained_config, including its equal step sizes.
+
+    Attributes:
+        decay_min, decay_max: Range of the decay rates.
+        dt_min, dt_max: Range of the step sizes.
+        trainable: Whether decay rates and step sizes are trained.
+        dt_per: One step size for each "state" dimension, or for each "channel" of an expanded input.
     """
 
     decay_min: float = 2.0
@@ -270,21 +314,26 @@ class UniformDecay(_Family):
         super().__post_init__()
         check_scale(self, decay_min=self.decay_min, decay_max=self.decay_max)
         if self.decay_min > self.decay_max:
-            raise SpecError(f"{self}: decay_min is the larger. Exchange the two.")
+            raise SpecError(f"{self}: decay_min is larger than decay_max. Exchange the two.")
 
     def build(self, state_size: int, *, expansion: int = 1, device: Device = None, dtype: DType = None) -> Spectrum:
         drawn = torch.rand(state_size, dtype=torch.float64)
         log_decay = (self.decay_min + (self.decay_max - self.decay_min) * drawn).log()
-        steps = self._steps(state_size, state_size, expansion)
+        steps = self._count_steps(state_size, state_size, expansion)
         log_dt = torch.linspace(self.dt_min, self.dt_max, steps, dtype=torch.float64).log()
-        return self._made(log_decay, log_dt, device, dtype)
+        return self._make_spectrum(log_decay, log_dt, device, dtype)
 
 
 @spec
 class LogUniformDecay(SpectrumSpec):
-    """Decay rates drawn evenly in the logarithm, one step size for all: the start of SiLIF's neurons.
+    """Decay rates drawn log-uniformly, one step size for all: the initialisation of SiLIF's neurons.
 
-    The defaults are those of its membranes for steps of 4 ms: λ̄ from exp(-1) to exp(-0.04). Both learn.
+    The defaults are those of its membranes for steps of 4 ms: λ̄ from exp(-1) to exp(-0.04).
+
+    Attributes:
+        decay_min, decay_max: Range of the decay rates.
+        dt: Initial step size.
+        trainable: Whether decay rates and step sizes are trained.
     """
 
     decay_min: float = 10.0
@@ -295,26 +344,26 @@ class LogUniformDecay(SpectrumSpec):
     def __post_init__(self) -> None:
         check_scale(self, decay_min=self.decay_min, decay_max=self.decay_max, dt=self.dt)
         if self.decay_min > self.decay_max:
-            raise SpecError(f"{self}: decay_min is the larger. Exchange the two.")
+            raise SpecError(f"{self}: decay_min is larger than decay_max. Exchange the two.")
 
     def build(self, state_size: int, *, expansion: int = 1, device: Device = None, dtype: DType = None) -> Spectrum:
         low, high = math.log(self.decay_min), math.log(self.decay_max)
         log_decay = low + (high - low) * torch.rand(state_size, dtype=torch.float64)
         dtype = dtype or torch.get_default_dtype()
         return ContinuousSpectrum(
-            log_decay.to(device, dtype), _constant(self.dt, state_size).to(device, dtype), trainable=self.trainable
+            log_decay.to(device, dtype), _repeat_log(self.dt, state_size).to(device, dtype), trainable=self.trainable
         )
 
 
 @spec
 class LRURing(SpectrumSpec):
-    """Complex pairs drawn evenly by area from a ring in the unit disc, as the Linear Recurrent Unit has it.
+    """Complex pairs drawn uniformly by area from a ring in the unit disc, as in the Linear Recurrent Unit.
 
     Attributes:
         r_min: Inner radius.
         r_max: Outer radius, below 1.
-        max_phase: Largest angle a step.
-        trainable: Whether decay and frequency learn. There is no step size.
+        max_phase: Largest phase per step.
+        trainable: Whether decay and frequency are trained. There is no step size.
     """
 
     r_min: float = 0.9
@@ -333,7 +382,7 @@ class LRURing(SpectrumSpec):
 
     def build(self, state_size: int, *, expansion: int = 1, device: Device = None, dtype: DType = None) -> Spectrum:
         dtype = dtype or torch.get_default_dtype()
-        pairs = _pairs_in("LRURing", state_size, 1)
+        pairs = _count_pairs("LRURing", state_size, 1)
         radius_drawn, phase_drawn = 1 - torch.rand(2, pairs, dtype=torch.float64)  # in (0, 1]: no logarithm of zero
         squared = self.r_min**2 + (self.r_max**2 - self.r_min**2) * radius_drawn
         log_decay = (-0.5 * squared.log()).log()

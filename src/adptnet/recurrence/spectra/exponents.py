@@ -1,4 +1,4 @@
-"""A spectrum given by its exponents ln λ̄: the timescales themselves."""
+"""A spectrum given by its exponents ln λ̄, and so directly by its timescales."""
 
 import sys
 import warnings
@@ -6,24 +6,25 @@ import warnings
 import torch
 from torch import Tensor, nn
 
+from ..._dtype import compute_dtype
 from ..._typing import Device, DType
 from ...errors import SpecError
 from ...spec import spec
-from .base import BlockDiagonal, Spectrum, SpectrumSpec, compute_dtype
+from .base import BlockDiagonal, Spectrum, SpectrumSpec
 
 __all__ = ["FromExponents"]
 
 
 @spec
 class FromExponents(SpectrumSpec):
-    """λ̄ = exp(exponent), one for each number of the state: the memory of a mode is -1/exponent steps.
+    """λ̄ = exp(exponent) for each state dimension: the memory of a mode is -1/exponent steps.
 
-    An exponent of zero or above (|λ̄| >= 1) is allowed, with a warning, for chaotic systems; the state may then grow
+    An exponent of zero or above (|λ̄| >= 1) is allowed, with a warning, for chaotic systems. The state may then grow
     without bound, and of the gains only `ZOH` is defined.
 
     Attributes:
-        exponents: ln λ̄, as many as the state has numbers.
-        trainable: Whether they learn.
+        exponents: ln λ̄, one for each state dimension.
+        trainable: Whether the exponents are trained.
     """
 
     exponents: tuple[float, ...]
@@ -50,7 +51,7 @@ class FromExponents(SpectrumSpec):
                 f"FromExponents has {len(self.exponents)} exponents, but the state has size {state_size}. "
                 f"Pass state_size={len(self.exponents)}, or {state_size} exponents."
             )
-        if self.grows and torch.device(device or "cpu").type != "meta":  # there it has a size and no states
+        if self.grows and torch.device(device or "cpu").type != "meta":  # a meta module computes no states
             warnings.warn(
                 f"FromExponents: the largest exponent is {max(self.exponents)}: |λ̄| >= 1, the state may grow.",
                 stacklevel=2,
@@ -60,6 +61,13 @@ class FromExponents(SpectrumSpec):
 
 
 class ExponentSpectrum(Spectrum):
+    """λ̄ = exp(exponents).
+
+    Args:
+        exponents: ln λ̄, (n,).
+        trainable: Whether the exponents are trained.
+    """
+
     def __init__(self, exponents: Tensor, trainable: bool):
         super().__init__()
         self.exponents = nn.Parameter(exponents, requires_grad=trainable)
@@ -71,9 +79,9 @@ class ExponentSpectrum(Spectrum):
         exponents = self.exponents.to(compute_dtype(self.exponents.dtype))
         return exponents if dt is None else exponents * dt
 
-    def hold(self, dt: Tensor | None = None) -> BlockDiagonal:
+    def zero_order_hold(self, dt: Tensor | None = None) -> BlockDiagonal:
         exponents, step = self.log_modulus(), 1.0 if dt is None else dt
-        near = (exponents * step).abs() < 1e-4  # expm1(a)/a by its series, which has no gap at zero
+        near = (exponents * step).abs() < 1e-4  # here expm1(a)/a by its series, which is defined at a = 0
         rate = torch.where(near, 1.0, exponents)
         grown = exponents * step
         series = step * (1 + grown / 2 * (1 + grown / 3 * (1 + grown / 4)))

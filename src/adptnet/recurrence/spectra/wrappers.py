@@ -1,4 +1,4 @@
-"""Wrappers that vary a spectrum: some eigenvalues negative, some zero for good."""
+"""Wrappers that modify a spectrum: some eigenvalues negative, some fixed at zero."""
 
 import torch
 from torch import Tensor
@@ -13,9 +13,13 @@ __all__ = ["ContinuousPM", "Negative", "Sparse"]
 
 @spec
 class Negative(SpectrumSpec):
-    """A fraction of the eigenvalues gets the opposite sign, spread evenly; magnitudes stay.
+    """Negates a fraction of the eigenvalues, evenly spaced along the state; the moduli do not change.
 
-    Zeros of a `Sparse` spectrum do not count: `Negative(Sparse(...), 0.5)` turns half of the others.
+    Zeros of a `Sparse` spectrum do not count: `Negative(Sparse(...), 0.5)` negates half of the others.
+
+    Attributes:
+        spectrum: The spectrum that is modified.
+        fraction: The fraction of the eigenvalues that are negated, from 0 to 1.
     """
 
     spectrum: SpectrumSpec = Linspace()
@@ -24,7 +28,7 @@ class Negative(SpectrumSpec):
     def __post_init__(self) -> None:
         check_kind(self, SpectrumSpec, "spectra.Linspace()", spectrum=self.spectrum)
         if self.fraction != 1 or isinstance(self.fraction, bool):
-            check_fraction(self, below="1 itself turns them all", fraction=self.fraction)
+            check_fraction(self, below="1 negates all of them", fraction=self.fraction)
 
     @property
     def is_complex(self) -> bool:
@@ -44,12 +48,19 @@ class Negative(SpectrumSpec):
 
 
 class NegativeSpectrum(Spectrum):
+    """A spectrum with some eigenvalues negated.
+
+    Args:
+        spectrum: The spectrum that is modified.
+        fraction: The fraction of the eigenvalues that are negated.
+    """
+
     negative: Tensor
 
     def __init__(self, spectrum: Spectrum, fraction: float):
         super().__init__()
         self.spectrum = spectrum
-        self.register_buffer("negative", _spread(spectrum, fraction))
+        self.register_buffer("negative", _mark_evenly(spectrum, fraction))
 
     def forward(self, dt: Tensor | None = None) -> BlockDiagonal:
         lambda_bar = self.spectrum(dt)
@@ -59,12 +70,12 @@ class NegativeSpectrum(Spectrum):
     def log_modulus(self, dt: Tensor | None = None) -> Tensor:
         return self.spectrum.log_modulus(dt)
 
-    def hold(self, dt: Tensor | None = None) -> BlockDiagonal:
-        return self.spectrum.hold(dt)
+    def zero_order_hold(self, dt: Tensor | None = None) -> BlockDiagonal:
+        return self.spectrum.zero_order_hold(dt)
 
 
-def _spread(spectrum: Spectrum, fraction: float) -> Tensor:
-    """Marks `fraction` of the non-zero eigenvalues, as evenly as whole numbers allow: every other one for a half."""
+def _mark_evenly(spectrum: Spectrum, fraction: float) -> Tensor:
+    """Return a mask of `fraction` of the non-zero eigenvalues, as evenly spaced as possible: every other one for ½."""
     alive = spectrum.log_modulus().detach() > -torch.inf
     pair = 1 if spectrum().imag is None else 2
     rank = alive[::pair].cumsum(0).double()  # 1, 2, 3, … along the non-zero ones
@@ -73,13 +84,24 @@ def _spread(spectrum: Spectrum, fraction: float) -> Tensor:
 
 
 def ContinuousPM(dt_min: float = 1e-3, dt_max: float = 1e-1) -> Negative:
-    """The `continuous_pm` of the paper's L = 32 sweep, which it does not define: `Linspace` with alternating signs."""
+    """Return `Linspace` with alternating signs: the `continuous_pm` of the paper's L = 32 sweep, left undefined there.
+
+    Args:
+        dt_min: The smallest step size.
+        dt_max: The largest step size.
+    """
     return Negative(Linspace(dt_min=dt_min, dt_max=dt_max), 0.5)
 
 
 @spec
 class Sparse(SpectrumSpec):
-    """A fraction of the eigenvalues is zero and stays so; which ones is drawn once, from `seed`."""
+    """Sets a random fraction of the eigenvalues to zero; they stay zero during training.
+
+    Attributes:
+        spectrum: The spectrum that is modified.
+        fraction: The fraction of the eigenvalues that are zero, below 1. At least one eigenvalue stays.
+        seed: The seed of the random choice.
+    """
 
     spectrum: SpectrumSpec = Linspace()
     fraction: float = 0.75
@@ -89,7 +111,7 @@ class Sparse(SpectrumSpec):
         check_kind(self, SpectrumSpec, "spectra.Linspace()", spectrum=self.spectrum)
         check_fraction(
             self,
-            below="at 1 nothing would be remembered (for no memory at all use a plain linear layer)",
+            below="at 1 the state would have no memory (for a layer without memory use nn.Linear)",
             fraction=self.fraction,
         )
         check_seed(self, seed=self.seed)
@@ -112,6 +134,14 @@ class Sparse(SpectrumSpec):
 
 
 class SparseSpectrum(Spectrum):
+    """A spectrum with some eigenvalues fixed at zero.
+
+    Args:
+        spectrum: The spectrum that is modified.
+        fraction: The fraction of the eigenvalues that are zero.
+        seed: The seed of the random choice.
+    """
+
     silent: Tensor
 
     def __init__(self, spectrum: Spectrum, fraction: float, seed: int):
@@ -126,14 +156,14 @@ class SparseSpectrum(Spectrum):
         self.register_buffer("silent", silent.repeat_interleave(pair).to(lambda_bar.real.device))
 
     def forward(self, dt: Tensor | None = None) -> BlockDiagonal:
-        return self._filled(self.spectrum(dt), 0.0)
+        return self._fill_silent(self.spectrum(dt), 0.0)
 
     def log_modulus(self, dt: Tensor | None = None) -> Tensor:
         return self.spectrum.log_modulus(dt).masked_fill(self.silent, -torch.inf)
 
-    def hold(self, dt: Tensor | None = None) -> BlockDiagonal:
-        return self._filled(self.spectrum.hold(dt), 1.0)
+    def zero_order_hold(self, dt: Tensor | None = None) -> BlockDiagonal:
+        return self._fill_silent(self.spectrum.zero_order_hold(dt), 1.0)
 
-    def _filled(self, blocks: BlockDiagonal, value: float) -> BlockDiagonal:
+    def _fill_silent(self, blocks: BlockDiagonal, value: float) -> BlockDiagonal:
         imag = None if blocks.imag is None else blocks.imag.masked_fill(self.silent, 0.0)
         return BlockDiagonal(blocks.real.masked_fill(self.silent, value), imag)

@@ -1,1 +1,1 @@
-"""Other libraries beside our solvers, each a program that needs the library it compares with."""
+"""Other libraries compared with the solvers of adptnet, one script each, which needs the library installed."""

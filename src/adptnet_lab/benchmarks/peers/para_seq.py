@@ -1,10 +1,10 @@
-"""BanaanKiamanesh/Para-Seq beside our solvers on one GRU.
+"""BanaanKiamanesh/Para-Seq against the solvers of adptnet on one GRU.
 
     git clone https://github.com/BanaanKiamanesh/Para-Seq
     python -m adptnet_lab.benchmarks.peers.para_seq --repository Para-Seq --size 1 1024 16
 
-It is no package: its folder is named by --repository or by the environment variable PARA_SEQ. Its gradients are those
-of the iterations, kept and differentiated one after another. Run here with its newest public commit of June 2026.
+It is not a package: --repository or the environment variable PARA_SEQ names its folder. Its gradients are those of the
+unrolled iterations. Tested with its newest public commit of June 2026.
 """
 
 import os
@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .side_by_side import Peer, Problem, compare
+from .gru_comparison import GRUProblem, Implementation, compare
 
 
-def found_in(arguments: list[str]) -> Path:
-    """Takes --repository from the arguments; says what to do where there is none."""
+def take_repository(arguments: list[str]) -> Path:
+    """Return the folder of Para-Seq and remove --repository from the arguments; exit with a hint if there is none."""
     folder = os.environ.get("PARA_SEQ")
     if "--repository" in arguments[:-1]:
         place = arguments.index("--repository")
@@ -34,7 +34,8 @@ def found_in(arguments: list[str]) -> Path:
     return Path(folder)
 
 
-def peers(problem: Problem) -> list[Peer]:
+def make_implementations(problem: GRUProblem) -> list[Implementation]:
+    """Return its DEER and its quasi-DEER."""
     from src.algos import deer_alg_batched
 
     into, inside, bias_in, bias_inside = problem.weights
@@ -49,21 +50,20 @@ def peers(problem: Problem) -> list[Peer]:
 
     found = []
     for name, quasi in (("DEER", False), ("quasi-DEER", True)):
-        told = {}
+        counts: list[int] = []
 
-        def run(x: Tensor, quasi=quasi, told=told) -> Tensor:
+        def run(x: Tensor, quasi: bool = quasi, counts: list[int] = counts) -> Tensor:
+            states: Tensor
             states, info = deer_alg_batched(
                 step, start, torch.zeros_like(x), x, num_iters=x.shape[1], tol=1e-6, quasi=quasi, strict_tol=True
             )
-            told["iterations"] = info["num_iters"]
+            counts.append(info["num_iters"])
             return states
 
-        peer = problem.of_torch(f"Para-Seq {name}", run)
-        peer.iterations = lambda told=told: told.get("iterations")
-        found.append(peer)
+        found.append(problem.from_torch(f"Para-Seq {name}", run, lambda counts=counts: counts[-1]))  # type: ignore[misc]
     return found
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(found_in(sys.argv).resolve()))
-    compare(peers, __doc__)
+    sys.path.insert(0, str(take_repository(sys.argv).resolve()))
+    compare(make_implementations, __doc__)

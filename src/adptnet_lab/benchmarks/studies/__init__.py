@@ -1,1 +1,1 @@
-"""Longer studies, each a program: `python -m adptnet_lab.benchmarks.studies.learning`."""
+"""Longer studies, one program each: `python -m adptnet_lab.benchmarks.studies.learning`."""

@@ -1,12 +1,13 @@
 """Iterations of the DEER family at the paper's initialisation (table:baseline_deer_untrained_config).
 
-    python -m adptnet_lab.benchmarks.studies.iterations   # half an hour on one core; resumes
+    python -m adptnet_lab.benchmarks.studies.iterations   # half an hour on one core; resumes if interrupted
     python -m adptnet_lab.benchmarks.studies.iterations --samples 3 --longest 1024 --out runs/iterations
 
-One run of the longest sequence gives the count for every shorter one, since no state depends on a later one and a step
-is judged by itself; Koopman-DEER, whose mean is over all time, is run at each length. Counts are of updates until every
-step of the new iterate is right. A run that has not converged after `--most` iterations, or is not finite, is censored;
-means are over the samples where every method of the row converged, and the number of those is given.
+One run of the longest sequence gives the count for every shorter one, because no state depends on a later one and the
+convergence of a step is tested by itself. Koopman-DEER, whose mean is over all time, is run at each length. Counts are
+numbers of updates until every step of the new iterate has converged. A run that has not converged after `--most`
+iterations, or is not finite, is censored. Means are over the samples where every method of the row converged, and the
+number of those is given.
 """
 
 import argparse
@@ -14,15 +15,16 @@ import json
 import pathlib
 import platform
 import statistics
+from typing import Any
 
 import torch
 
 import adptnet
 from adptnet import solvers
-from adptnet_lab.paper.recipes.deer_iterations import RTOL, network
+from adptnet_lab.paper.settings.deer_networks import RTOL, build_network
 
 WIDTH = 64
-METHODS = {
+METHODS: dict[str, Any] = {
     "Quasi": solvers.QuasiDEER,
     "Forward": solvers.ForwardDEER,
     "Conv": solvers.ConvDEER,
@@ -30,23 +32,27 @@ METHODS = {
 }
 
 
-def counts(method: str, layer: adptnet.ADPTNet, x: torch.Tensor, lengths: list[int], most: int) -> dict[int, list[int]]:
-    """Iterations for each length and sample; -1 where censored."""
+def count_iterations(
+    method: str, layer: adptnet.ADPTNet, x: torch.Tensor, lengths: list[int], most: int
+) -> dict[int, list[int]]:
+    """Return the numbers of iterations of each sample, by length; -1 where censored."""
     solver = METHODS[method](rtol=RTOL, max_iterations=most, patience=None, on_failure=solvers.Return())
     found = {}
     with torch.no_grad():
         if method == "Koopman":
             for steps in lengths:
                 solution = solver(layer.cell, x[:, :steps])
-                right = solution.results == solvers.Result.CONVERGED
-                found[steps] = torch.where(right, solution.iterations, -1).tolist()
+                converged = solution.results == solvers.Result.CONVERGED
+                found[steps] = torch.where(converged, solution.iterations, -1).tolist()
         else:
             history = solver(layer.cell, x).history
+            assert history is not None
             found = {steps: history.iterations_for(steps).tolist() for steps in lengths}
     return found
 
 
 def main() -> None:
+    """Run what is missing, and write the rows and the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=15)
     parser.add_argument("--longest", type=int, default=16384)
@@ -59,58 +65,67 @@ def main() -> None:
     plan += [(1e-4, beta, lengths[:2]) for beta in (4.0, 20.0, 100.0)]
     plan += [(1e-4, beta, lengths) for beta in (0.0125, 0.125, 1.0)]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    kept = arguments.out.with_suffix(".jsonl")
-    rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    path = arguments.out.with_suffix(".jsonl")
+    rows: list[dict[str, Any]] = []
+    if path.exists():
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
     done = {(row["dt_min"], row["beta"], row["steps"]) for row in rows}
-    with kept.open("a") as lines:
-        for dt_min, beta, wanted in plan:
-            if all((dt_min, beta, steps) in done for steps in wanted):
+    with path.open("a") as lines:
+        for dt_min, beta, planned in plan:
+            if all((dt_min, beta, steps) in done for steps in planned):
                 continue
-            every: dict[str, dict[int, list[int]]] = {name: {steps: [] for steps in wanted} for name in METHODS}
-            for seed in range(3):  # a network for each third of the samples
+            every: dict[str, dict[int, list[int]]] = {name: {steps: [] for steps in planned} for name in METHODS}
+            for seed in range(3):  # one network for each third of the samples
                 torch.manual_seed(seed)
-                layer = network(WIDTH, beta, dt_min)
+                layer = build_network(WIDTH, beta, dt_min)
                 batch = len(range(seed, arguments.samples, 3))
                 if not batch:
                     continue
-                x = torch.randn(batch, wanted[-1], WIDTH, generator=torch.Generator().manual_seed(100 + seed))
+                x = torch.randn(batch, planned[-1], WIDTH, generator=torch.Generator().manual_seed(100 + seed))
                 for name in METHODS:
-                    for steps, values in counts(name, layer, x, wanted, arguments.most).items():
+                    for steps, values in count_iterations(name, layer, x, planned, arguments.most).items():
                         every[name][steps] += values
-            for steps in wanted:
+            for steps in planned:
                 row = {"dt_min": dt_min, "beta": beta, "steps": steps, **{m: every[m][steps] for m in METHODS}}
                 rows.append(row)
                 lines.write(json.dumps(row) + "\n")
                 lines.flush()
-                print(table_row(row), flush=True)
-            arguments.out.with_suffix(".md").write_text(page(rows, arguments))
+                print(format_row(row), flush=True)
+            arguments.out.with_suffix(".md").write_text(render_page(rows, arguments))
 
 
-def summary(row: dict) -> tuple[dict[str, float | None], int]:
-    """The mean of each method over the samples where all converged, and how many those are."""
+def average(row: dict[str, Any]) -> tuple[dict[str, float], int]:
+    """Return the mean of each method over the samples where all converged, and the number of those samples.
+
+    The means are empty if there is no such sample.
+    """
     samples = zip(*(row[m] for m in METHODS), strict=True)
-    whole = [sample for sample in samples if min(sample) > 0]
-    means = [statistics.mean(column) for column in zip(*whole, strict=True)] if whole else [None] * len(METHODS)
-    return dict(zip(METHODS, means, strict=True)), len(whole)
+    converged = [sample for sample in samples if min(sample) > 0]
+    if not converged:
+        return {}, 0
+    means = [statistics.mean(column) for column in zip(*converged, strict=True)]
+    return dict(zip(METHODS, means, strict=True)), len(converged)
 
 
-def table_row(row: dict) -> str:
-    means, count = summary(row)
-    shown = ["–" if mean is None else f"{mean:.1f}" for mean in means.values()]
+def format_row(row: dict[str, Any]) -> str:
+    """Return the line of a table."""
+    means, count = average(row)
+    shown = [f"{means[m]:.1f}" if means else "–" for m in METHODS]
     censored = ["/".join(str(sum(value < 0 for value in row[m])) for m in METHODS)]
     most = ["/".join(str(max(row[m]) if min(row[m]) > 0 else "–") for m in METHODS)]
     cells = [f"{row['dt_min']:g}", f"{row['beta']:g}", str(row["steps"]), *shown, f"{count}", *most, *censored]
     return "| " + " | ".join(cells) + " |"
 
 
-def page(rows: list[dict], arguments: argparse.Namespace) -> str:
+def render_page(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
+    """Return the page with the table of all rows."""
     names = " | ".join(METHODS)
     order = "/".join(METHODS)
     head = f"| Δt_min | β | T | {names} | samples in the mean | most ({order}) | censored ({order}) |"
     ruler = "|" + " --- |" * (6 + len(METHODS))
-    compared = [(summary(row)[0], row) for row in rows if summary(row)[1]]
+    compared = [(average(row)[0], row) for row in rows if average(row)[1]]
 
-    def share(holds: list[bool]) -> str:
+    def count_true(holds: list[bool]) -> str:
         return f"{sum(holds)} of {len(holds)} rows"
 
     ordered = [m["Quasi"] <= m["Forward"] <= m["Conv"] for m, _ in compared]
@@ -132,10 +147,10 @@ def page(rows: list[dict], arguments: argparse.Namespace) -> str:
             "",
             head,
             ruler,
-            *[table_row(row) for row in rows],
+            *[format_row(row) for row in rows],
             "",
-            f"- Quasi <= Forward <= Conv in the mean: {share(ordered)}.",
-            f"- Koopman <= Quasi in the mean, β >= 1: {share(koopman)}.",
+            f"- Quasi <= Forward <= Conv in the mean: {count_true(ordered)}.",
+            f"- Koopman <= Quasi in the mean, β >= 1: {count_true(koopman)}.",
             "",
         ]
     )

@@ -1,12 +1,13 @@
-"""What the layers learn: every run behind docs/results.md, and its tables.
+"""Scores of the layers on seven tasks: every run behind docs/results.md, and its tables.
 
-    python -m adptnet_lab.benchmarks.studies.learning  # all of it, two hours on one core; resumes
+    python -m adptnet_lab.benchmarks.studies.learning  # all of it, two hours on one core; resumes if interrupted
     python -m adptnet_lab.benchmarks.studies.learning s3 forecast  # some of it
-    python -m adptnet_lab.benchmarks.studies.learning --tables  # the tables of the runs that have ended
-    python -m adptnet_lab.benchmarks.studies.learning --times  # a training step with the kernels and without them
+    python -m adptnet_lab.benchmarks.studies.learning --tables  # the tables of the runs that have finished
+    python -m adptnet_lab.benchmarks.studies.learning --times  # a training step with and without the kernels
 
 Each experiment is one or more `adptnet sweep`; `--commands` prints them as they would be typed. CIFAR-10 and tiny
-Shakespeare have to be here (`adptnet data fetch`). Rows go to results/benchmarks/learning.jsonl, tables to learning.md.
+Shakespeare must be on this machine (`adptnet data fetch`). Rows are written to results/benchmarks/learning.jsonl,
+tables to learning.md.
 """
 
 import argparse
@@ -28,15 +29,20 @@ from adptnet._io import files
 from adptnet.cells import ADPTSpec
 from adptnet_lab import training
 from adptnet_lab.tasks import Forecast
-from adptnet_lab.training.runs import read_experiment, trained
+from adptnet_lab.training import load_model, read_experiment
 
 RESULTS = pathlib.Path("results/benchmarks")
 SEEDS = "--grid training.seed 0 1 2"
 
 
 @dataclass(frozen=True)
-class Learning:
-    """Sweeps that share a table: the score is shown at every length, over seeds."""
+class SweepGroup:
+    """Sweeps that share a table.
+
+    Attributes:
+        title: The title of the table.
+        sweeps: The arguments of each `adptnet sweep`.
+    """
 
     title: str
     sweeps: tuple[str, ...]
@@ -52,7 +58,7 @@ COPY = (
 SELECTIVE = "--model.state-size 64 --model.spectrum 'S4DReal()' --model.input-projection 'Expand()'"
 MEMORY = (
     "copy-memory --model.width 128 --training.steps 7850 --training.batch-size 64 --training.learning-rate 5e-3"
-    " --training.optimiser adam --training.schedule cosine --training.evaluate-every 785 --training.stop-at 0.9999"
+    " --training.optimizer adam --training.schedule cosine --training.evaluate-every 785 --training.stop-at 0.9999"
 )
 IMAGES = (
     "sequential-image --task.side 16 --task.training-images 4000 --task.test-images 1000 --model.depth 2"
@@ -73,21 +79,21 @@ LORENZ = (
 )
 
 EXPERIMENTS = {
-    "s3": Learning(
+    "s3": SweepGroup(
         "The word problem of S3 (six elements), trained at length 8",
         (
             f"word-problem {WORDS} {TURNING} --grid model.beta 0 0.0125 0.125 1 4 {SEEDS}",
             f"word-problem {WORDS} --model.layer relu-rnn {SEEDS}",
         ),
     ),
-    "s5": Learning(
+    "s5": SweepGroup(
         "The word problem of S5 (120 elements), width 256, trained at length 8",
         (
             f"word-problem --task.group S5 {WORDS} {TURNING} --model.width 256 --training.steps 16384"
             " --training.batch-size 512 --training.evaluate-every 1000 --training.select-by loss --grid model.beta 4",
         ),
     ),
-    "selective-copy": Learning(
+    "selective-copy": SweepGroup(
         "Selective Copy, six symbols in 40 steps",
         (
             f"{COPY} {SELECTIVE} --grid model.beta 0 0.0125 0.125 {SEEDS}",
@@ -96,11 +102,11 @@ EXPERIMENTS = {
             f"{COPY} --model.layer gru --grid training.seed 0",
         ),
     ),
-    "copy-memory": Learning(
+    "copy-memory": SweepGroup(
         "Copy Memory, 64 steps",
         (f"{MEMORY} --grid model.beta 0.125 0", f"{MEMORY} --model.layer gru --grid training.seed 0"),
     ),
-    "images": Learning(
+    "images": SweepGroup(
         "CIFAR-10 pixel by pixel, 16 × 16, 4 000 images",
         (
             f"{IMAGES} --model.width 64 --model.state-size 128 --model.spectrum 'S4DInv()'"
@@ -109,7 +115,7 @@ EXPERIMENTS = {
             f"{IMAGES} --model.layer gru --model.width 64 --grid training.seed 0",
         ),
     ),
-    "text": Learning(
+    "text": SweepGroup(
         "Characters of tiny Shakespeare, a million parameters",
         (
             f"{TEXT} --model.width 306 {FAST} --grid model.beta 0.125",
@@ -119,7 +125,7 @@ EXPERIMENTS = {
             f"{TEXT} --model.width 308 --grid model.beta 0.125",
         ),
     ),
-    "forecast": Learning(
+    "forecast": SweepGroup(
         "The next sample of Lorenz-63",
         (
             f"{LORENZ} --model.width 64 --grid model.beta 0 0.125 1",
@@ -130,34 +136,35 @@ EXPERIMENTS = {
 }
 
 
-def command(name: str, sweep: str, output: pathlib.Path) -> list[str]:
+def make_command(name: str, sweep: str, output: pathlib.Path) -> list[str]:
+    """Return the words of an `adptnet sweep`."""
     return ["adptnet", "sweep", *shlex.split(sweep), "--output", str(output / name)]
 
 
-def ended(name: str, output: pathlib.Path) -> list[pathlib.Path]:
-    """The folders of the runs that have."""
-    return sorted(path for path in (output / name).glob("*") if training.finished(path))
+def list_finished(name: str, output: pathlib.Path) -> list[pathlib.Path]:
+    """Return the folders of the runs that have finished."""
+    return sorted(path for path in (output / name).glob("*") if training.read_result(path))
 
 
-def cell_of(experiment: training.Experiment) -> Any:
-    """What the blocks are built around."""
-    layer = experiment.model.block.layer
+def get_cell(experiment: training.Experiment) -> Any:
+    """Return the spec of the cell in the blocks, or of the layer if it has no cell."""
+    layer = experiment.block.layer
     return getattr(layer, "cell", layer)
 
 
-def rows(name: str, output: pathlib.Path) -> list[dict[str, Any]]:
-    """One for each run that has ended."""
+def make_rows(name: str, output: pathlib.Path) -> list[dict[str, Any]]:
+    """Return a row for each run that has finished."""
     found = []
-    for folder in ended(name, output):
-        result, experiment = training.finished(folder), read_experiment(folder)
+    for folder in list_finished(name, output):
+        result, experiment = training.read_result(folder), read_experiment(folder)
         assert result is not None
         numbers = {length: scores[result["metric"]] for length, scores in result["test"].items()}
         if isinstance(experiment.task, Forecast):
-            numbers["horizon"] = experiment.task.horizon(trained(folder)).mean
+            numbers["horizon"] = experiment.task.horizon(load_model(folder)).mean
         found.append(
             {
                 "experiment": name,
-                "layer": described(cell_of(experiment)),
+                "layer": describe_cell(get_cell(experiment)),
                 "seed": experiment.training.seed,
                 "metric": result["metric"],
                 "scores": numbers,
@@ -168,91 +175,95 @@ def rows(name: str, output: pathlib.Path) -> list[dict[str, Any]]:
     return found
 
 
-def described(cell: Any) -> str:
-    """Its name, β, and whether it has a gate."""
+def describe_cell(cell: Any) -> str:
+    """Return its name, β, and whether it has a gate."""
     if isinstance(cell, ADPTSpec):
         return f"ADPTNet, β = {cell.beta:g}" + (", gate" if cell.gate else "")
     return type(cell).__name__
 
 
-def table(title: str, found: list[dict[str, Any]]) -> str:
-    """Mean over seeds of every score, the seeds' own in brackets."""
-    columns = list(found[0]["scores"])
-    metric = found[0]["metric"]
+def render_table(title: str, rows: list[dict[str, Any]]) -> str:
+    """Return a table with the mean over seeds of every score, and the scores of the seeds in brackets."""
+    columns = list(rows[0]["scores"])
+    metric = rows[0]["metric"]
     head = [f"{metric} at {column}" if column.isdigit() else column for column in columns]
     lines = [f"### {title}", "", "| layer | parameters | " + " | ".join(head) + " |"]
     lines.append("| --- " * (len(head) + 2) + "|")
-    for layer in sorted({row["layer"] for row in found}):
-        same = sorted((row for row in found if row["layer"] == layer), key=lambda row: row["seed"])
-        cells = [shown([row["scores"][column] for row in same], metric) for column in columns]
+    for layer in sorted({row["layer"] for row in rows}):
+        same = sorted((row for row in rows if row["layer"] == layer), key=lambda row: row["seed"])
+        cells = [format_scores([row["scores"][column] for row in same], metric) for column in columns]
         lines.append(f"| {layer} | {same[0]['parameters']:,} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def shown(values: list[float], metric: str) -> str:
+def format_scores(values: list[float], metric: str) -> str:
+    """Return the mean of scores as text, and the scores in brackets if there are several."""
     scale, digits = (100, 1) if metric == "accuracy" else (1, 3)
     each = [f"{scale * value:.{digits}f}" for value in values]
     mean = f"{scale * statistics.mean(values):.{digits}f}"
     return mean if len(each) == 1 else f"{mean} ({', '.join(each)})"
 
 
-def step_times(experiment: training.Experiment, repeats: int = 5) -> tuple[float, float]:
-    """Processor seconds of a training step with the kernels and without them: the least of interleaved ones."""
+def measure_step_times(experiment: training.Experiment, repeats: int = 5) -> tuple[float, float]:
+    """Return the CPU seconds of a training step with and without the kernels: the least of interleaved repeats."""
     task, settings = experiment.task, experiment.training
     model = experiment.model.build()
-    optimiser = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
     least = {"cpu": math.inf, "reference": math.inf}
-    for step in range(repeats + 1):  # the first is not counted
+    for step in range(repeats + 1):  # the first one is not counted
         for backend in least:
             os.environ["ADPTNET_BACKEND"] = backend
             batch = task.training_batch(step, settings.batch_size, settings.seed)
-            begun = time.process_time()
+            start = time.process_time()
             task.loss(model(batch.inputs)[0], batch.targets).backward()
-            optimiser.step()
-            optimiser.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
             if step:
-                least[backend] = min(least[backend], time.process_time() - begun)
+                least[backend] = min(least[backend], time.process_time() - start)
     return least["cpu"], least["reference"]
 
 
-def times(name: str, output: pathlib.Path) -> str:
-    """A step of the run with the largest β, as a line of a table."""
-    every = [read_experiment(folder) for folder in ended(name, output)]
-    ours = [experiment for experiment in every if isinstance(cell_of(experiment), ADPTSpec)]
-    experiment = max(ours, key=lambda each: cell_of(each).beta)
-    kernel, loop = (1e3 * seconds for seconds in step_times(experiment))
-    return f"| {name} | {described(cell_of(experiment))} | {kernel:.0f} | {loop:.0f} | {loop / kernel:.1f} |"
+def format_step_times(name: str, output: pathlib.Path) -> str:
+    """Return the times of a training step of the run with the largest β, as a line of a table."""
+    every = [read_experiment(folder) for folder in list_finished(name, output)]
+    ours = [experiment for experiment in every if isinstance(get_cell(experiment), ADPTSpec)]
+    experiment = max(ours, key=lambda each: get_cell(each).beta)
+    kernel, loop = (1e3 * seconds for seconds in measure_step_times(experiment))
+    return f"| {name} | {describe_cell(get_cell(experiment))} | {kernel:.0f} | {loop:.0f} | {loop / kernel:.1f} |"
 
 
 def main() -> None:
+    """Run the sweeps and write rows and tables, as the arguments of the process say."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(EXPERIMENTS) + "; all if none is given")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("runs/learning"), help="folder of the runs")
-    parser.add_argument("--commands", action="store_true", help="print the commands and do nothing")
-    parser.add_argument("--tables", action="store_true", help="only write the tables of what has ended")
-    parser.add_argument("--times", action="store_true", help="time a training step with the kernels and without them")
+    parser.add_argument("--commands", action="store_true", help="print the commands and run nothing")
+    parser.add_argument("--tables", action="store_true", help="only write the tables of the runs that have finished")
+    parser.add_argument("--times", action="store_true", help="time a training step with and without the kernels")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(EXPERIMENTS):
-        parser.error(f"{', '.join(sorted(unknown))}: there is {', '.join(EXPERIMENTS)}")
+        parser.error(f"unknown: {', '.join(sorted(unknown))}. Known: {', '.join(EXPERIMENTS)}")
     if arguments.times:
         torch.set_num_threads(1)
-        print("| experiment | layer | kernels, ms | loop in torch, ms | ratio |\n| --- | --- | --- | --- | --- |")
+        print("| experiment | layer | kernels, ms | eager loop, ms | ratio |\n| --- | --- | --- | --- | --- |")
         for name in arguments.names or EXPERIMENTS:
-            print(times(name, arguments.output), flush=True)
+            print(format_step_times(name, arguments.output), flush=True)
         return
     for name in arguments.names or EXPERIMENTS:
         for sweep in EXPERIMENTS[name].sweeps:
-            typed = command(name, sweep, arguments.output)
+            words = make_command(name, sweep, arguments.output)
             if arguments.commands:
-                print(shlex.join(typed))
+                print(shlex.join(words))
             elif not arguments.tables:
-                subprocess.run([sys.executable, "-m", *typed], check=True)
+                subprocess.run([sys.executable, "-m", *words], check=True)
     if not arguments.commands:
-        found = {name: rows(name, arguments.output) for name in EXPERIMENTS}
-        lines = "".join(json.dumps(row) + "\n" for each in found.values() for row in each)
-        files.write_whole(RESULTS / "learning.jsonl", lines.encode())
-        tables = [table(EXPERIMENTS[name].title, each) for name, each in found.items() if each]
-        files.write_whole(RESULTS / "learning.md", "\n".join(tables).encode())
+        found = {name: make_rows(name, arguments.output) for name in EXPERIMENTS}
+        lines = "".join(
+            json.dumps(row, separators=(",", ":"), ensure_ascii=False) + "\n" for each in found.values() for row in each
+        )
+        files.write_atomic(RESULTS / "learning.jsonl", lines.encode())
+        tables = [render_table(EXPERIMENTS[name].title, each) for name, each in found.items() if each]
+        files.write_atomic(RESULTS / "learning.md", "\n".join(tables).encode())
         print("\n".join(tables))
 
 

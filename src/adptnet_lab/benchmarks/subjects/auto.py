@@ -1,7 +1,7 @@
-"""Steps one after another against Conv-DEER in blocks: what the rule of `solvers.Auto` rests on.
+"""Sequential steps against Conv-DEER in blocks: the measurements behind the rule of `solvers.Auto`.
 
-Three settings: with the fused operation; without kernels; and of a cell that the fused operation does not cover, whose
-scans are compiled all the same.
+Three settings: with the fused operation; without kernels; and a cell that the fused operation does not cover, whose
+scans are compiled nevertheless.
 """
 
 from collections.abc import Callable
@@ -13,19 +13,19 @@ from adptnet import conjugates, solvers
 from adptnet.nn import ADPTNet
 from adptnet.solvers.auto import BLOCK
 
-from ..goals import Found, Goal
+from ..goals import Goal, Measurements
 from ..subject import Case, Size, Subject
 from ..timing import Side
-from .problem import as_reference
+from .workload import use_reference_backend
 
 __all__ = ["AUTO"]
 
-LOOP_STEPS = 128  # of a loop in torch that are timed; more are in proportion
+LOOP_STEPS = 128  # of the eager loop that are timed; the time of more is extrapolated
 SETTINGS = ("fused", "no kernels", "cell without a kernel")
 CANDIDATES = ("one after another", "Conv-DEER in blocks")
 
 
-def _case(size: Size, fast: bool) -> Case:
+def _make_case(size: Size, fast: bool) -> Case:
     sides: list[Side] = []
     goals: list[Goal] = []
     numbers: dict[str, float] = {}
@@ -44,7 +44,7 @@ def _case(size: Size, fast: bool) -> Case:
             parameters: list[torch.nn.Parameter] = parameters,
         ) -> Callable[[], None]:
             def run() -> None:
-                with as_reference() if setting == "no kernels" else nullcontext():
+                with use_reference_backend() if setting == "no kernels" else nullcontext():
                     torch.autograd.grad(layer(x, solver=solver)[0].sum(), parameters)
 
             return run
@@ -54,21 +54,21 @@ def _case(size: Size, fast: bool) -> Case:
         together = training(solvers.BlockWise(solvers.ConvDEER(max_iterations=64), block_length=BLOCK), x)
         sides.append(Side(f"{setting}: {CANDIDATES[0]}", loop, size.steps / steps))
         sides.append(Side(f"{setting}: {CANDIDATES[1]}", together))
-        with as_reference() if setting == "no kernels" else nullcontext():
+        with use_reference_backend() if setting == "no kernels" else nullcontext():
             choice = solvers.Auto().choose(layer.cell, size.batch, size.steps, "cpu").solver
         chosen = 0 if isinstance(choice, solvers.Sequential) else 1
         numbers[f"{setting}: Auto solves together"] = float(chosen)
 
-        def over(found: Found, setting: str = setting, chosen: int = chosen) -> float:
-            times = [found.cpu(f"{setting}: {name}") for name in CANDIDATES]
+        def slowdown(measured: Measurements, setting: str = setting, chosen: int = chosen) -> float:
+            times = [measured.cpu(f"{setting}: {name}") for name in CANDIDATES]
             return times[chosen] / min(times)
 
-        goals.append(Goal(f"{setting}: chosen by Auto / the faster", over, at_most=1.5))
+        goals.append(Goal(f"{setting}: chosen by Auto / the faster", slowdown, at_most=1.5))
     return Case(sides, goals, numbers)
 
 
 AUTO = Subject(
-    "Training step by step and by Conv-DEER in blocks of 1024, and what solvers.Auto chooses.",
+    "Training by the sequential loop and by Conv-DEER in blocks of 1024, and the choice of solvers.Auto.",
     tuple(
         Size(*s)
         for s in [
@@ -83,6 +83,6 @@ AUTO = Subject(
     ),
     (Size(1, 256, 16),),
     ("adpt_scan", "adpt_step", "linear_scan", "solvers"),
-    _case,
+    _make_case,
     threads=(1,),
 )

@@ -1,4 +1,4 @@
-"""Lyapunov exponents of one layer: `torch.func.jacrev` with QR at every step, against `analysis.lyapunov_exponents`."""
+"""Lyapunov exponents of one layer: `analysis.lyapunov_exponents` against `torch.func.jacrev` with QR at every step."""
 
 import torch
 from torch import Tensor
@@ -13,17 +13,18 @@ from ..timing import Side
 
 __all__ = ["EXPONENTS"]
 
-STEPS = 64  # of the slow side that are timed; more are in proportion
+STEPS = 64  # of the slow side that are timed; the time of more is extrapolated
 COMPARED = 512  # steps over which the exponents of both are compared
-KINDS = {"float32": torch.float32, "float64": torch.float64}
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
-def _by_automatic_differentiation(layer: ADPTNet, x: Tensor, transient: int) -> Tensor:
+def _compute_with_jacrev(layer: ADPTNet, x: Tensor, transient: int) -> Tensor:
+    """Return the exponents, the largest first, from Jacobians by automatic differentiation and a QR at every step."""
     steps, size = x.shape
     step = layer.cell.stepper()
     drive = layer.cell.prepare(x.unsqueeze(0), torch.arange(steps).unsqueeze(0))[0]
     state, total = x.new_zeros(size), x.new_zeros(size)
-    frame = random_frame(size, size).to(state)  # the same for both: what they align to takes longer than this
+    frame = random_frame(size, size).to(state)  # the same for both, because the frames align only over longer times
     for t in range(steps):
         matrix = torch.func.jacrev(step)(state, drive[t])
         state = step(state, drive[t])
@@ -34,7 +35,7 @@ def _by_automatic_differentiation(layer: ADPTNet, x: Tensor, transient: int) -> 
 
 
 @torch.no_grad()
-def _case(size: Size, fast: bool) -> Case:
+def _make_case(size: Size, fast: bool) -> Case:
     torch.manual_seed(0)
     n, few = size.state, min(STEPS, size.steps)
     exact = ADPTNet(n, dtype=torch.float64)
@@ -42,14 +43,14 @@ def _case(size: Size, fast: bool) -> Case:
     sides, goals, numbers = [], [], {}
     compared = signal[: min(COMPARED, size.steps)]
     found = analysis.lyapunov_exponents(exact, compared)
-    expected = _by_automatic_differentiation(exact, compared, found.window[0])
-    for name, dtype in KINDS.items():
+    expected = _compute_with_jacrev(exact, compared, found.window[0])
+    for name, dtype in DTYPES.items():
         layer = ADPTNet(n, dtype=dtype)
         layer.load_state_dict(exact.state_dict())
         x = signal.to(dtype)
         here = analysis.lyapunov_exponents(layer, compared.to(dtype)).exponents.double()
         numbers[f"largest difference, {name}"] = float((here - expected).abs().max())
-        sides += _sides(name, layer, x, few)
+        sides += _make_sides(name, layer, x, few)
         goals.append(
             Goal(
                 f"jacrev and QR / ours, {name}",
@@ -61,14 +62,14 @@ def _case(size: Size, fast: bool) -> Case:
     return Case(sides, goals, numbers)
 
 
-def _sides(name: str, layer: ADPTNet, x: Tensor, few: int) -> list[Side]:
+def _make_sides(name: str, layer: ADPTNet, x: Tensor, few: int) -> list[Side]:
     matrix = torch.randn(1, x.shape[-1], x.shape[-1], dtype=x.dtype)
     frame = matrix.clone()
     scale = x.shape[0] / few
 
     def slow() -> None:
         with torch.no_grad():
-            _by_automatic_differentiation(layer, x[:few], few // 2)
+            _compute_with_jacrev(layer, x[:few], few // 2)
 
     def ours() -> None:
         with torch.no_grad():
@@ -86,10 +87,10 @@ def _sides(name: str, layer: ADPTNet, x: Tensor, few: int) -> list[Side]:
 
 
 EXPONENTS = Subject(
-    "All Lyapunov exponents of a layer, over jacrev with a QR at every step.",
+    "All Lyapunov exponents of a layer, against jacrev with a QR at every step.",
     (Size(1, 4096, 128),),
     (Size(1, 256, 16),),
     ("adpt_step", "matrix_chain"),
-    _case,
+    _make_case,
     threads=(1,),
 )

@@ -1,4 +1,4 @@
-"""The whole layer, with its input projection, against torch's recurrent layers of the same width."""
+"""A whole layer with its input projection against the recurrent layers of torch, at the same width."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from adptnet import conjugates
 from adptnet.nn import ADPTNet
 
 from ..goals import Goal
-from ..subject import SIX, Case, Size, Subject
+from ..subject import STANDARD_SIZES, Case, Size, Subject
 from ..timing import Side
 
 __all__ = ["LAYERS"]
@@ -25,10 +25,10 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
 TRAINING = {"nn.GRU": 0.5, "nn.LSTM": 0.5, "nn.RNN(relu)": 1.5}
 
 
-def _case(size: Size, fast: bool) -> Case:
+def _make_case(size: Size, fast: bool) -> Case:
     torch.manual_seed(0)
     x, upstream = (torch.randn(size) for _ in range(2))
-    x.requires_grad_()  # as what enters any layer but the first
+    x.requires_grad_()  # like the input of every layer but the first
     sides = []
     for name, make in MODELS.items():
         model = make(size.state)
@@ -42,22 +42,23 @@ def _case(size: Size, fast: bool) -> Case:
             torch.autograd.grad(model(x)[0], [x, *parameters], upstream)
 
         sides += [Side(f"{name}, forward", forward), Side(f"{name}, training", training)]
-    goals = [_over(name, "training", at_most) for name, at_most in TRAINING.items()]
-    # "a total computational cost comparable to GRUs and LSTMs": we take up to twice for comparable
-    goals += [_over(name, "forward", 2.0, claim="section Discussion") for name in ("nn.GRU", "nn.LSTM")]
+    goals = [_make_goal(name, "training", at_most) for name, at_most in TRAINING.items()]
+    # "a total computational cost comparable to GRUs and LSTMs": up to twice the time counts as comparable
+    goals += [_make_goal(name, "forward", 2.0, claim="section Discussion") for name in ("nn.GRU", "nn.LSTM")]
     return Case(sides, goals)
 
 
-def _over(name: str, kind: str, at_most: float, claim: str | None = None) -> Goal:
+def _make_goal(name: str, kind: str, at_most: float, claim: str | None = None) -> Goal:
+    """Return the goal that the time of our layer over that of another is `at_most`."""
     return Goal(
         f"{kind} / {name}", lambda f: f.cpu(f"{OURS}, {kind}") / f.cpu(f"{name}, {kind}"), at_most=at_most, claim=claim
     )
 
 
 LAYERS = Subject(
-    "A whole layer with its input projection, forward and training, over torch's recurrent layers and a diagonal SSM.",
-    SIX,
+    "A layer with its input projection, forward and training, against torch's recurrent layers and a diagonal SSM.",
+    STANDARD_SIZES,
     (Size(1, 512, 64), Size(8, 128, 128)),
     ("adpt_scan",),
-    _case,
+    _make_case,
 )

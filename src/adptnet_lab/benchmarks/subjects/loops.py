@@ -1,4 +1,4 @@
-"""The fused recurrence against loops over time in torch: as they are, and with the step compiled by torch.compile."""
+"""The fused recurrence against eager loops over time: as they are, and with the step compiled by torch.compile."""
 
 import time
 from collections.abc import Callable
@@ -11,58 +11,59 @@ from adptnet.ops.adpt_scan import Constants
 from adptnet.ops.adpt_scan.reference import adpt_scan as loop
 
 from ..goals import Goal
-from ..subject import SIX, Case, Size, Subject
+from ..subject import STANDARD_SIZES, Case, Size, Subject
 from ..timing import Side
-from .problem import Problem, as_reference
+from .workload import RecurrenceWorkload, use_reference_backend
 
 __all__ = ["LOOPS"]
 
-STEPS = 64  # of a loop that are timed; more are in proportion
+STEPS = 64  # of a loop that are timed; the time of more is extrapolated
 
 
-def _case(size: Size, fast: bool) -> Case:
-    problem = Problem(size)
+def _make_case(size: Size, fast: bool) -> Case:
+    workload = RecurrenceWorkload(size)
     few = min(size.steps, STEPS)
     scale = size.steps / few
-    forward, training = problem.some_steps(_plain_loop, few)
+    forward, training = workload.first_steps(_run_loop, few)
     sides = [
-        Side("fused, forward", problem.forward),
-        Side("fused, training", problem.training),
+        Side("fused, forward", workload.forward),
+        Side("fused, training", workload.training),
         Side("loop, forward", forward, scale),
         Side("loop, training", training, scale),
     ]
     skipped, numbers = {}, {}
-    why = _no_compiler(fast)
-    if why is None:
-        torch._dynamo.reset()  # otherwise it gives up at the eighth shape
-        compiled = problem.some_steps(_compiled_loop(), few)
+    obstacle = _find_obstacle(fast)
+    if obstacle is None:
+        torch._dynamo.reset()  # otherwise it stops compiling at the eighth shape
+        compiled = workload.first_steps(_compile_loop(), few)
         for kind, run in zip(("forward", "training"), compiled, strict=True):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             run()
-            numbers[f"seconds to compile the step, {kind}"] = time.perf_counter() - begun
+            numbers[f"seconds to compile the step, {kind}"] = time.perf_counter() - start
             sides.append(Side(f"compiled step, {kind}", run, scale))
     else:
-        skipped["compiled step"] = why
+        skipped["compiled step"] = obstacle
     goals = []
-    if size == SIX[0]:
+    if size == STANDARD_SIZES[0]:
         goals.append(
             Goal("training / loop", lambda f: f.cpu("fused, training") / f.cpu("loop, training"), at_most=1 / 500)
         )
     return Case(sides, goals, numbers, skipped)
 
 
-def _plain_loop(drive: Tensor, state: Tensor, constants: Constants) -> Tensor:
-    with as_reference():
+def _run_loop(drive: Tensor, state: Tensor, constants: Constants) -> Tensor:
+    with use_reference_backend():
         return loop(drive, state, constants)
 
 
-def _no_compiler(fast: bool) -> str | None:
+def _find_obstacle(fast: bool) -> str | None:
+    """Return why torch.compile is not run; None if it is."""
     if fast:
-        return "torch.compile takes a minute a size; left out with --fast"
+        return "torch.compile takes a minute per size; left out with --fast"
     return None if _build.find_compiler() else "torch.compile needs a C++ compiler, and there is none"
 
 
-def _compiled_loop() -> Callable[..., Tensor]:
+def _compile_loop() -> Callable[..., Tensor]:
     @torch.compile(dynamic=False)
     def step(state: Tensor, drive: Tensor, constants: Constants) -> Tensor:
         return loop(drive.unsqueeze(1), state, constants)[:, 0]
@@ -78,10 +79,10 @@ def _compiled_loop() -> Callable[..., Tensor]:
 
 
 LOOPS = Subject(
-    "The fused recurrence and the loop in torch that defines it, as it is and with its step compiled by torch.compile.",
-    SIX,
+    "The fused recurrence against the eager loop that defines it, with and without torch.compile of its step.",
+    STANDARD_SIZES,
     (Size(1, 256, 64), Size(8, 128, 128)),
     ("adpt_scan",),
-    _case,
+    _make_case,
     threads=(1,),
 )

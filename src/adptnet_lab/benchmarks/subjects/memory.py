@@ -1,26 +1,26 @@
-"""The most memory that a training step takes beyond its inputs, each kind measured in a process of its own."""
+"""Peak memory of a training step beyond its inputs, each kind measured in a process of its own."""
 
 import subprocess
 import sys
 
 from ..goals import Goal
 from ..subject import Case, Size, Subject
-from .peak import KINDS
+from .peak_memory import KINDS
 
 __all__ = ["MEMORY"]
 
 
-def _case(size: Size, fast: bool) -> Case:
-    trajectory = 4 * size.numbers
+def _make_case(size: Size, fast: bool) -> Case:
+    trajectory = 4 * size.elements
     numbers: dict[str, float] = {"MiB of a trajectory": trajectory / 2**20}
     skipped = {}
     for kind in KINDS:
-        command = [sys.executable, "-m", f"{__package__}.peak", kind, *map(str, size)]
-        made = subprocess.run(command, capture_output=True, text=True)
-        if made.returncode:
-            skipped[kind] = f"its process failed: {made.stderr.strip()[-300:]}"
+        command = [sys.executable, "-m", f"{__package__}.peak_memory", kind, *map(str, size)]
+        finished = subprocess.run(command, capture_output=True, text=True)
+        if finished.returncode:
+            skipped[kind] = f"its process failed: {finished.stderr.strip()[-300:]}"
         else:
-            numbers[f"{kind}, trajectories"] = float(made.stdout) / trajectory
+            numbers[f"{kind}, trajectories"] = float(finished.stdout) / trajectory
     goal = Goal("lean training, extra trajectories", lambda f: f.number("lean, trajectories"), at_most=4.0)
     return Case((), [goal], numbers, skipped)
 
@@ -30,6 +30,6 @@ MEMORY = Subject(
     (Size(16, 4096, 64), Size(64, 1024, 128)),
     (Size(4, 512, 64),),
     ("adpt_scan", "adpt_step", "linear_scan"),
-    _case,
+    _make_case,
     threads=(1,),
 )

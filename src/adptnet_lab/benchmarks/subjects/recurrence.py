@@ -1,4 +1,4 @@
-"""The fused recurrence against its own matrix products, below which no program can go, and against a diagonal scan."""
+"""The fused recurrence against its own matrix products, a lower bound of its time, and against a diagonal scan."""
 
 from dataclasses import replace
 
@@ -7,43 +7,43 @@ from torch import Tensor
 
 from adptnet.ops.linear_scan import linear_scan
 
-from ..goals import Found, Goal
-from ..subject import SIX, Case, Size, Subject
+from ..goals import Goal, Measurements
+from ..subject import STANDARD_SIZES, Case, Size, Subject
 from ..timing import Side
-from .problem import Problem
+from .workload import RecurrenceWorkload
 
 __all__ = ["RECURRENCE"]
 
-ROWS = 16384  # of the product that the gradient of the weights is; more are in proportion
-STEPS = 256  # of `torch.mm` one after another; more are in proportion
+ROWS = 16384  # of the product for the gradient of the weights; the time of more is extrapolated
+STEPS = 256  # of sequential `torch.mm`; the time of more is extrapolated
 
 
-def _case(size: Size, fast: bool) -> Case:
-    problem = Problem(size)
+def _make_case(size: Size, fast: bool) -> Case:
+    workload = RecurrenceWorkload(size)
     batch, steps, n = size
     rows, few = min(batch * steps, ROWS), min(steps, STEPS)
-    both = problem.weight.reshape(2 * n, n)
+    both = workload.weight.reshape(2 * n, n)
     there, back = both.mT.contiguous(), both.contiguous()
     x, gradient = torch.randn(batch, n), torch.randn(batch, 2 * n)
     out, out_back = torch.empty(batch, 2 * n), torch.empty(batch, n)
     gradients, states = torch.randn(rows, 2 * n), torch.randn(rows, n)
-    drive = problem.drive.detach()
-    real = problem.constants.real.detach().requires_grad_()
+    drive = workload.drive.detach()
+    real = workload.constants.real.detach().requires_grad_()
 
     def products(a: Tensor, b: Tensor, into: Tensor) -> None:
         for _ in range(few):
             torch.mm(a, b, out=into)
 
     def diagonal() -> None:
-        torch.autograd.grad(linear_scan(real, problem.drive), [real, problem.drive], problem.upstream)
+        torch.autograd.grad(linear_scan(real, workload.drive), [real, workload.drive], workload.upstream)
 
     sides = [
-        Side("forward", problem.forward),
-        Side("training", problem.training),
-        Side("training, lean", lambda: problem.training(lean=True)),
-        Side("products of the forward, our tiles", lambda: problem.products("forward"), threads=1),
-        Side("products of the backward, our tiles", lambda: problem.products("backward"), threads=1),
-        Side("products of the weights, our tiles", lambda: problem.products("weights"), threads=1),
+        Side("forward", workload.forward),
+        Side("training", workload.training),
+        Side("training, lean", lambda: workload.training(lean=True)),
+        Side("products of the forward, our tiles", lambda: workload.products("forward"), threads=1),
+        Side("products of the backward, our tiles", lambda: workload.products("backward"), threads=1),
+        Side("products of the weights, our tiles", lambda: workload.products("weights"), threads=1),
         Side("products of the forward, torch.mm", lambda: products(x, there, out), steps / few, threads=1),
         Side("products of the backward, torch.mm", lambda: products(gradient, back, out_back), steps / few, threads=1),
         Side("products of the weights, torch.mm", lambda: gradients.mT @ states, batch * steps / rows, threads=1),
@@ -53,8 +53,8 @@ def _case(size: Size, fast: bool) -> Case:
     sides = [replace(side, warm=True) for side in sides]
     alone = batch == 1
     goals = [
-        Goal("forward / products", lambda f: f.cpu("forward") / _forward(f), at_most=1.25 if alone else 1.15),
-        Goal("training / products", lambda f: f.cpu("training") / _training(f), at_most=1.6 if alone else 1.2),
+        Goal("forward / products", lambda f: f.cpu("forward") / _forward_products(f), at_most=1.25 if alone else 1.15),
+        Goal("training / products", lambda f: f.cpu("training") / _training_products(f), at_most=1.6 if alone else 1.2),
         Goal("lean / saving training", lambda f: f.cpu("training, lean") / f.cpu("training"), at_most=1.4),
     ]
     if batch >= 8:
@@ -71,22 +71,22 @@ def _case(size: Size, fast: bool) -> Case:
     return Case(sides, goals)
 
 
-def _faster(found: Found, which: str) -> float:
-    return min(found.cpu(f"products of the {which}, {by}") for by in ("our tiles", "torch.mm"))
+def _faster_products(measured: Measurements, which: str) -> float:
+    return min(measured.cpu(f"products of the {which}, {by}") for by in ("our tiles", "torch.mm"))
 
 
-def _forward(found: Found) -> float:
-    return _faster(found, "forward")
+def _forward_products(measured: Measurements) -> float:
+    return _faster_products(measured, "forward")
 
 
-def _training(found: Found) -> float:
-    return _forward(found) + _faster(found, "backward") + _faster(found, "weights")
+def _training_products(measured: Measurements) -> float:
+    return _forward_products(measured) + _faster_products(measured, "backward") + _faster_products(measured, "weights")
 
 
 RECURRENCE = Subject(
-    "The fused recurrence, forward and training, over the faster of our tiles and torch.mm on the same products.",
-    SIX,
+    "The fused recurrence, forward and training, against the faster of our tiles and torch.mm on the same products.",
+    STANDARD_SIZES,
     (Size(1, 2048, 64), Size(8, 128, 128)),
     ("adpt_scan", "linear_scan"),
-    _case,
+    _make_case,
 )

@@ -1,4 +1,4 @@
-"""The diagonal scan against `copy_` of the same bytes, which is what memory allows, and beside other programs."""
+"""The diagonal scan against `copy_` of the same bytes, the limit set by memory, and against other implementations."""
 
 import importlib.util
 from typing import Any
@@ -10,7 +10,7 @@ from adptnet.ops.linear_scan import chunked, linear_scan
 from adptnet.ops.lti_convolution import lti_convolution
 
 from ..goals import Goal
-from ..machine import last_cache
+from ..machine import last_cache_size
 from ..subject import Case, Size, Subject
 from ..timing import Side
 
@@ -18,7 +18,7 @@ __all__ = ["SCANS"]
 
 
 @torch.no_grad()
-def _case(size: Size, fast: bool) -> Case:
+def _make_case(size: Size, fast: bool) -> Case:
     torch.manual_seed(0)
     offset, out = torch.randn(size), torch.empty(size)
     constant = torch.rand(size.state) * 0.9
@@ -28,8 +28,8 @@ def _case(size: Size, fast: bool) -> Case:
     others = {
         "torch program": lambda: chunked.linear_scan(constant, offset),
         "convolution by FFT": lambda: lti_convolution(constant, offset),
-        "associative_scan of torch": _associative(varying, offset, skipped),
-        "accelerated_scan.ref": _accelerated(varying, offset, skipped),
+        "associative_scan of torch": _make_associative_scan(varying, offset, skipped),
+        "accelerated_scan.ref": _make_accelerated_scan(varying, offset, skipped),
     }
     sides = [
         Side("copy_", lambda: out.copy_(offset)),
@@ -42,23 +42,23 @@ def _case(size: Size, fast: bool) -> Case:
         if run is None:
             continue
         numbers[f"{name}: distance from ours"] = float((run() - expected).abs().max())
-        sides.append(Side(name, _without_gradients(run), threads=1))
+        sides.append(Side(name, _disable_gradients(run), threads=1))
     goals = []
-    cache = last_cache()
-    if cache is not None and 4 * size.numbers >= 4 * cache:
+    cache = last_cache_size()
+    if cache is not None and 4 * size.elements >= 4 * cache:
         goals.append(Goal("constant scan / copy_", lambda f: f.cpu("scan, constant") / f.cpu("copy_"), at_most=1.5))
     return Case(sides, goals, numbers, skipped)
 
 
-def _without_gradients(run: Any) -> Any:
-    def quietly() -> None:
+def _disable_gradients(run: Any) -> Any:
+    def run_without_gradients() -> None:
         with torch.no_grad():
             run()
 
-    return quietly
+    return run_without_gradients
 
 
-def _associative(transition: Tensor, offset: Tensor, skipped: dict[str, str]) -> Any:
+def _make_associative_scan(transition: Tensor, offset: Tensor, skipped: dict[str, str]) -> Any:
     try:
         from torch._higher_order_ops import associative_scan
     except ImportError as error:
@@ -75,13 +75,13 @@ def _associative(transition: Tensor, offset: Tensor, skipped: dict[str, str]) ->
     return run
 
 
-def _accelerated(transition: Tensor, offset: Tensor, skipped: dict[str, str]) -> Any:
+def _make_accelerated_scan(transition: Tensor, offset: Tensor, skipped: dict[str, str]) -> Any:
     if importlib.util.find_spec("accelerated_scan") is None:
         skipped["accelerated_scan.ref"] = "accelerated-scan is not installed: pip install accelerated-scan"
         return None
     from accelerated_scan.ref import scan
 
-    gates, tokens = (t.mT.contiguous() for t in (transition, offset))  # it wants time last
+    gates, tokens = (t.mT.contiguous() for t in (transition, offset))  # it takes time as the last dimension
 
     def run() -> Tensor:
         states: Tensor = scan(gates, tokens)
@@ -91,9 +91,9 @@ def _accelerated(transition: Tensor, offset: Tensor, skipped: dict[str, str]) ->
 
 
 SCANS = Subject(
-    "The diagonal scan over copy_ of the same bytes, and beside other programs for the same recurrence.",
+    "The diagonal scan against copy_ of the same bytes, and against other implementations of the same recurrence.",
     tuple(Size(*s) for s in [(64, 4096, 128), (512, 1024, 64), (1, 524288, 64), (1000, 335, 100), (8, 1024, 128)]),
     (Size(8, 256, 64),),
     ("linear_scan",),
-    _case,
+    _make_case,
 )

@@ -1,4 +1,4 @@
-"""Solvers that are parallel in time against the steps one after another, states and training, on this machine."""
+"""Parallel-in-time solvers against the sequential loop, forward and in training."""
 
 from collections.abc import Callable
 
@@ -10,11 +10,11 @@ from adptnet.nn import ADPTNet
 from ..goals import Goal
 from ..subject import Case, Size, Subject
 from ..timing import Side
-from .problem import as_reference
+from .workload import use_reference_backend
 
 __all__ = ["SOLVERS"]
 
-SOLVED: dict[str, Callable[[], solvers.Solver]] = {
+CANDIDATES: dict[str, Callable[[], solvers.Solver]] = {
     "Sequential": solvers.Sequential,
     "Conv": solvers.ConvDEER,
     "Conv, tiles": lambda: solvers.ConvDEER(tiles=8),
@@ -23,11 +23,11 @@ SOLVED: dict[str, Callable[[], solvers.Solver]] = {
     "Koopman": solvers.KoopmanDEER,
     "Auto": solvers.Auto,
 }
-ITERATIONS = 3  # of each, where Conv- and Forward-DEER are compared
+ITERATIONS = 3  # of Conv- and of Forward-DEER, where the cost of an iteration is compared
 LOOP_STEPS = 64
 
 
-def _case(size: Size, fast: bool) -> Case:
+def _make_case(size: Size, fast: bool) -> Case:
     torch.manual_seed(0)
     layer = ADPTNet(size.state)
     x = torch.randn(size)
@@ -45,7 +45,7 @@ def _case(size: Size, fast: bool) -> Case:
         return lambda: torch.autograd.grad(layer(x, solver=solver)[0].sum(), parameters)
 
     exact = forward(solvers.Sequential())().states
-    for name, make in SOLVED.items():
+    for name, make in CANDIDATES.items():
         solver = make()
         found = forward(solver)()
         numbers[f"iterations of {name}"] = float(found.iterations.max())
@@ -55,15 +55,15 @@ def _case(size: Size, fast: bool) -> Case:
             sides.append(Side(f"{name}, training", training(solver)))
     few = min(size.steps, LOOP_STEPS)
     some = forward(solvers.Sequential(), x[:, :few].contiguous())
-    sides.append(Side("loop in torch, forward", lambda: _slowly(some), size.steps / few, threads=1))
+    sides.append(Side("loop in torch, forward", lambda: _run_reference(some), size.steps / few, threads=1))
     for name in ("Conv", "Forward"):
         kind = {"Conv": solvers.ConvDEER, "Forward": solvers.ForwardDEER}[name]
         fixed = forward(kind(fixed_iterations=ITERATIONS, on_failure=solvers.Return()))
         sides.append(Side(f"{name}, {ITERATIONS} iterations", fixed, threads=1))
         sides.append(
-            Side(f"{name}, {ITERATIONS} iterations in torch", lambda fixed=fixed: _slowly(fixed), threads=1)  # type: ignore[misc]
+            Side(f"{name}, {ITERATIONS} iterations in torch", lambda fixed=fixed: _run_reference(fixed), threads=1)  # type: ignore[misc]
         )
-    least = [f"{name}, forward" for name in SOLVED if name != "Auto"]
+    least = [f"{name}, forward" for name in CANDIDATES if name != "Auto"]
     goals = [
         Goal(
             "Auto / the fastest, forward",
@@ -90,15 +90,15 @@ def _case(size: Size, fast: bool) -> Case:
     return Case(sides, goals, numbers)
 
 
-def _slowly(run: Callable[[], object]) -> None:
-    with as_reference():
+def _run_reference(run: Callable[[], object]) -> None:
+    with use_reference_backend():
         run()
 
 
 SOLVERS = Subject(
-    "Parallel solvers against the fused steps one after another, at the default initialisation.",
+    "Parallel solvers against the fused sequential loop, at the default initialisation.",
     tuple(Size(*s) for s in [(1, 1024, 64), (8, 1024, 64), (1, 1024, 256), (1, 512, 512)]),
     (Size(1, 128, 32),),
     ("adpt_scan", "adpt_step", "linear_scan", "solvers"),
-    _case,
+    _make_case,
 )

@@ -1,21 +1,21 @@
-"""Widths that are not round: what a number more or less of the state costs."""
+"""State dimensions that are not multiples of 16, against the next multiple."""
 
 from ..goals import Goal
 from ..subject import Case, Size, Subject
 from ..timing import Side
-from .problem import Problem
+from .workload import RecurrenceWorkload
 
 __all__ = ["WIDTHS"]
 
 ROUND = 16
 
 
-def _case(size: Size, fast: bool) -> Case:
+def _make_case(size: Size, fast: bool) -> Case:
     rounded = size._replace(state=-(-size.state // ROUND) * ROUND)
     sides, goals = [], []
     for each in (size, rounded):
-        problem = Problem(each)
-        sides += [Side(f"forward, {each.state}", problem.forward), Side(f"training, {each.state}", problem.training)]
+        workload = RecurrenceWorkload(each)
+        sides += [Side(f"forward, {each.state}", workload.forward), Side(f"training, {each.state}", workload.training)]
     for kind in ("forward", "training"):
         goals.append(
             Goal(
@@ -28,10 +28,10 @@ def _case(size: Size, fast: bool) -> Case:
 
 
 WIDTHS = Subject(
-    "The fused recurrence at odd widths over the next multiple of 16.",
+    "The fused recurrence at widths that are not multiples of 16, against the next multiple.",
     tuple(Size(batch, steps, n) for batch, steps in ((1, 4096), (16, 512)) for n in (50, 97, 200)),
     tuple(Size(16, 64, n) for n in (50, 97, 200)),
     ("adpt_scan",),
-    _case,
+    _make_case,
     threads=(1,),
 )

@@ -1,1 +1,2 @@
-"""Recipes: one file for each result or family of results, with a mapping `RECIPES`. A new file is found by itself."""
+"""Recipes: one file per result or family of results, with a mapping `RECIPES`. Every file in this folder is
+imported."""

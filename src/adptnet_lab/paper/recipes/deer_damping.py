@@ -1,4 +1,4 @@
-"""Damping: iterations of each method by the factor, with 16 of 64 eigenvalues negative (sec:scale_elk_damping)."""
+"""Damping: iterations of each method by damping factor, with 16 of 64 eigenvalues negative (sec:scale_elk_damping)."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -8,8 +8,8 @@ import torch
 from adptnet import solvers
 from adptnet.analysis import plot
 
-from ..recipe import Check, Finding, Outcome, Point, Recipe, Rows, Scale, Table, Verdict
-from .deer_iterations import METHODS, RTOL, network
+from ..recipe import Check, ClaimVerdict, GridPoint, Outcome, Recipe, Rows, RunOutput, Scale, Table, decide
+from ..settings.deer_networks import METHODS, build_network, make_solver
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,47 +18,43 @@ FACTORS = [1.0, 0.999, 0.99, 0.95, 0.9]
 JACOBIAN_FREE = ("Forward", "Conv")
 
 
-def _points(scale: Scale) -> list[Point]:
+def _make_points(scale: Scale) -> list[GridPoint]:
     width, steps, samples = {"smoke": (8, 24, 2), "laptop": (64, 512, 6), "paper": (64, 1024, 30)}[scale]
     return [
-        Point({"width": width, "steps": steps, "negative": share}, s) for share in (0.25, 0.0) for s in range(samples)
+        GridPoint({"width": width, "steps": steps, "negative": share}, s)
+        for share in (0.25, 0.0)
+        for s in range(samples)
     ]
 
 
-def _run(point: Point) -> Finding:
+def _run(point: GridPoint) -> RunOutput:
     settings = point.settings
-    layer = network(settings["width"], 0.125, 1e-4, negative=settings["negative"])
+    layer = build_network(settings["width"], 0.125, 1e-4, negative=settings["negative"])
     x = torch.randn(1, settings["steps"], settings["width"])
-    factors = FACTORS if settings["negative"] else FACTORS[:1]  # without negative ones only the median is compared
-    found: dict[str, list[int]] = {}
-    for name, method in METHODS.items():
-        found[name] = []
+    factors = FACTORS if settings["negative"] else FACTORS[:1]  # without negative eigenvalues only medians are compared
+    counts: dict[str, list[int]] = {method: [] for method in METHODS}
+    for method in METHODS:
         for factor in factors:
-            damping = solvers.Scale(factor) if factor < 1 else None
-            solver: Any = method(
-                damping, rtol=RTOL, patience=None, max_iterations=settings["steps"], on_failure=solvers.Return()
-            )
-            solution = solver(layer.cell, x)
-            found[name].append(
-                int(solution.iterations) if solution.result == solvers.Result.CONVERGED else settings["steps"]
-            )
-    return Finding(found, layer.spec)
+            solution = make_solver(method, factor, max_iterations=settings["steps"])(layer.cell, x)
+            converged = solution.result == solvers.Result.CONVERGED
+            counts[method].append(int(solution.iterations) if converged else settings["steps"])
+    return RunOutput(counts, layer.spec)
 
 
 def _counts(rows: Rows, method: str, factor: float) -> np.ndarray[Any, Any]:
     return np.asarray([row.numbers[method][FACTORS.index(factor)] for row in rows.where(negative=0.25)])
 
 
-def _gap(rows: Rows, method: str, factor: float) -> float:
-    """The mean distance from Quasi-DEER, in iterations relative to it."""
+def _relative_gap(rows: Rows, method: str, factor: float) -> float:
+    """Return the mean absolute difference of the counts from Quasi-DEER's, relative to Quasi-DEER's."""
     quasi = _counts(rows, "Quasi", factor)
     return float(np.mean(np.abs(_counts(rows, method, factor) - quasi) / quasi))
 
 
-def _outliers(rows: Rows) -> Verdict:
+def _check_outliers(rows: Rows) -> ClaimVerdict:
     """The largest count minus the median, at the better of 0.999 and 0.99, is below half of that without damping.
 
-    Not testable where no count is three above the median without damping.
+    Not testable if no count without damping is three above the median.
     """
 
     def tail(method: str, factor: float) -> float:
@@ -66,47 +62,47 @@ def _outliers(rows: Rows) -> Verdict:
         return float(counts.max() - np.median(counts))
 
     found = {m: (tail(m, 1.0), min(tail(m, 0.999), tail(m, 0.99))) for m in JACOBIAN_FREE}
-    shown = "; ".join(f"{m} {a:g} → {b:g} above the median" for m, (a, b) in found.items())
+    text = "; ".join(f"{m} {a:g} → {b:g} above the median" for m, (a, b) in found.items())
     if max(before for before, _ in found.values()) < 3:
-        return Verdict(Outcome.NOT_TESTABLE, f"there is no outlier to remove: {shown}")
-    return Verdict.of(all(after < before / 2 for before, after in found.values()), shown)
+        return ClaimVerdict(Outcome.NOT_TESTABLE, f"there is no outlier to remove: {text}")
+    return decide(all(after < before / 2 for before, after in found.values()), text)
 
 
-def _over_damped(rows: Rows) -> Verdict:
+def _check_over_damped(rows: Rows) -> ClaimVerdict:
     """The median count at the strongest damping is above that without damping, for every method."""
     medians = {m: [float(np.median(_counts(rows, m, f))) for f in FACTORS] for m in METHODS}
-    shown = "; ".join(f"{m} " + " → ".join(f"{v:g}" for v in values) for m, values in medians.items())
-    return Verdict.of(all(v[-1] > v[0] for v in medians.values()), f"medians by factor 1 … 0.9: {shown}")
+    text = "; ".join(f"{m} " + " → ".join(f"{v:g}" for v in values) for m, values in medians.items())
+    return decide(all(v[-1] > v[0] for v in medians.values()), f"medians by factor 1 … 0.9: {text}")
 
 
-def _aligned(rows: Rows) -> Verdict:
-    """The mean relative distance from Quasi-DEER at the strongest damping is below that without, for both."""
-    found = {m: (_gap(rows, m, 1.0), _gap(rows, m, FACTORS[-1])) for m in JACOBIAN_FREE}
-    return Verdict.of(
+def _check_aligned(rows: Rows) -> ClaimVerdict:
+    """The mean relative difference from Quasi-DEER is smaller at the strongest damping than without damping, for
+    Forward- and for Conv-DEER."""
+    found = {m: (_relative_gap(rows, m, 1.0), _relative_gap(rows, m, FACTORS[-1])) for m in JACOBIAN_FREE}
+    return decide(
         all(b < a for a, b in found.values()), "; ".join(f"{m} {a:.2%} → {b:.2%}" for m, (a, b) in found.items())
     )
 
 
-def _conv_further(rows: Rows) -> Verdict:
-    """The mean relative distance from Quasi-DEER is at least as large for Conv as for Forward at every factor."""
-    found = [(_gap(rows, "Conv", f), _gap(rows, "Forward", f)) for f in FACTORS]
-    shown = ", ".join(f"{c:.2%} / {f:.2%}" for c, f in found)
-    return Verdict.of(
-        all(c >= f for c, f in found) and any(c > f for c, f in found), f"Conv / Forward by factor {shown}"
-    )
+def _check_conv_further(rows: Rows) -> ClaimVerdict:
+    """The mean relative difference from Quasi-DEER is at least as large for Conv- as for Forward-DEER at every
+    factor."""
+    found = [(_relative_gap(rows, "Conv", f), _relative_gap(rows, "Forward", f)) for f in FACTORS]
+    text = ", ".join(f"{c:.2%} / {f:.2%}" for c, f in found)
+    return decide(all(c >= f for c, f in found) and any(c > f for c, f in found), f"Conv / Forward by factor {text}")
 
 
-def _negative(rows: Rows) -> Verdict:
-    """The median count of Quasi-DEER without damping is above that of networks with positive eigenvalues."""
+def _check_negative(rows: Rows) -> ClaimVerdict:
+    """Without damping, the median count of Quasi-DEER is larger with negative eigenvalues than without."""
     both = [float(np.median([row.numbers["Quasi"][0] for row in rows.where(negative=share)])) for share in (0.25, 0.0)]
-    return Verdict.of(both[0] > both[1], f"medians {both[0]:g} and {both[1]:g}")
+    return decide(both[0] > both[1], f"medians {both[0]:g} and {both[1]:g}")
 
 
 def _draw(rows: Rows) -> "Figure":
-    figure = plot.blank(9.5, 3.4)
+    figure = plot.new_figure(9.5, 3.4)
     left, right = figure.subplots(1, 2)
     rng = np.random.default_rng(0)
-    for shift, (method, colour) in enumerate(zip(METHODS, plot.COLOURS, strict=False)):
+    for shift, (method, colour) in enumerate(zip(METHODS, plot.COLORS, strict=False)):
         for place, factor in enumerate(FACTORS):
             counts = _counts(rows, method, factor)
             where = place + 0.25 * (shift - 1)
@@ -119,7 +115,7 @@ def _draw(rows: Rows) -> "Figure":
                 label=None if place else f"{method} (bar: median)",
             )
             left.plot(where + 0.06 * rng.standard_normal(len(counts)), counts, ".", color=colour, markersize=4)
-    for method, colour in zip(JACOBIAN_FREE, plot.COLOURS[1:], strict=False):
+    for method, colour in zip(JACOBIAN_FREE, plot.COLORS[1:], strict=False):
         for place, factor in enumerate(FACTORS):
             quasi = _counts(rows, "Quasi", factor)
             relative = 100 * (_counts(rows, method, factor) - quasi) / quasi
@@ -139,32 +135,32 @@ def _draw(rows: Rows) -> "Figure":
         axis.set_xticks(range(len(FACTORS)), [f"{f:g}" for f in FACTORS])
         axis.set(xlabel="damping factor")
         axis.legend(frameon=False, fontsize=8)
-        plot.bare(axis)
+        plot.strip_axes(axis)
     return figure
 
 
-def _table(rows: Rows) -> Table:
+def _make_table(rows: Rows) -> Table:
     lines = []
     for factor in FACTORS:
         counts = [_counts(rows, m, factor) for m in METHODS]
         lines.append([factor, *(f"{np.median(c):g}" for c in counts), *(int(c.max()) for c in counts)])
-    return Table(["factor", *(f"{m}, median" for m in METHODS), *(f"{m}, most" for m in METHODS)], lines)
+    return Table(["factor", *(f"{m}, median" for m in METHODS), *(f"{m}, largest" for m in METHODS)], lines)
 
 
 RECIPES = {
     "fig:damping_delta_and_iter": Recipe(
         version=1,
-        points=_points,
+        points=_make_points,
         run=_run,
         checks={
-            "outliers": Check(_outliers, "laptop"),
-            "over-damped": Check(_over_damped),
-            "aligned": Check(_aligned, "laptop"),
-            "conv-further": Check(_conv_further, "laptop"),
-            "negative": Check(_negative, "laptop"),
+            "outliers": Check(_check_outliers, "laptop"),
+            "over-damped": Check(_check_over_damped),
+            "aligned": Check(_check_aligned, "laptop"),
+            "conv-further": Check(_check_conv_further, "laptop"),
+            "negative": Check(_check_negative, "laptop"),
         },
         figures={"Iterations by damping factor": _draw},
-        table=_table,
+        table=_make_table,
         cost={"smoke": "2 s", "laptop": "2 min", "paper": "12 min"},
         dtype=torch.float32,
     ),

@@ -1,7 +1,7 @@
-"""Iterations of Quasi-, Forward- and Conv-DEER as initialised, by eigenvalues, β and length, in float32.
+"""Iterations of Quasi-, Forward- and Conv-DEER at initialisation, by eigenvalues, β and length, in float32.
 
-The networks are those of table:baseline_deer_untrained_config. Counts are of updates until every step of the new
-iterate is right; -1 where that was not reached.
+The networks are those of table:baseline_deer_untrained_config. A count is the number of updates until every step of the
+new iterate has converged; -1 means that it did not converge.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,229 +12,205 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adptnet import drive, solvers, spectra
 from adptnet.analysis import plot
 from adptnet.nn import ADPTNet
 
 from ..evidence import rank_correlation
-from ..recipe import Check, Finding, Point, Recipe, Rows, Scale, Table, Verdict
+from ..recipe import Check, ClaimVerdict, GridPoint, Recipe, Rows, RunOutput, Scale, Table, decide
+from ..settings.deer_networks import MAX_ITERATIONS, METHODS, build_network, solve
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["METHODS", "RECIPES", "RTOL", "counts", "network"]
-
-RTOL = 6.4e-6  # a quarter of the digits of float32 to spare
-METHODS = {"Quasi": solvers.QuasiDEER, "Forward": solvers.ForwardDEER, "Conv": solvers.ConvDEER}
 BETAS = [0.125, 1.0, 4.0, 20.0, 100.0]
 LENGTHS = (512, 1024, 4096, 8192, 16384)  # the paper's 1204 is 1024
-MOST = 150  # iterations before a run is given up
 
 
-def network(width: int, beta: float, dt_min: float, dt_max: float = 1e-1, negative: float = 0.0) -> ADPTNet:
-    """Dense K and V, EMA gain, RoPE, decay 0.5, Δt spaced in the logarithm."""
-    spectrum: spectra.SpectrumSpec = spectra.Linspace(dt_min=dt_min, dt_max=dt_max, decay=0.5)
-    if negative:
-        spectrum = spectra.Negative(spectrum, negative)
-    layer = ADPTNet(width, beta=beta, spectrum=spectrum, rope=drive.RoPE(), gain=drive.EMA())
-    return layer.requires_grad_(False)
-
-
-def counts(method: str, layer: ADPTNet, x: Tensor, most: int = MOST) -> solvers.Solution:
-    """A solve to the end: undamped, no sequence given up, what did not converge handed back."""
-    options = {"rtol": RTOL, "max_iterations": most, "patience": None, "on_failure": solvers.Return()}
-    return METHODS[method](**options)(layer.cell, x)  # type: ignore[arg-type]
-
-
-def _network(point: Point) -> tuple[ADPTNet, Tensor]:
+def _make_network(point: GridPoint) -> tuple[ADPTNet, Tensor]:
     settings = point.settings
-    layer = network(settings["width"], settings["beta"], settings["dt_min"], settings["dt_max"])
+    layer = build_network(settings["width"], settings["beta"], settings["dt_min"], settings["dt_max"])
     x = torch.randn(settings["samples"], settings["steps"], settings["width"])
     return layer, x
 
 
-def _run(point: Point) -> Finding:
-    layer, x = _network(point)
-    found = {}
+def _run(point: GridPoint) -> RunOutput:
+    layer, x = _make_network(point)
+    counts = {}
     for method in METHODS:
-        history = counts(method, layer, x).history
+        history = solve(method, layer, x).history
         assert history is not None
-        found[method] = history.iterations_for(point.settings["steps"])
-    return Finding(found, layer.spec)
+        counts[method] = history.iterations_for(point.settings["steps"])
+    return RunOutput(counts, layer.spec)
 
 
-def _run_lengths(point: Point) -> Finding:
-    """One run of the longest sequence gives the count for every shorter one: no state depends on a later one."""
-    layer, x = _network(point)
-    found = {}
+def _run_lengths(point: GridPoint) -> RunOutput:
+    """Solve the longest sequence. It gives the count of every shorter one, since no state depends on a later one."""
+    layer, x = _make_network(point)
+    counts = {}
     for method in METHODS:
-        history = counts(method, layer, x).history
+        history = solve(method, layer, x).history
         assert history is not None
-        found[method] = [history.iterations_for(steps) for steps in point.settings["lengths"]]
-    return Finding(found, layer.spec)
+        counts[method] = [history.iterations_for(steps) for steps in point.settings["lengths"]]
+    return RunOutput(counts, layer.spec)
 
 
-def _eigenvalue_points(scale: Scale) -> list[Point]:
+def _make_eigenvalue_points(scale: Scale) -> list[GridPoint]:
     width, steps, samples, seeds = {"smoke": (8, 24, 2, 1), "laptop": (64, 512, 2, 3), "paper": (64, 1024, 5, 3)}[scale]
     pairs = [(1e-2, 1e-1), (1e-3, 1e-1), (1e-3, 1e-2), (1e-3, 5e-3), (1e-3, 1e-3)]
     shared = {"width": width, "steps": steps, "samples": samples}
     return [
-        Point({"dt_min": low, "dt_max": high, "beta": beta, **shared}, seed)
+        GridPoint({"dt_min": low, "dt_max": high, "beta": beta, **shared}, seed)
         for seed in range(seeds)
         for low, high in pairs
         for beta in BETAS
     ]
 
 
-def _length_points(scale: Scale) -> list[Point]:
+def _make_length_points(scale: Scale) -> list[GridPoint]:
     width, longest, samples, seeds = {"smoke": (8, 64, 2, 1), "laptop": (64, 4096, 2, 3), "paper": (64, 16384, 5, 3)}[
         scale
     ]
     lengths = [16, 32, 64] if scale == "smoke" else [steps for steps in LENGTHS if steps <= longest]
     settings = {"dt_min": 1e-4, "dt_max": 1e-1, "beta": 0.125, "width": width, "steps": longest, "lengths": lengths}
-    return [Point({**settings, "samples": samples}, seed) for seed in range(seeds)]
+    return [GridPoint({**settings, "samples": samples}, seed) for seed in range(seeds)]
 
 
-# What is said of counts
+# Statistics of the counts
 
 
-def _samples(rows: Rows) -> dict[str, list[int]]:
-    """The counts of the samples where every method converged, by method."""
-    return _converged(_every(rows))
+def _converged_counts(rows: Rows) -> dict[str, list[int]]:
+    """Return, by method, the counts of the samples where every method converged."""
+    return _select_converged(_all_counts(rows))
 
 
-def _every(rows: Rows) -> dict[str, list[int]]:
+def _all_counts(rows: Rows) -> dict[str, list[int]]:
     return {method: list(chain.from_iterable(rows.numbers(method))) for method in METHODS}
 
 
-def _converged(counts: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    whole = [sample for sample in zip(*counts.values(), strict=True) if min(sample) > 0]
-    return {method: [sample[place] for sample in whole] for place, method in enumerate(counts)}
+def _select_converged(counts: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    samples = [sample for sample in zip(*counts.values(), strict=True) if min(sample) > 0]
+    return {method: [sample[place] for sample in samples] for place, method in enumerate(counts)}
 
 
 def _mean(values: list[int]) -> float:
-    """NaN, which no comparison is true of, if there are none."""
+    """Return the mean; NaN, with which every comparison is false, if there are no values."""
     return float(np.mean(values)) if values else np.nan
 
 
 def _means(rows: Rows) -> dict[str, float]:
-    return {method: _mean(values) for method, values in _samples(rows).items()}
+    return {method: _mean(values) for method, values in _converged_counts(rows).items()}
 
 
-def _most(counts: Mapping[str, list[int]]) -> dict[str, int]:
-    """The largest count of each method; a run that was given up counts as one more than it was given."""
-    return {method: max(n if n > 0 else MOST + 1 for n in values) for method, values in counts.items()}
+def _largest(counts: Mapping[str, list[int]]) -> dict[str, int]:
+    """Return the largest count of each method. A run that did not converge counts as one more than the limit."""
+    return {method: max(n if n > 0 else MAX_ITERATIONS + 1 for n in values) for method, values in counts.items()}
 
 
-def _capped(counts: Iterable[int]) -> str:
-    return "/".join(str(n) if n <= MOST else f">{MOST}" for n in counts)
+def _format_largest(counts: Iterable[int]) -> str:
+    return "/".join(str(n) if n <= MAX_ITERATIONS else f">{MAX_ITERATIONS}" for n in counts)
 
 
-def _censored(rows: Rows) -> int:
+def _count_censored(rows: Rows) -> int:
     return sum(value < 0 for method in METHODS for counts in rows.numbers(method) for value in counts)
 
 
-def _beta(rows: Rows) -> Verdict:
+def _check_beta(rows: Rows) -> ClaimVerdict:
     """Spearman's correlation of β and the mean count is at least 0.6 for each method and pair of different Δt."""
     found = []
-    for low, high in _pairs(rows):
+    for low, high in _dt_pairs(rows):
         group = rows.where(dt_min=low, dt_max=high)
         for method in METHODS:
             found.append(rank_correlation(BETAS, [_means(group.where(beta=b))[method] for b in BETAS]))
     means = [_means(rows.where(dt_min=1e-3, dt_max=1e-1, beta=b))["Conv"] for b in BETAS]
-    shown = ", ".join(f"{b:g}: {mean:.1f}" for b, mean in zip(BETAS, means, strict=True))
-    return Verdict.of(
+    by_beta = ", ".join(f"{b:g}: {mean:.1f}" for b, mean in zip(BETAS, means, strict=True))
+    return decide(
         all(value >= 0.6 for value in found),
-        f"smallest correlation {min(found):.2f}; Conv at Δt_min = 0.001 by β {shown}",
+        f"smallest correlation {min(found):.2f}; Conv at Δt_min = 0.001 by β {by_beta}",
     )
 
 
-def _pairs(rows: Rows) -> list[tuple[float, float]]:
-    found = dict.fromkeys((row.settings["dt_min"], row.settings["dt_max"]) for row in rows)
-    return [pair for pair in found if pair[0] != pair[1]]
+def _dt_pairs(rows: Rows) -> list[tuple[float, float]]:
+    pairs = dict.fromkeys((row.settings["dt_min"], row.settings["dt_max"]) for row in rows)
+    return [pair for pair in pairs if pair[0] != pair[1]]
 
 
-def _longer(rows: Rows, beta: float, method: str) -> float:
-    """What Δt_min = 0.001 takes more than 0.01."""
+def _extra_iterations(rows: Rows, beta: float, method: str) -> float:
+    """Return the mean count at Δt_min = 0.001 minus that at 0.01."""
     long, short = (_means(rows.where(dt_min=low, dt_max=1e-1, beta=beta))[method] for low in (1e-3, 1e-2))
     return long - short
 
 
-def _memory(rows: Rows) -> Verdict:
+def _check_memory(rows: Rows) -> ClaimVerdict:
     """The mean count is larger at Δt_min = 0.001 than at 0.01 for every method and β."""
-    found = {(b, m): _longer(rows, b, m) for b in BETAS for m in METHODS}
-    return Verdict.of(
-        all(d > 0 for d in found.values()), f"differences {min(found.values()):+.1f} to {max(found.values()):+.1f}"
-    )
+    extra = [_extra_iterations(rows, b, m) for b in BETAS for m in METHODS]
+    return decide(all(d > 0 for d in extra), f"differences {min(extra):+.1f} to {max(extra):+.1f}")
 
 
-def _memory_by_beta(rows: Rows) -> Verdict:
+def _check_memory_by_beta(rows: Rows) -> ClaimVerdict:
     """Spearman's correlation of β and that difference is at least 0.6 for every method."""
-    found = {m: rank_correlation(BETAS, [_longer(rows, b, m) for b in BETAS]) for m in METHODS}
-    shown = ", ".join(f"{_longer(rows, b, 'Conv'):+.1f}" for b in BETAS)
-    return Verdict.of(
-        all(value >= 0.6 for value in found.values()),
-        f"smallest correlation {min(found.values()):.2f}; Conv by β {shown}",
-    )
+    found = [rank_correlation(BETAS, [_extra_iterations(rows, b, m) for b in BETAS]) for m in METHODS]
+    by_beta = ", ".join(f"{_extra_iterations(rows, b, 'Conv'):+.1f}" for b in BETAS)
+    return decide(all(value >= 0.6 for value in found), f"smallest correlation {min(found):.2f}; Conv by β {by_beta}")
 
 
-def _spread(rows: Rows) -> Verdict:
-    """At every β and for every method the mean count falls from Δt_max = 0.01 over 0.005 to 0.001."""
+def _check_spread(rows: Rows) -> ClaimVerdict:
+    """At every β and for every method the mean count decreases from Δt_max = 0.01 over 0.005 to 0.001."""
     falls = []
     for beta in BETAS:
         for method in METHODS:
             series = [_means(rows.where(dt_min=1e-3, dt_max=high, beta=beta))[method] for high in (1e-2, 5e-3, 1e-3)]
             falls.append(series[0] >= series[1] >= series[2] and series[0] > series[2])
-    return Verdict.of(all(falls), f"in {sum(falls)} of {len(falls)} series")
+    return decide(all(falls), f"in {sum(falls)} of {len(falls)} series")
 
 
-def _linear(rows: Rows) -> Verdict:
+def _check_linear(rows: Rows) -> ClaimVerdict:
     """At Δt_min = Δt_max the mean count of Quasi- and Forward-DEER is 1."""
     means = _means(rows.where(dt_min=1e-3, dt_max=1e-3))
-    return Verdict.of(means["Quasi"] == means["Forward"] == 1, _shown(means))
+    return decide(means["Quasi"] == means["Forward"] == 1, _format(means))
 
 
-def _conv_more(rows: Rows) -> Verdict:
+def _check_conv_more(rows: Rows) -> ClaimVerdict:
     """At Δt_min = Δt_max the mean count of Conv-DEER is above 1 and below 2."""
     means = _means(rows.where(dt_min=1e-3, dt_max=1e-3))
-    return Verdict.of(1 < means["Conv"] < 2, _shown(means) + ": the residual is tested, to a relative tolerance")
+    return decide(1 < means["Conv"] < 2, _format(means) + ": convergence is tested by the residual, relative tolerance")
 
 
-def _same_mean(rows: Rows) -> Verdict:
+def _check_same_mean(rows: Rows) -> ClaimVerdict:
     """At β = 1 the medians differ by at most 10 % or one iteration, for either Δt_min."""
     found = [_medians(rows.where(dt_min=low, dt_max=1e-1, beta=1.0)) for low in (1e-2, 1e-3)]
     holds = all(max(m.values()) - min(m.values()) <= max(1, 0.1 * m["Quasi"]) for m in found)
-    return Verdict.of(holds, "medians " + "; ".join(_shown(medians) for medians in found))
+    return decide(holds, "medians " + "; ".join(_format(medians) for medians in found))
 
 
 def _medians(rows: Rows) -> dict[str, float]:
-    return {method: float(np.median(values)) if values else np.nan for method, values in _samples(rows).items()}
+    counts = _converged_counts(rows)
+    return {method: float(np.median(values)) if values else np.nan for method, values in counts.items()}
 
 
-def _order(rows: Rows) -> Verdict:
+def _check_order(rows: Rows) -> ClaimVerdict:
     """At β = 100 and Δt_min = 0.001, Quasi <= Forward <= Conv in the mean and the median, and Quasi < Conv."""
     group = rows.where(dt_min=1e-3, dt_max=1e-1, beta=100.0)
     both = [_means(group), _medians(group)]
     holds = all(m["Quasi"] <= m["Forward"] <= m["Conv"] and m["Quasi"] < m["Conv"] for m in both)
-    return Verdict.of(holds, f"means {_shown(both[0])}; medians {_shown(both[1])}")
+    return decide(holds, f"means {_format(both[0])}; medians {_format(both[1])}")
 
 
-def _outliers(rows: Rows) -> Verdict:
+def _check_outliers(rows: Rows) -> ClaimVerdict:
     """At β = 1 and 100 and Δt_min = 0.001 the largest count of Conv-DEER is above those of the others.
 
-    A run that was given up counts as 151.
+    A run that did not converge within 150 iterations counts as 151.
     """
-    tops = [_most(_every(rows.where(dt_min=1e-3, dt_max=1e-1, beta=b))) for b in (1.0, 100.0)]
+    tops = [_largest(_all_counts(rows.where(dt_min=1e-3, dt_max=1e-1, beta=b))) for b in (1.0, 100.0)]
     holds = all(top["Conv"] > max(top["Quasi"], top["Forward"]) for top in tops)
-    return Verdict.of(holds, "largest " + "; ".join(_shown(top) for top in tops))
+    return decide(holds, "largest " + "; ".join(_format(top) for top in tops))
 
 
-def _shown(values: Mapping[str, float]) -> str:
+def _format(values: Mapping[str, float]) -> str:
     return ", ".join(f"{method} {value:.1f}" for method, value in values.items())
 
 
-def _by_length(rows: Rows) -> dict[int, dict[str, list[int]]]:
-    """The counts of all samples, by length and method."""
+def _counts_by_length(rows: Rows) -> dict[int, dict[str, list[int]]]:
+    """Return the counts of all samples, by length and method."""
     lengths: list[int] = rows[0].settings["lengths"]
     return {
         steps: {method: [n for row in rows for n in row.numbers[method][place]] for method in METHODS}
@@ -243,48 +219,51 @@ def _by_length(rows: Rows) -> dict[int, dict[str, list[int]]]:
 
 
 def _means_by_length(rows: Rows) -> dict[int, dict[str, float]]:
-    """Over the samples where every method converged."""
-    return {t: {m: _mean(v) for m, v in _converged(counts).items()} for t, counts in _by_length(rows).items()}
+    """Return the means over the samples where every method converged, by length and method."""
+    return {
+        t: {m: _mean(v) for m, v in _select_converged(counts).items()} for t, counts in _counts_by_length(rows).items()
+    }
 
 
-def _grows(rows: Rows) -> Verdict:
-    """The mean count never falls with the length, and is larger at the longest than the shortest, for all methods."""
+def _check_grows(rows: Rows) -> ClaimVerdict:
+    """For every method the mean count never decreases with the length, and is larger at the longest than the
+    shortest."""
     means = _means_by_length(rows)
     series = [[means[t][m] for t in means] for m in METHODS]
     holds = all(all(a <= b for a, b in pairwise(s)) and s[-1] > s[0] for s in series)
-    return Verdict.of(holds, "; ".join(f"T = {t}: {_shown(m)}" for t, m in means.items()))
+    return decide(holds, "; ".join(f"T = {t}: {_format(m)}" for t, m in means.items()))
 
 
-def _lengths_same_mean(rows: Rows) -> Verdict:
+def _check_lengths_same_mean(rows: Rows) -> ClaimVerdict:
     """At every length the mean counts differ by at most 10 % or half an iteration."""
     gaps = []
-    for found in _means_by_length(rows).values():
-        means = list(found.values())
+    for by_method in _means_by_length(rows).values():
+        means = list(by_method.values())
         gaps.append((max(means) - min(means), means[0]))
-    return Verdict.of(all(g <= max(0.5, 0.1 * m) for g, m in gaps), f"largest difference {max(g for g, _ in gaps):.2f}")
+    return decide(all(g <= max(0.5, 0.1 * m) for g, m in gaps), f"largest difference {max(g for g, _ in gaps):.2f}")
 
 
-def _lengths_outliers(rows: Rows) -> Verdict:
+def _check_lengths_outliers(rows: Rows) -> ClaimVerdict:
     """At every length the largest counts of Conv- and Forward-DEER are above that of Quasi-DEER."""
-    tops = {t: _most(found) for t, found in _by_length(rows).items()}
+    tops = {t: _largest(counts) for t, counts in _counts_by_length(rows).items()}
     holds = all(min(top["Conv"], top["Forward"]) > top["Quasi"] for top in tops.values())
-    return Verdict.of(holds, "largest " + "; ".join(f"T = {t}: {_shown(top)}" for t, top in tops.items()))
+    return decide(holds, "largest " + "; ".join(f"T = {t}: {_format(top)}" for t, top in tops.items()))
 
 
-def _magnitude(rows: Rows) -> Verdict:
+def _check_magnitude(rows: Rows) -> ClaimVerdict:
     """At every length the largest count of any method is below ten times that of Quasi-DEER."""
-    tops = [_most(found) for found in _by_length(rows).values()]
+    tops = [_largest(counts) for counts in _counts_by_length(rows).values()]
     ratios = [max(top.values()) / top["Quasi"] for top in tops]
-    return Verdict.of(max(ratios) < 10, f"largest ratio {max(ratios):.2f}")
+    return decide(max(ratios) < 10, f"largest ratio {max(ratios):.2f}")
 
 
 # Figures and tables
 
-_COLOUR = dict(zip(METHODS, plot.COLOURS, strict=False))
+_COLOUR = dict(zip(METHODS, plot.COLORS, strict=False))
 
 
 def _draw_eigenvalues(rows: Rows) -> "Figure":
-    figure = plot.blank(9.5, 3.4)
+    figure = plot.new_figure(9.5, 3.4)
     left, right = figure.subplots(1, 2, sharey=True)
     styles = {1e-2: ":", 1e-3: "-", 5e-3: "--"}
     for axis, pairs, key in (
@@ -308,16 +287,16 @@ def _draw_eigenvalues(rows: Rows) -> "Figure":
                 )
         axis.set(xscale="log", xlabel="β")
         axis.legend(frameon=False, fontsize=7)
-        plot.bare(axis)
+        plot.strip_axes(axis)
     left.set(ylabel="mean iterations", title="Longer memory")
     right.set(title="Smaller spread (Δt_min = 0.001)")
     return figure
 
 
 def _draw_distribution(rows: Rows) -> "Figure":
-    figure = plot.blank(9.5, 2.8)
+    figure = plot.new_figure(9.5, 2.8)
     for axis, beta in zip(figure.subplots(1, 2), (1.0, 100.0), strict=True):
-        samples = _samples(rows.where(dt_min=1e-3, dt_max=1e-1, beta=beta))
+        samples = _converged_counts(rows.where(dt_min=1e-3, dt_max=1e-1, beta=beta))
         top = max((max(v) for v in samples.values() if v), default=1)
         edges = np.arange(0.5, top + 1.6, max(1, top // 25))
         for method, values in samples.items():
@@ -326,14 +305,15 @@ def _draw_distribution(rows: Rows) -> "Figure":
                 axis.axvline(float(np.median(values)), color=_COLOUR[method], linewidth=0.9, linestyle="--")
         axis.set(xlabel="iterations", ylabel="samples", title=f"β = {beta:g} (dashed: median)")
         axis.legend(frameon=False, fontsize=8)
-        plot.bare(axis)
+        plot.strip_axes(axis)
     return figure
 
 
 def _draw_lengths(rows: Rows) -> "Figure":
-    figure = plot.blank(6, 3.4)
+    figure = plot.new_figure(6, 3.4)
     axis = figure.subplots()
-    means, tops = _means_by_length(rows), {t: _most(found) for t, found in _by_length(rows).items()}
+    means = _means_by_length(rows)
+    tops = {t: _largest(counts) for t, counts in _counts_by_length(rows).items()}
     for method, marker in zip(METHODS, "os^", strict=True):
         axis.plot(
             list(means),
@@ -349,16 +329,16 @@ def _draw_lengths(rows: Rows) -> "Figure":
             marker=marker,
             markersize=4,
             color=_COLOUR[method],
-            label=f"{method}, most",
+            label=f"{method}, largest",
         )
     axis.set_xscale("log", base=2)
     axis.set(xlabel="length T", ylabel="iterations", ylim=(0, None))
     axis.legend(frameon=False, fontsize=8, ncols=3)
-    plot.bare(axis)
+    plot.strip_axes(axis)
     return figure
 
 
-def _eigenvalue_table(rows: Rows) -> Table:
+def _make_eigenvalue_table(rows: Rows) -> Table:
     lines = []
     for low, high in dict.fromkeys((row.settings["dt_min"], row.settings["dt_max"]) for row in rows):
         for beta in BETAS:
@@ -369,57 +349,58 @@ def _eigenvalue_table(rows: Rows) -> Table:
                     high,
                     beta,
                     *(f"{v:.1f}" for v in _means(group).values()),
-                    _capped(_most(_every(group)).values()),
-                    _censored(group),
+                    _format_largest(_largest(_all_counts(group)).values()),
+                    _count_censored(group),
                 ]
             )
-    return Table(["Δt_min", "Δt_max", "β", *METHODS, "most (" + "/".join(METHODS) + ")", "censored"], lines)
+    return Table(["Δt_min", "Δt_max", "β", *METHODS, "largest (" + "/".join(METHODS) + ")", "censored"], lines)
 
 
-def _length_table(rows: Rows) -> Table:
+def _make_length_table(rows: Rows) -> Table:
+    means = _means_by_length(rows)
     lines = [
-        [t, *(f"{mean:.1f}" for mean in _means_by_length(rows)[t].values()), *(_capped([n]) for n in _most(c).values())]
-        for t, c in _by_length(rows).items()
+        [t, *(f"{mean:.1f}" for mean in means[t].values()), *(_format_largest([n]) for n in _largest(c).values())]
+        for t, c in _counts_by_length(rows).items()
     ]
-    return Table(["T", *(f"{m}, mean" for m in METHODS), *(f"{m}, most" for m in METHODS)], lines)
+    return Table(["T", *(f"{m}, mean" for m in METHODS), *(f"{m}, largest" for m in METHODS)], lines)
 
 
 RECIPES = {
     "fig:eigenvalue_dt_min_max": Recipe(
         version=1,
-        points=_eigenvalue_points,
+        points=_make_eigenvalue_points,
         run=_run,
         checks={
-            "beta": Check(_beta, "laptop"),
-            "memory": Check(_memory, "laptop"),
-            "memory-by-beta": Check(_memory_by_beta, "laptop"),
-            "spread": Check(_spread, "laptop"),
-            "linear": Check(_linear),
-            "conv-more": Check(_conv_more),
-            "same-mean": Check(_same_mean, "laptop"),
-            "order": Check(_order, "laptop"),
-            "outliers": Check(_outliers, "laptop"),
+            "beta": Check(_check_beta, "laptop"),
+            "memory": Check(_check_memory, "laptop"),
+            "memory-by-beta": Check(_check_memory_by_beta, "laptop"),
+            "spread": Check(_check_spread, "laptop"),
+            "linear": Check(_check_linear),
+            "conv-more": Check(_check_conv_more),
+            "same-mean": Check(_check_same_mean, "laptop"),
+            "order": Check(_check_order, "laptop"),
+            "outliers": Check(_check_outliers, "laptop"),
         },
         figures={
             "Mean iterations by β": _draw_eigenvalues,
             "Distribution of iterations, Δt_min = 0.001": _draw_distribution,
         },
-        table=_eigenvalue_table,
+        table=_make_eigenvalue_table,
         cost={"smoke": "3 s", "laptop": "2 min", "paper": "3 min"},
         dtype=torch.float32,
     ),
     "fig:deer_seq_len": Recipe(
         version=1,
-        points=_length_points,
+        points=_make_length_points,
         run=_run_lengths,
         checks={
-            "grows": Check(_grows, "laptop"),
-            "same-mean": Check(_lengths_same_mean, "laptop"),
-            "outliers": Check(_lengths_outliers, "laptop"),
-            "magnitude": Check(_magnitude),
+            "grows": Check(_check_grows, "laptop"),
+            "same-mean": Check(_check_lengths_same_mean, "laptop"),
+            "outliers": Check(_check_lengths_outliers, "laptop"),
+            "magnitude": Check(_check_magnitude),
         },
         figures={"Iterations by length": _draw_lengths},
-        table=_length_table,
+        table=_make_length_table,
         cost={"smoke": "1 s", "laptop": "10 s", "paper": "2 min"},
         dtype=torch.float32,
     ),

@@ -1,4 +1,4 @@
-"""Matrices with few parameters: fitted to a picture, and the outputs of a fresh layer (sec:low_param_linear)."""
+"""Matrices with few parameters: fits to an image, and the outputs of an untrained layer (sec:low_param_linear)."""
 
 import base64
 from typing import TYPE_CHECKING, Any
@@ -10,18 +10,18 @@ from torch import Tensor
 from adptnet.analysis import plot
 from adptnet.recurrence.projections import Dense, Kronecker, LowParam, LowRank, ProjectionSpec
 
-from ..recipe import Check, Finding, Point, Recipe, Row, Rows, Scale, Table, Verdict
+from ..recipe import Check, ClaimVerdict, GridPoint, Recipe, Row, Rows, RunOutput, Scale, Table, decide
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SIZE = 128
 RATIOS = [(64, 2), (16, 8), (8, 16), (2, 64)]
-BINS, END = 50, 2.5  # of the histograms, from -END to END; the outermost bins hold the tails as well
+BINS, END = 50, 2.5  # of the histograms, from -END to END; the outermost bins include the tails
 
 
-def picture() -> Tensor:
-    """Rings, stripes and lines of something like text on a slope of grey, in [0, 1]."""
+def make_target() -> Tensor:
+    """Return an image in [0, 1] of rings, stripes and text-like lines on a grey gradient, (SIZE, SIZE)."""
     axis = torch.linspace(0, 1, SIZE)
     y, x = axis.unsqueeze(1), axis.unsqueeze(0)
     image = 0.3 + 0.25 * (x + y)
@@ -30,50 +30,55 @@ def picture() -> Tensor:
     stripes = (x - 0.76).square() + (y - 0.46).square() < 0.19**2
     image = torch.where(stripes, (torch.sin(90 * (x + 0.6 * y)) > 0).to(image.dtype), image)
     dots = torch.rand(3, 5, 44, generator=torch.Generator().manual_seed(0), dtype=torch.float32) < 0.55
-    dots[..., ::4] = False  # between letters
+    dots[..., ::4] = False  # gaps between letters
     for line, ink in enumerate(dots.repeat_interleave(2, 1).repeat_interleave(2, 2)):
         image[84 + 14 * line : 94 + 14 * line, 8:96][ink] = 0.05
     return image
 
 
-def matrices() -> dict[str, ProjectionSpec]:
-    """What is fitted, by the name in the figure."""
-    named: dict[str, ProjectionSpec] = {f"LowRank {rank}": LowRank(rank=rank) for rank in (2, 4, 16)}
-    named |= {f"Kronecker {a}×{b}": Kronecker(factors=(a, b)) for a, b in RATIOS}
-    return named | {f"LowParam {a}×{b} + 2": LowParam(factors=(a, b), rank=2) for a, b in RATIOS}
+def list_matrices() -> dict[str, ProjectionSpec]:
+    """Return the parametrisations to fit, by their name in the figure."""
+    specs: dict[str, ProjectionSpec] = {f"LowRank {rank}": LowRank(rank=rank) for rank in (2, 4, 16)}
+    specs |= {f"Kronecker {a}×{b}": Kronecker(factors=(a, b)) for a, b in RATIOS}
+    return specs | {f"LowParam {a}×{b} + 2": LowParam(factors=(a, b), rank=2) for a, b in RATIOS}
 
 
-def _picture_points(scale: Scale) -> list[Point]:
+def _make_fit_points(scale: Scale) -> list[GridPoint]:
     steps = {"smoke": 60, "laptop": 1500, "paper": 3000}[scale]
-    return [Point({"matrix": name, "steps": steps}) for name in matrices()]
+    return [GridPoint({"matrix": name, "steps": steps}) for name in list_matrices()]
 
 
-def _run_picture(point: Point) -> Finding:
-    target, spec = picture(), matrices()[point.settings["matrix"]]
+def fit_matrix(point: GridPoint) -> RunOutput:
+    """Fit a matrix to the image by gradient descent.
+
+    Args:
+        point: Settings `matrix` (its name) and `steps`.
+    """
+    target, spec = make_target(), list_matrices()[point.settings["matrix"]]
     projection = spec.build(SIZE, SIZE)
-    optimiser = torch.optim.Adam(projection.parameters(), lr=0.05)
-    rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, point.settings["steps"])
+    optimizer = torch.optim.Adam(projection.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, point.settings["steps"])
     for _ in range(point.settings["steps"]):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         (projection.dense() - target).square().mean().backward()
-        optimiser.step()
-        rate.step()
+        optimizer.step()
+        schedule.step()
     image = projection.dense().detach()
     numbers = {
         "parameters": projection.parameter_count,
         "error": float((image - target).square().mean()),
         "variance": float(target.var()),
-        "image": _packed(image),
+        "image": _encode_image(image),
     }
-    return Finding(numbers, spec)
+    return RunOutput(numbers, spec)
 
 
-def _packed(image: Tensor) -> str:
-    """256 greys, as text."""
+def _encode_image(image: Tensor) -> str:
+    """Encode an image in [0, 1] as base64 text with 8 bits per pixel."""
     return base64.b64encode((image.clamp(0, 1) * 255).round().to(torch.uint8).numpy().tobytes()).decode()
 
 
-def _unpacked(text: str) -> np.ndarray[Any, Any]:
+def _decode_image(text: str) -> np.ndarray[Any, Any]:
     return np.frombuffer(base64.b64decode(text), np.uint8).reshape(SIZE, SIZE)
 
 
@@ -81,58 +86,57 @@ def _errors(rows: Rows, kind: str) -> list[float]:
     return [row.numbers["error"] for row in rows if row.settings["matrix"].startswith(kind)]
 
 
-def _fit(rows: Rows, name: str) -> Row:
+def _row_of(rows: Rows, name: str) -> Row:
     row: Row = rows.where(matrix=name)[0]
     return row
 
 
-def _smooth(rows: Rows) -> Verdict:
-    """Ranks 2 and 4 leave more than 30 % of the variance of the picture unexplained."""
-    left = [_fit(rows, f"LowRank {rank}").numbers["error"] / rows[0].numbers["variance"] for rank in (2, 4)]
-    return Verdict.of(min(left) > 0.3, ", ".join(f"{share:.0%}" for share in left))
+def _check_smooth(rows: Rows) -> ClaimVerdict:
+    """Ranks 2 and 4 leave more than 30 % of the variance of the image unexplained."""
+    shares = [_row_of(rows, f"LowRank {rank}").numbers["error"] / rows[0].numbers["variance"] for rank in (2, 4)]
+    return decide(min(shares) > 0.3, ", ".join(f"{share:.0%}" for share in shares))
 
 
-def _ratio(rows: Rows) -> Verdict:
+def _check_ratio(rows: Rows) -> ClaimVerdict:
     """The worst Kronecker product has at least twice the error of the best."""
     errors = _errors(rows, "Kronecker")
-    return Verdict.of(max(errors) > 2 * min(errors), f"errors {min(errors):.4f} to {max(errors):.4f}")
+    return decide(max(errors) > 2 * min(errors), f"errors {min(errors):.4f} to {max(errors):.4f}")
 
 
-def _mitigates(rows: Rows) -> Verdict:
+def _check_mitigates(rows: Rows) -> ClaimVerdict:
     """Worst minus best over the four ratios is smaller with the low-rank part than without."""
     alone, both = _errors(rows, "Kronecker"), _errors(rows, "LowParam")
     gaps = max(alone) - min(alone), max(both) - min(both)
-    return Verdict.of(gaps[1] < gaps[0], f"{gaps[0]:.4f} without, {gaps[1]:.4f} with")
+    return decide(gaps[1] < gaps[0], f"{gaps[0]:.4f} without, {gaps[1]:.4f} with")
 
 
-def _cheaper(rows: Rows) -> Verdict:
-    """Of every low-rank fit there is a Kronecker product of a smaller error with at most 1 % more parameters."""
+def _check_cheaper(rows: Rows) -> ClaimVerdict:
+    """For every low-rank fit there is a Kronecker product with a smaller error and at most 1 % more parameters."""
     kronecker = [row for row in rows if row.settings["matrix"].startswith("Kronecker")]
     beaten = {}
     for rank in (2, 4, 16):
-        low = _fit(rows, f"LowRank {rank}").numbers
+        low = _row_of(rows, f"LowRank {rank}").numbers
         beaten[rank] = any(
             k.numbers["parameters"] <= 1.01 * low["parameters"] and k.numbers["error"] < low["error"] for k in kronecker
         )
-    return Verdict.of(all(beaten.values()), ", ".join(f"rank {r}: {'yes' if b else 'no'}" for r, b in beaten.items()))
+    return decide(all(beaten.values()), ", ".join(f"rank {r}: {'yes' if b else 'no'}" for r, b in beaten.items()))
 
 
-def _draw_pictures(rows: Rows) -> "Figure":
-    figure = plot.blank(9, 7.6)
-    shown = [("the picture", _packed(picture()), f"{SIZE**2:,} numbers")]
+def _draw_fits(rows: Rows) -> "Figure":
+    figure = plot.new_figure(9, 7.6)
+    panels = [("target image", _encode_image(make_target()), f"{SIZE**2:,} entries")]
     for row in rows:
-        numbers = row.numbers
-        shown.append(
-            (row.settings["matrix"], numbers["image"], f"{numbers['parameters']:,} numbers, MSE {numbers['error']:.4f}")
-        )
-    for axis, (name, image, below) in zip(figure.subplots(3, 4).flat, shown, strict=True):
-        axis.imshow(_unpacked(image), cmap="gray", vmin=0, vmax=255, interpolation="none")
-        axis.set_title(f"{name}\n{below}", fontsize=9)
+        parameters, error = row.numbers["parameters"], row.numbers["error"]
+        panels.append((row.settings["matrix"], row.numbers["image"], f"{parameters:,} parameters, MSE {error:.4f}"))
+    for axis, (name, image, subtitle) in zip(figure.subplots(3, 4).flat, panels, strict=True):
+        greys = _decode_image(image) // 8  # 32 levels, which keeps the file small
+        axis.imshow(greys, cmap="gray", vmin=0, vmax=31, interpolation="none")
+        axis.set_title(f"{name}\n{subtitle}", fontsize=9)
         axis.set_axis_off()
     return figure
 
 
-def _picture_table(rows: Rows) -> Table:
+def _make_fit_table(rows: Rows) -> Table:
     return Table(
         ["matrix", "parameters", "MSE"],
         [[r.settings["matrix"], r.numbers["parameters"], f"{r.numbers['error']:.4f}"] for r in rows],
@@ -141,22 +145,22 @@ def _picture_table(rows: Rows) -> Table:
 
 # fig:pre_activation_distribution
 
-DENSE = {"default": 1.0, "printed": 3**0.5}  # times weights in ±1/√n
+DENSE = {"default": 1.0, "printed": 3**0.5}  # scale of weights in ±1/√n
 
 
-def _output_points(scale: Scale) -> list[Point]:
-    return [Point({"size": 1024}, seed) for seed in range({"smoke": 1, "laptop": 5, "paper": 20}[scale])]
+def _make_output_points(scale: Scale) -> list[GridPoint]:
+    return [GridPoint({"size": 1024}, seed) for seed in range({"smoke": 1, "laptop": 5, "paper": 20}[scale])]
 
 
-def _run_outputs(point: Point) -> Finding:
+def _run_outputs(point: GridPoint) -> RunOutput:
     size = point.settings["size"]
     inputs = torch.randn(size, size)
     dense = Dense().build(size, size)(inputs).detach()
     low = LowParam(factors=(size // 8, 8), rank=16).build(size, size)(inputs).detach()
     shares = {"LowParam": _shares(low)} | {name: _shares(dense * factor) for name, factor in DENSE.items()}
     numbers: dict[str, Any] = {"shares": shares, "different outputs": len(low[0].unique())}
-    numbers["divergence"] = {name: divergence(shares["LowParam"], shares[name]) for name in DENSE}
-    return Finding(numbers)
+    numbers["divergence"] = {name: kl_divergence(shares["LowParam"], shares[name]) for name in DENSE}
+    return RunOutput(numbers)
 
 
 def _shares(outputs: Tensor) -> Tensor:
@@ -164,28 +168,33 @@ def _shares(outputs: Tensor) -> Tensor:
     return counts / counts.sum()
 
 
-def divergence(p: Tensor, q: Tensor) -> float:
-    """Kullback and Leibler's, of p from q in nats."""
+def kl_divergence(p: Tensor, q: Tensor) -> float:
+    """Return the Kullback-Leibler divergence of p from q, in nats.
+
+    Args:
+        p: Probabilities.
+        q: Probabilities, positive wherever `p` is.
+    """
     return float(torch.where(p > 0, p * (p / q).log(), 0.0).sum())
 
 
-def _near(rows: Rows, name: str) -> Verdict:
+def _judge_divergence(rows: Rows, name: str) -> ClaimVerdict:
     found = [row.numbers["divergence"][name] for row in rows]
-    return Verdict.of(0.002 < np.mean(found) < 0.05, f"mean {np.mean(found):.3f}, {min(found):.3f} to {max(found):.3f}")
+    return decide(0.002 < np.mean(found) < 0.05, f"mean {np.mean(found):.3f}, {min(found):.3f} to {max(found):.3f}")
 
 
-def _printed(rows: Rows) -> Verdict:
+def _check_printed(rows: Rows) -> ClaimVerdict:
     """The mean divergence from weights in ±√(3/n) is between 0.002 and 0.05."""
-    return _near(rows, "printed")
+    return _judge_divergence(rows, "printed")
 
 
-def _default(rows: Rows) -> Verdict:
+def _check_default(rows: Rows) -> ClaimVerdict:
     """The mean divergence from weights in ±1/√n is between 0.002 and 0.05."""
-    return _near(rows, "default")
+    return _judge_divergence(rows, "default")
 
 
 def _draw_outputs(rows: Rows) -> "Figure":
-    figure = plot.blank(7, 3.8)
+    figure = plot.new_figure(7, 3.8)
     axis = figure.subplots()
     edges = np.linspace(-END, END, BINS + 1)
     labels = {"LowParam": "LowParam 128×8 + 16", "default": "dense, ±1/√n", "printed": "dense, ±√(3/n)"}
@@ -194,35 +203,35 @@ def _draw_outputs(rows: Rows) -> "Figure":
             f": KL {np.mean([r.numbers['divergence'][name] for r in rows]):.3f}" if name in DENSE else ""
         )
         axis.stairs(np.asarray(share) / (2 * END / BINS), edges, color=colour, linewidth=1.8, label=label)
-    axis.set(xlabel="output", ylabel="density", xlim=(-0.94 * END, 0.94 * END))  # without the bins of the tails
+    axis.set(xlabel="output", ylabel="density", xlim=(-0.94 * END, 0.94 * END))  # without the outermost bins
     axis.set_ylim(0, 1.35 * axis.get_ylim()[1])
     axis.legend(frameon=False, fontsize=9, loc="upper left")
-    plot.bare(axis)
+    plot.strip_axes(axis)
     return figure
 
 
 RECIPES = {
     "fig:low-param_priors": Recipe(
         version=1,
-        points=_picture_points,
-        run=_run_picture,
+        points=_make_fit_points,
+        run=fit_matrix,
         checks={
-            "smooth": Check(_smooth, "laptop"),
-            "ratio": Check(_ratio, "laptop"),
-            "mitigates": Check(_mitigates, "laptop"),
-            "cheaper": Check(_cheaper, "laptop"),
+            "smooth": Check(_check_smooth, "laptop"),
+            "ratio": Check(_check_ratio, "laptop"),
+            "mitigates": Check(_check_mitigates, "laptop"),
+            "cheaper": Check(_check_cheaper, "laptop"),
         },
-        figures={"A picture by few numbers": _draw_pictures},
-        table=_picture_table,
+        figures={"An image fitted with few parameters": _draw_fits},
+        table=_make_fit_table,
         cost={"smoke": "2 s", "laptop": "30 s", "paper": "1 min"},
         dtype=torch.float32,
     ),
     "fig:pre_activation_distribution": Recipe(
         version=1,
-        points=_output_points,
+        points=_make_output_points,
         run=_run_outputs,
-        checks={"printed": Check(_printed), "default": Check(_default)},
-        figures={"Outputs at the start (KL: mean over seeds)": _draw_outputs},
+        checks={"printed": Check(_check_printed), "default": Check(_check_default)},
+        figures={"Outputs at initialisation (KL: mean over seeds)": _draw_outputs},
         cost={"smoke": "1 s", "laptop": "2 s", "paper": "8 s"},
         dtype=torch.float32,
     ),

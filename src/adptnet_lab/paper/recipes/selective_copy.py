@@ -1,7 +1,7 @@
 """Selective Copy by β, with directions from the input and from the state (sec:selective_copy_results).
 
-Two layers of S4D-Real with the input gate off, so that only β makes the model selective. Below the scale paper: six
-symbols out of six, 40 steps, width 32.
+Two layers of S4D-Real without input gate, so that only β makes the model selective. Below the scale paper the task has
+six symbols out of six and 40 steps, and the width is 32.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,8 @@ from adptnet.recurrence.spectra import S4DReal
 from ...tasks import SelectiveCopy
 from ...training import Cosine, TrainConfig
 from ..evidence import rank_correlation
-from ..recipe import Check, Finding, Point, Recipe, Rows, Scale, Table, Verdict
-from ..scoring import bars, by_setting, difference, mean_accuracy, scored
+from ..recipe import Check, ClaimVerdict, GridPoint, Recipe, Rows, RunOutput, Scale, Table, decide
+from ..scoring import accuracy_difference, draw_accuracies, make_accuracy_table, mean_accuracy, train_and_score
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,13 +37,17 @@ LAPTOP = {
     "test": 2000,
 }
 PAPER = {"symbols": 16, "vocabulary": 16, "steps": 31400, "batch": 64, "test": 1000}  # 200 epochs of 157 batches
-TUNED = [(rate, decay) for rate in (1e-3, 5e-3, 1e-2) for decay in (0.0, 0.1)]  # what the paper chose β = 0 from
+TUNED = [
+    (rate, decay) for rate in (1e-3, 5e-3, 1e-2) for decay in (0.0, 0.1)
+]  # grid from which the paper chose the baseline β = 0
 
 
-def _points(source: str, betas: dict[Scale, list[float]], sizes: dict[str, int]) -> Callable[[Scale], list[Point]]:
-    def points(scale: Scale) -> list[Point]:
+def _make_points(
+    source: str, betas: dict[Scale, list[float]], sizes: dict[str, int]
+) -> Callable[[Scale], list[GridPoint]]:
+    def points_at(scale: Scale) -> list[GridPoint]:
         settings = {"smoke": TOY, "laptop": LAPTOP, "paper": PAPER | sizes}[scale]
-        found = []
+        points = []
         for beta in betas[scale]:
             if scale == "paper":
                 tries, seeds = (TUNED, 3) if beta == 0 else ([(1e-3, 0.1)], 1)
@@ -51,13 +55,13 @@ def _points(source: str, betas: dict[Scale, list[float]], sizes: dict[str, int])
                 tries, seeds = [(3e-3, 0.1)], 1 if scale == "smoke" else 3
             for rate, decay in tries:
                 chosen = {"source": source, "beta": beta, "rate": rate, "decay": decay}
-                found += [Point({**chosen, **settings}, seed) for seed in range(seeds)]
-        return found
+                points += [GridPoint({**chosen, **settings}, seed) for seed in range(seeds)]
+        return points
 
-    return points
+    return points_at
 
 
-def _run(point: Point) -> Finding:
+def _run(point: GridPoint) -> RunOutput:
     settings = point.settings
     task = SelectiveCopy(settings["length"], settings["symbols"], settings["vocabulary"])
     cell = ADPTSpec(
@@ -78,54 +82,56 @@ def _run(point: Point) -> Finding:
         clip=None,
         seed=point.seed,
     )
-    return Finding(scored(spec, task, config, sequences=settings["test"]).numbers, spec)
+    return RunOutput(train_and_score(spec, task, config, sequences=settings["test"]).numbers, spec)
 
 
 def _accuracy(rows: Rows) -> float:
-    """The mean over seeds; of several tunings, as the paper does, the best run."""
+    """Return the mean over seeds; if several tunings were run, the best run, as in the paper."""
     tuned = len(rows.values("rate")) > 1
     return float(max(rows.numbers("accuracy"))) if tuned else mean_accuracy(rows)
 
 
-def _at(rows: Rows, beta: float) -> float:
+def _accuracy_at(rows: Rows, beta: float) -> float:
     return _accuracy(rows.where(beta=beta))
 
 
-def _shown(rows: Rows) -> str:
+def _format_by_beta(rows: Rows) -> str:
     return ", ".join(f"β = {beta:g}: {_accuracy(some):.1f}" for (beta,), some in rows.groups("beta").items()) + " %"
 
 
-def _rises(rows: Rows) -> Verdict:
+def _check_rises(rows: Rows) -> ClaimVerdict:
     """Spearman's correlation of β and accuracy is at least 0.8, and the largest β is better than β = 0."""
     betas = rows.values("beta")
-    found = [_at(rows, beta) for beta in betas]
-    return Verdict.of(rank_correlation(betas, found) >= 0.8 and found[-1] > found[0], _shown(rows))
+    accuracies = [_accuracy_at(rows, beta) for beta in betas]
+    holds = rank_correlation(betas, accuracies) >= 0.8 and accuracies[-1] > accuracies[0]
+    return decide(holds, _format_by_beta(rows))
 
 
-def _small(rows: Rows) -> Verdict:
-    """β = 0.00125 is better than β = 0 by at least 5 points."""
-    return Verdict.of(_at(rows, 0.00125) >= _at(rows, 0.0) + 5, _shown(rows))
+def _check_small(rows: Rows) -> ClaimVerdict:
+    """The accuracy at β = 0.00125 is at least 5 points above that at β = 0."""
+    return decide(_accuracy_at(rows, 0.00125) >= _accuracy_at(rows, 0.0) + 5, _format_by_beta(rows))
 
 
-def _better(rows: Rows) -> Verdict:
-    """β = 0.0125 minus β = 0, paired by seed, has a 95 % interval above 0; of single runs it is above 0."""
+def _check_better(rows: Rows) -> ClaimVerdict:
+    """The accuracy at β = 0.0125 minus that at β = 0, paired by seed, has a 95 % interval above 0; for single runs the
+    difference is above 0."""
     if len(rows.where(beta=0.0125)) != len(rows.where(beta=0.0)):  # tuned baselines
-        return Verdict.of(_at(rows, 0.0125) > _at(rows, 0.0), _shown(rows))
-    found = difference(rows, {"beta": 0.0125}, {"beta": 0.0})
-    return Verdict.of(found.low > 0, f"{found}; {_shown(rows)}")
+        return decide(_accuracy_at(rows, 0.0125) > _accuracy_at(rows, 0.0), _format_by_beta(rows))
+    found = accuracy_difference(rows, {"beta": 0.0125}, {"beta": 0.0})
+    return decide(found.low > 0, f"{found}; {_format_by_beta(rows)}")
 
 
-def _doubles(rows: Rows) -> Verdict:
+def _check_doubles(rows: Rows) -> ClaimVerdict:
     """The accuracy at β = 0.0125 is at least twice that at β = 0."""
-    return Verdict.of(_at(rows, 0.0125) >= 2 * _at(rows, 0.0), _shown(rows))
+    return decide(_accuracy_at(rows, 0.0125) >= 2 * _accuracy_at(rows, 0.0), _format_by_beta(rows))
 
 
-def _table(rows: Rows) -> Table:
-    return by_setting(rows, {"beta": "β"}, heights=_accuracy)
+def _make_table(rows: Rows) -> Table:
+    return make_accuracy_table(rows, {"beta": "β"}, score=_accuracy)
 
 
 def _draw(rows: Rows) -> "Figure":
-    return bars(rows, "beta", heights=_accuracy)
+    return draw_accuracies(rows, "beta", score=_accuracy)
 
 
 _INPUT: dict[Scale, list[float]] = {
@@ -138,21 +144,21 @@ _STATE: dict[Scale, list[float]] = {"smoke": [0.0, 0.0125], "laptop": [0.0, 0.01
 RECIPES = {
     "table:linear_ADPTNet_selective_results": Recipe(
         version=1,
-        points=_points("input", _INPUT, {"length": 1024, "width": 128, "expansion": 2}),
+        points=_make_points("input", _INPUT, {"length": 1024, "width": 128, "expansion": 2}),
         run=_run,
-        checks={"beta": Check(_rises, "laptop"), "small-beta": Check(_small, "paper")},
+        checks={"beta": Check(_check_rises, "laptop"), "small-beta": Check(_check_small, "paper")},
         figures={"Accuracy by β (points: runs)": _draw},
-        table=_table,
+        table=_make_table,
         cost={"smoke": "1 s", "laptop": "6 min", "paper": "a GPU for days"},
         dtype=torch.float32,
     ),
     "table:non-linear_selective_results": Recipe(
         version=1,
-        points=_points("state", _STATE, {"length": 128, "width": 64, "expansion": 4}),
+        points=_make_points("state", _STATE, {"length": 128, "width": 64, "expansion": 4}),
         run=_run,
-        checks={"beta": Check(_better, "laptop"), "doubles": Check(_doubles, "paper")},
+        checks={"beta": Check(_check_better, "laptop"), "doubles": Check(_check_doubles, "paper")},
         figures={"Accuracy by β (points: runs)": _draw},
-        table=_table,
+        table=_make_table,
         cost={"smoke": "1 s", "laptop": "4 min", "paper": "a GPU for a day"},
         dtype=torch.float32,
     ),

@@ -1,7 +1,8 @@
 """Sequential CIFAR-10 with directions from the state and from the input (sec:scifar).
 
-Complex S4D-Inv in the set-up of S4D's small model. Below the scale paper: images averaged down, a narrow network, and
-other models beside ours where the paper quotes the literature. The scale smoke takes pictures of its own.
+Complex S4D-Inv in the set-up of S4D's small model. Below the scale paper, images are downsampled by averaging, the
+network is narrow, and other models are trained where the paper quotes the literature. The scale smoke uses generated
+images.
 """
 
 import tempfile
@@ -25,8 +26,15 @@ from adptnet.recurrence.spectra import S4DInv, Spectrum
 from ...baselines import baseline
 from ...tasks import SequentialImage
 from ...training import Cosine, TrainConfig
-from ..recipe import Check, Finding, Outcome, Point, Recipe, Rows, Scale, Table, Verdict
-from ..scoring import bars, by_setting, difference, mean_accuracy, scored, shown
+from ..recipe import Check, ClaimVerdict, GridPoint, Outcome, Recipe, Rows, RunOutput, Scale, Table, decide
+from ..scoring import (
+    accuracy_difference,
+    draw_accuracies,
+    format_accuracies,
+    make_accuracy_table,
+    mean_accuracy,
+    train_and_score,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,7 +42,7 @@ if TYPE_CHECKING:
 OURS = "ADPTNet"
 OTHERS = {"Mamba": "mamba", "Transformer": "attention"}
 GENERATED = "generated"
-TRAINING_IMAGES = 45_000  # of CIFAR-10, without the tenth that is held out
+TRAINING_IMAGES = 45_000  # of CIFAR-10, without the tenth that is held out for validation
 SIZES: dict[str, dict[str, Any]] = {
     "smoke": {"data": GENERATED, "side": 4, "images": 16, "test": 8, "width": 4, "pairs": 1, "batch": 8, "epochs": 1},
     "laptop": {"data": "cifar10", "images": 4000, "test": 1000, "width": 32, "pairs": 1, "batch": 50, "epochs": 10},
@@ -49,31 +57,34 @@ SIZES: dict[str, dict[str, Any]] = {
         "epochs": 100,
     },
 }
-BEST_SELECTIVE = 76.5  # Mamba, of the rows that the paper quotes
-BEST_RECURRENT = 74.4  # UR-GRU
+BEST_SELECTIVE = 76.5  # percent; Mamba, as quoted in the paper
+BEST_RECURRENT = 74.4  # percent; UR-GRU, as quoted in the paper
 
 
 def _seeds(scale: Scale) -> range:
     return range(3 if scale == "laptop" else 1)
 
 
-def _state_points(scale: Scale) -> list[Point]:
+def _make_state_points(scale: Scale) -> list[GridPoint]:
     shared = {"source": "state", "depth": 2, "side": 16, **SIZES[scale], "rate": 0.01}
-    return [Point({"model": OURS, "beta": beta, **shared}, seed) for beta in (0.0, 0.0125) for seed in _seeds(scale)]
+    return [
+        GridPoint({"model": OURS, "beta": beta, **shared}, seed) for beta in (0.0, 0.0125) for seed in _seeds(scale)
+    ]
 
 
-def _input_points(scale: Scale) -> list[Point]:
-    """The other models at the scale laptop alone: the paper quotes theirs."""
+def _make_input_points(scale: Scale) -> list[GridPoint]:
+    """Return the points with directions from the input. The other models, which the paper quotes, run below the scale
+    paper only."""
     shared = {"source": "input", "depth": 4 if scale == "paper" else 2, "side": 8, **SIZES[scale], "rate": 0.01}
     if scale == "laptop":
-        shared["epochs"] = 6  # Mamba takes its time
+        shared["epochs"] = 6  # our Mamba is slow
     kinds: list[dict[str, Any]] = [{"model": OURS, "beta": 0.0125}]
     if scale != "paper":
         kinds += [{"model": name, "beta": None} for name in OTHERS]
-    return [Point({**kind, **shared}, seed) for kind in kinds for seed in _seeds(scale)]
+    return [GridPoint({**kind, **shared}, seed) for kind in kinds for seed in _seeds(scale)]
 
 
-def _layer(settings: Any) -> LayerSpec | MixerSpec:
+def _make_layer(settings: Any) -> LayerSpec | MixerSpec:
     if settings["model"] != OURS:
         return baseline(OTHERS[settings["model"]], settings["width"])
     cell = ADPTSpec(
@@ -87,12 +98,12 @@ def _layer(settings: Any) -> LayerSpec | MixerSpec:
     return LayerSpec(cell)
 
 
-def _run(point: Point) -> Finding:
+def _run(point: GridPoint) -> RunOutput:
     settings = point.settings
     with tempfile.TemporaryDirectory() as folder:
-        data = _pictures(Path(folder)) if settings["data"] == GENERATED else settings["data"]
+        data = _generate_images(Path(folder)) if settings["data"] == GENERATED else settings["data"]
         task = SequentialImage(data, side=settings["side"], training_images=settings["images"])
-        spec = task.model(BlockSpec(_layer(settings), prenorm=False, dropout=0.1), settings["depth"])
+        spec = task.model(BlockSpec(_make_layer(settings), prenorm=False, dropout=0.1), settings["depth"])
         steps = settings["epochs"] * (task.size("train") // settings["batch"])
         config = TrainConfig(
             steps=steps,
@@ -103,117 +114,127 @@ def _run(point: Point) -> Finding:
             clip=None,
             seed=point.seed,
         )
-        numbers = scored(spec, task, config, sequences=settings["test"], batch=50, watch=_slow_spectra).numbers
-    return Finding(numbers, spec)
+        trained = train_and_score(spec, task, config, sequences=settings["test"], batch=50, watch=_lower_spectrum_rate)
+    return RunOutput(trained.numbers, spec)
 
 
-def _slow_spectra(model: nn.Module) -> None:
-    """A tenth of the learning rate for timescales, as S4D has it."""
+def _lower_spectrum_rate(model: nn.Module) -> None:
+    """Set a tenth of the learning rate for the parameters of spectra, as in S4D."""
     for module in model.modules():
         if isinstance(module, Spectrum):
             for parameter in module.parameters(recurse=False):
                 parameter._optim = {"weight_decay": 0.0, "lr": 1e-3}  # type: ignore[attr-defined]
 
 
-def _pictures(folder: Path) -> str:
-    """Two kinds of small pictures, bright above and bright below, with noise."""
+def _generate_images(folder: Path) -> str:
+    """Write small noisy images of two classes, bright in the upper or in the lower half, and return their path."""
     generator = np.random.default_rng(0)
     labels = np.arange(32) % 2
-    pictures = generator.integers(0, 100, (32, 4, 4, 3), dtype=np.uint8)
-    pictures[labels == 0, :2] += 100
-    pictures[labels == 1, 2:] += 100
+    images = generator.integers(0, 100, (32, 4, 4, 3), dtype=np.uint8)
+    images[labels == 0, :2] += 100
+    images[labels == 1, 2:] += 100
     path = folder / "pictures.npz"
-    np.savez(path, x_train=pictures, y_train=labels, x_test=pictures, y_test=labels)
+    np.savez(path, x_train=images, y_train=labels, x_test=images, y_test=labels)
     return str(path)
 
 
-def _lacks(scale: Scale) -> str | None:
+def _find_missing_data(scale: Scale) -> str | None:
     if scale == "smoke":
         return None
     try:
-        found = SequentialImage().size("train")
+        count = SequentialImage().size("train")
     except DataError as error:
         return str(error)
-    if scale == "paper" and found < TRAINING_IMAGES:
+    if scale == "paper" and count < TRAINING_IMAGES:
         return (
-            f"it needs all of CIFAR-10, {TRAINING_IMAGES:,} images to train on; those found are {found:,}. "
-            "Fetch it: adptnet data fetch cifar10."
+            f"it needs all of CIFAR-10, {TRAINING_IMAGES:,} training images, but only {count:,} were found. "
+            "Download it: adptnet data fetch cifar10."
         )
     return None
 
 
-def _matches(rows: Rows) -> Verdict:
-    """β = 0.0125 minus β = 0, in the mean over seeds, is within 2 points, and both are above twice chance."""
-    found = difference(rows, {"beta": 0.0125}, {"beta": 0.0})
+def _check_matches(rows: Rows) -> ClaimVerdict:
+    """The mean accuracies at β = 0.0125 and at β = 0 differ by less than 2 points, and both are above twice chance."""
+    found = accuracy_difference(rows, {"beta": 0.0125}, {"beta": 0.0})
     lowest = min(mean_accuracy(some) for some in rows.groups("beta").values())
     holds = abs(found.mean) < 2 and lowest > 2 * rows[0].numbers["chance"]
-    return Verdict.of(holds, f"{found}; by β {shown(rows, 'beta')}")
+    return decide(holds, f"{found}; by β {format_accuracies(rows, 'beta')}")
 
 
-def _recurrent(rows: Rows) -> Verdict:
+def _check_recurrent(rows: Rows) -> ClaimVerdict:
     """The accuracy at β = 0.0125 is above 74.4 %, the best of the recurrent networks that the paper quotes."""
-    return Verdict.of(mean_accuracy(rows.where(beta=0.0125)) > BEST_RECURRENT, shown(rows, "beta"))
+    return decide(mean_accuracy(rows.where(beta=0.0125)) > BEST_RECURRENT, format_accuracies(rows, "beta"))
 
 
-def _two_layers(rows: Rows) -> Verdict:
+def _check_two_layers(rows: Rows) -> ClaimVerdict:
     """The accuracy at β = 0.0125 is above 76.5 %, the best of the selective models that the paper quotes."""
-    return Verdict.of(mean_accuracy(rows.where(beta=0.0125)) > BEST_SELECTIVE, shown(rows, "beta"))
+    return decide(mean_accuracy(rows.where(beta=0.0125)) > BEST_SELECTIVE, format_accuracies(rows, "beta"))
 
 
-def _selective(rows: Rows) -> Verdict:
+def _check_selective(rows: Rows) -> ClaimVerdict:
     """The accuracy is above 76.5 %, the best of the models that the paper quotes."""
-    return Verdict.of(mean_accuracy(rows.where(model=OURS)) > BEST_SELECTIVE, shown(rows, "model"))
+    return decide(mean_accuracy(rows.where(model=OURS)) > BEST_SELECTIVE, format_accuracies(rows, "model"))
 
 
-def _parameters(rows: Rows) -> Verdict:
-    """The paper prints no number of parameters, neither its own nor theirs: there is nothing to compare with."""
+def _check_parameters(rows: Rows) -> ClaimVerdict:
+    """Never testable: the paper reports no number of parameters, neither of its own model nor of the others."""
     counts = {model: some[0].numbers["parameters"] for (model,), some in rows.groups("model").items()}
     ours = ", ".join(f"{m} {count:,}" for m, count in counts.items())
-    return Verdict(Outcome.NOT_TESTABLE, f"nor at any other: the paper prints no number of parameters. Ours: {ours}")
+    why = "nor at any other scale, since the paper reports no number of parameters"
+    return ClaimVerdict(Outcome.NOT_TESTABLE, f"{why}. Ours: {ours}")
 
 
-def _beside(rows: Rows) -> Verdict:
-    """ADPTNet minus Mamba and minus a Transformer, paired by seed, each have a 95 % interval above 0."""
-    found = {name: difference(_alike(rows), {"model": OURS}, {"model": name}) for name in OTHERS}
+def _check_beside(rows: Rows) -> ClaimVerdict:
+    """The accuracy of ADPTNet minus that of Mamba, and minus that of a Transformer, paired by seed, each has a 95 %
+    interval above 0."""
+    comparable = _drop_beta(rows)
+    found = {name: accuracy_difference(comparable, {"model": OURS}, {"model": name}) for name in OTHERS}
     differences = "; ".join(f"minus {name} {each}" for name, each in found.items())
-    return Verdict.of(all(each.low > 0 for each in found.values()), f"{differences}; {shown(rows, 'model')}")
+    holds = all(each.low > 0 for each in found.values())
+    return decide(holds, f"{differences}; {format_accuracies(rows, 'model')}")
 
 
-def _alike(rows: Rows) -> Rows:
-    """Without β, which the others have not."""
+def _drop_beta(rows: Rows) -> Rows:
+    """Set β to None, as for the other models, so that runs can be paired."""
     return Rows([row._replace(settings={**row.settings, "beta": None}) for row in rows])
 
 
-def _state_table(rows: Rows) -> Table:
-    return by_setting(rows, {"model": "Model", "beta": "β"})
+def _make_table(rows: Rows) -> Table:
+    return make_accuracy_table(rows, {"model": "Model", "beta": "β"})
 
 
-def _draw(key: str) -> Callable[[Rows], "Figure"]:
-    return lambda rows: bars(rows, key)
+def _draw_by(key: str) -> Callable[[Rows], "Figure"]:
+    return lambda rows: draw_accuracies(rows, key)
 
 
-_SHARED: dict[str, Any] = {"version": 1, "run": _run, "table": _state_table, "dtype": torch.float32, "lacks": _lacks}
+_SHARED: dict[str, Any] = {
+    "version": 1,
+    "run": _run,
+    "table": _make_table,
+    "dtype": torch.float32,
+    "find_missing_data": _find_missing_data,
+}
 
 RECIPES = {
     "table:linear_scifar_results": Recipe(
-        points=_input_points,
+        points=_make_input_points,
         checks={
-            "selective": Check(_selective, "paper"),
-            "parameters": Check(_parameters),
-            "beside": Check(_beside, "laptop", {"depth": [2]}),
+            "selective": Check(_check_selective, "paper"),
+            "parameters": Check(_check_parameters),
+            "beside": Check(_check_beside, "laptop", {"depth": [2]}),
         },
-        figures={"Accuracy by model (points: runs)": _draw("model")},
+        figures={"Accuracy by model (points: runs)": _draw_by("model")},
         cost={"smoke": "1 s", "laptop": "5 min", "paper": "11 days"},
         **_SHARED,
     ),
     "table:non-linear_scifar_results": Recipe(
-        points=_state_points,
+        points=_make_state_points,
         checks={
-            "matches": Check(_matches, "laptop"),
-            "recurrent": Check(_recurrent, "paper"),
-            "two-layers": Check(_two_layers, "paper"),
+            "matches": Check(_check_matches, "laptop"),
+            "recurrent": Check(_check_recurrent, "paper"),
+            "two-layers": Check(_check_two_layers, "paper"),
         },
-        figures={"Accuracy by β (points: runs)": _draw("beta")},
+        figures={"Accuracy by β (points: runs)": _draw_by("beta")},
         cost={"smoke": "1 s", "laptop": "7 min", "paper": "10 days"},
         **_SHARED,
     ),

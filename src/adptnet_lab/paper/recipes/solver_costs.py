@@ -1,4 +1,4 @@
-"""Operations that A_t costs, FFT against scan, and local errors (table:conv_forward_flops, table:error_summary)."""
+"""Cost of A_t, FFT against scan, and local errors of the solvers (table:conv_forward_flops, table:error_summary)."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,32 +14,32 @@ from adptnet.ops.linear_scan import linear_scan
 from adptnet.ops.lti_convolution import lti_convolution
 
 from ..evidence import rank_correlation
-from ..recipe import Check, Finding, Point, Recipe, Rows, Scale, Table, Verdict
+from ..recipe import Check, ClaimVerdict, GridPoint, Recipe, Rows, RunOutput, Scale, Table, decide
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def _listing(size: int) -> int:
-    """What the arithmetic of appendix:code_fwd_macs costs: diag M from the two factors of Q - I."""
+def _count_listing(size: int) -> int:
+    """Count the operations of the listing in appendix:code_fwd_macs: diag M from the two factors of Q - I."""
     left, core, right, eigen = torch.randn(size, 2), torch.randn(2, 2), torch.randn(size, 2), torch.rand(size)
 
     def diagonal() -> object:
-        moved = left @ core
-        first = moved[:, 0] * right[:, 0] + moved[:, 1] * right[:, 1]
-        both = right @ ((moved.mT * eigen) @ moved)
+        product = left @ core
+        first = product[:, 0] * right[:, 0] + product[:, 1] * right[:, 1]
+        both = right @ ((product.mT * eigen) @ product)
         second = both[:, 0] * right[:, 0] + both[:, 1] * right[:, 1]
         return eigen + 2 * eigen * first + second
 
     return macs(diagonal)
 
 
-def _cost_points(scale: Scale) -> list[Point]:
+def _make_cost_points(scale: Scale) -> list[GridPoint]:
     sizes = {"smoke": [8, 16], "laptop": [16, 32, 64, 128], "paper": [16, 32, 64, 128, 256]}[scale]
-    return [Point({"size": size, "steps": 64 if scale == "smoke" else 1024}) for size in sizes]
+    return [GridPoint({"size": size, "steps": 64 if scale == "smoke" else 1024}) for size in sizes]
 
 
-def _run_cost(point: Point) -> Finding:
+def _run_cost(point: GridPoint) -> RunOutput:
     size = point.settings["size"]
     layer = ADPTNet(size, beta=0.125).requires_grad_(False)
     counted = analysis.cost(layer)
@@ -50,57 +50,58 @@ def _run_cost(point: Point) -> Finding:
     )
     drive = layer.cell.prepare(x[:, :1], torch.zeros(1, 1, dtype=torch.int64))
     assert isinstance(layer.cell, ADPTCell)
-    bound = layer.cell.bind()  # what a step needs is evaluated here
+    bound = layer.cell.bind()  # evaluates everything that a step needs
     conv = macs(lambda: bound.linear_transition(drive))
     numbers: dict[str, Any] = {
-        "listing": _listing(size),
+        "listing": _count_listing(size),
         "Conv": conv,
         "Forward": counted.conjugate_diagonal,
         "Quasi": counted.jacobian_diagonal,
         "step": counted.step,
         "fft": float((by_scan - by_fft).abs().max() / by_scan.abs().max()),
     }
-    return Finding(numbers, layer.spec)
+    return RunOutput(numbers, layer.spec)
 
 
-def _conv(rows: Rows) -> Verdict:
-    """No operation is counted for the transition of Conv-DEER beyond the eigenvalues, which the step needs anyway."""
-    found = rows.numbers("Conv")
-    return Verdict.of(max(found) == 0, f"{max(found)} multiply-accumulates")
+def _check_conv(rows: Rows) -> ClaimVerdict:
+    """The transition of Conv-DEER costs no operation beyond the eigenvalues, which the step needs anyway."""
+    counts = rows.numbers("Conv")
+    return decide(max(counts) == 0, f"{max(counts)} multiply-accumulates")
 
 
-def _forward(rows: Rows) -> Verdict:
+def _check_forward(rows: Rows) -> ClaimVerdict:
     """The listing costs exactly 20·D at every size."""
-    found = {row.settings["size"]: row.numbers["listing"] for row in rows}
-    shown = ", ".join(f"D = {n}: {count / n:g}·D" for n, count in found.items())
-    return Verdict.of(all(count == 20 * n for n, count in found.items()), shown)
+    counts = {row.settings["size"]: row.numbers["listing"] for row in rows}
+    text = ", ".join(f"D = {n}: {count / n:g}·D" for n, count in counts.items())
+    return decide(all(count == 20 * n for n, count in counts.items()), text)
 
 
-def _linear(rows: Rows) -> Verdict:
+def _check_linear(rows: Rows) -> ClaimVerdict:
     """The count of our diag M, divided by D, changes by less than 10 % from the smallest to the largest size."""
     each = [row.numbers["Forward"] / row.settings["size"] for row in rows]
-    return Verdict.of(max(each) < 1.1 * min(each), f"{each[0]:.1f}·D to {each[-1]:.1f}·D")
+    return decide(max(each) < 1.1 * min(each), f"{each[0]:.1f}·D to {each[-1]:.1f}·D")
 
 
-def _quasi(rows: Rows) -> Verdict:
+def _check_quasi(rows: Rows) -> ClaimVerdict:
     """The count of our diag J, divided by D, changes by less than 10 % over the sizes and is above Forward's."""
     each = [row.numbers["Quasi"] / row.settings["size"] for row in rows]
     above = all(row.numbers["Quasi"] > row.numbers["Forward"] for row in rows)
-    shown = f"{each[0]:.0f}·D to {each[-1]:.0f}·D"
-    return Verdict.of(above and max(each) < 1.1 * min(each), shown, "dense K and V make it grow with D²")
+    text = f"{each[0]:.0f}·D to {each[-1]:.0f}·D"
+    return decide(above and max(each) < 1.1 * min(each), text, "with dense K and V it grows with D²")
 
 
-def _fft(rows: Rows) -> Verdict:
-    """After three iterations the states by FFT and by scan differ by less than 10⁻¹⁰ of the largest, in float64."""
+def _check_fft(rows: Rows) -> ClaimVerdict:
+    """After three iterations in float64, the states by FFT and by scan differ by less than 10⁻¹⁰ of the largest
+    state."""
     worst = max(rows.numbers("fft"))
-    return Verdict.of(worst < 1e-10, f"relative difference {worst:.1g}")
+    return decide(worst < 1e-10, f"relative difference {worst:.1g}")
 
 
-def _cost_table(rows: Rows) -> Table:
+def _make_cost_table(rows: Rows) -> Table:
     keys = ["Conv", "listing", "Forward", "Quasi", "step"]
     lines = [[row.settings["size"], *(row.numbers[key] for key in keys), f"{row.numbers['fft']:.1g}"] for row in rows]
     return Table(
-        ["D", "Conv", "Forward, the paper's listing", "Forward, ours", "Quasi, ours", "a step", "FFT − scan"], lines
+        ["D", "Conv", "Forward, the paper's listing", "Forward, ours", "Quasi, ours", "step", "FFT − scan"], lines
     )
 
 
@@ -110,75 +111,76 @@ BETAS = [0.0125, 0.05, 0.125, 0.5, 1.0]
 SPREADS = {"narrow": (1e-2, 1e-1), "wide": (1e-2, 2.0)}
 
 
-def _error_points(scale: Scale) -> list[Point]:
+def _make_error_points(scale: Scale) -> list[GridPoint]:
     steps, seeds = {"smoke": (12, 1), "laptop": (512, 3), "paper": (1024, 5)}[scale]
     return [
-        Point({"spread": spread, "beta": beta, "steps": steps}, seed)
+        GridPoint({"spread": spread, "beta": beta, "steps": steps}, seed)
         for seed in range(seeds)
         for spread in SPREADS
         for beta in BETAS
     ]
 
 
-def _run_errors(point: Point) -> Finding:
+def _run_errors(point: GridPoint) -> RunOutput:
     low, high = SPREADS[point.settings["spread"]]
     spectrum = spectra.Linspace(dt_min=low, dt_max=high)
     layer = ADPTNet(
         16, beta=point.settings["beta"], projection=projections.Orthogonal(), spectrum=spectrum
     ).requires_grad_(False)
-    found = analysis.local_errors(layer, torch.randn(point.settings["steps"], 16))
+    errors = analysis.local_errors(layer, torch.randn(point.settings["steps"], 16))
     keep = slice(1, None)  # the first state is zero
     numbers: dict[str, Any] = {
-        name: float(getattr(found, name)[keep].max()) for name in ("similarity", "derivative", "forward")
+        name: float(getattr(errors, name)[keep].max()) for name in ("similarity", "derivative", "forward")
     }
     for name in ("conv_to_deer", "derivative_to_state", "forward_to_quasi", "conv_to_quasi"):
-        numbers[name] = float((getattr(found, name)[keep] / found.state_norm[keep]).mean())
+        numbers[name] = float((getattr(errors, name)[keep] / errors.state_norm[keep]).mean())
     assert isinstance(layer.cell, ADPTCell)
     modulus = layer.cell.spectrum.log_modulus().exp()
     numbers |= {"largest": float(modulus.max()), "spread": analysis.eigenvalue_spread(layer)}
-    return Finding(numbers, layer.spec)
+    return RunOutput(numbers, layer.spec)
 
 
-def _similarity(rows: Rows) -> Verdict:
+def _check_similarity(rows: Rows) -> ClaimVerdict:
     """The largest ‖Λ̄ - M‖ along every trajectory is at most λ̄_max - λ̄_min."""
     ratio = max(row.numbers["similarity"] / row.numbers["spread"] for row in rows)
-    return Verdict.of(ratio <= 1 + 1e-9, f"at most {ratio:.3f} of it")
+    return decide(ratio <= 1 + 1e-9, f"at most {ratio:.3f} of it")
 
 
-def _derivative(rows: Rows) -> Verdict:
+def _check_derivative(rows: Rows) -> ClaimVerdict:
     """The largest ‖J - M‖ along every trajectory is at most 8βλ̄_max."""
     ratios = [row.numbers["derivative"] / (8 * row.settings["beta"] * row.numbers["largest"]) for row in rows]
     exact = [row.numbers["derivative"] / (2 * row.settings["beta"] * row.numbers["spread"]) for row in rows]
-    return Verdict.of(
+    return decide(
         max(ratios) <= 1, f"at most {max(ratios):.2g} of it (of our bound 2β(λ̄_max − λ̄_min): {max(exact):.2g})"
     )
 
 
-def _derivative_acts(rows: Rows) -> Verdict:
+def _check_derivative_acts(rows: Rows) -> ClaimVerdict:
     """The mean of ‖(J - M) s‖ / ‖s‖ exceeds 10⁻⁹."""
     worst = max(rows.numbers("derivative_to_state"))
-    return Verdict.of(worst > 1e-9, f"at most {worst:.1g}", "the step is homogeneous, so (J − M) s = 0")
+    return decide(worst > 1e-9, f"at most {worst:.1g}", "the step is homogeneous, so (J − M) s = 0")
 
 
-def _forward_beta(rows: Rows) -> Verdict:
+def _check_forward_beta(rows: Rows) -> ClaimVerdict:
     """Spearman's correlation of β and the largest ‖diag M - Λ̄‖ is at least 0.9 for each spread."""
     found = []
     for spread in SPREADS:
         means = [float(np.mean(rows.where(spread=spread, beta=b).numbers("forward"))) for b in BETAS]
         found.append(rank_correlation(BETAS, means))
-    return Verdict.of(all(value >= 0.9 for value in found), f"correlations {found[0]:.2f} and {found[1]:.2f}")
+    return decide(all(value >= 0.9 for value in found), f"correlations {found[0]:.2f} and {found[1]:.2f}")
 
 
-def _smaller(rows: Rows) -> Verdict:
-    """The mean relative error of Conv-DEER against DEER rises with every β, and is smaller for the narrow spread."""
+def _check_smaller(rows: Rows) -> ClaimVerdict:
+    """The mean relative error of Conv-DEER against DEER never decreases with β, and is smaller for the narrow
+    spread."""
     means = {s: [float(np.mean(rows.where(spread=s, beta=b).numbers("conv_to_deer"))) for b in BETAS] for s in SPREADS}
-    rises = all(series == sorted(series) for series in means.values())
+    increases = all(series == sorted(series) for series in means.values())
     narrow = all(a < b for a, b in zip(means["narrow"], means["wide"], strict=True))
-    return Verdict.of(rises and narrow, "; ".join(f"{s} {v[0]:.2g} → {v[-1]:.2g}" for s, v in means.items()))
+    return decide(increases and narrow, "; ".join(f"{s} {v[0]:.2g} → {v[-1]:.2g}" for s, v in means.items()))
 
 
 def _draw_errors(rows: Rows) -> "Figure":
-    figure = plot.blank(9, 3.3)
+    figure = plot.new_figure(9, 3.3)
     labels = {
         "similarity": "ε_sim = ‖Λ̄ − M‖",
         "derivative": "ε_der = ‖J − M‖",
@@ -187,18 +189,18 @@ def _draw_errors(rows: Rows) -> "Figure":
         "derivative_to_state": "‖(J − M)s‖ / ‖s‖",
     }
     for axis, spread in zip(figure.subplots(1, 2, sharey=True), SPREADS, strict=True):
-        for (name, label), colour in zip(labels.items(), plot.COLOURS, strict=False):
+        for (name, label), colour in zip(labels.items(), plot.COLORS, strict=False):
             means = [max(float(np.mean(rows.where(spread=spread, beta=b).numbers(name))), 1e-18) for b in BETAS]
             axis.loglog(BETAS, means, "-o", markersize=3, color=colour, label=label)
         width = rows.where(spread=spread)[0].numbers["spread"]
         axis.axhline(width, color="black", linewidth=0.8, linestyle="--")
         axis.set(xlabel="β (dashed: λ̄_max − λ̄_min)", title=f"{spread} spread, {width:.2f}")
-        plot.bare(axis)
+        plot.strip_axes(axis)
     axis.legend(frameon=False, fontsize=8)
     return figure
 
 
-def _error_table(rows: Rows) -> Table:
+def _make_error_table(rows: Rows) -> Table:
     keys = ["similarity", "derivative", "forward", "conv_to_deer", "conv_to_quasi", "forward_to_quasi"]
     lines = []
     for spread in SPREADS:
@@ -212,31 +214,31 @@ def _error_table(rows: Rows) -> Table:
 RECIPES = {
     "table:conv_forward_flops": Recipe(
         version=1,
-        points=_cost_points,
+        points=_make_cost_points,
         run=_run_cost,
         checks={
-            "conv": Check(_conv),
-            "forward": Check(_forward),
-            "linear": Check(_linear),
-            "quasi": Check(_quasi),
-            "fft": Check(_fft),
+            "conv": Check(_check_conv),
+            "forward": Check(_check_forward),
+            "linear": Check(_check_linear),
+            "quasi": Check(_check_quasi),
+            "fft": Check(_check_fft),
         },
-        table=_cost_table,
+        table=_make_cost_table,
         cost={"smoke": "1 s", "laptop": "3 s", "paper": "10 s"},
     ),
     "table:error_summary": Recipe(
         version=1,
-        points=_error_points,
+        points=_make_error_points,
         run=_run_errors,
         checks={
-            "similarity": Check(_similarity),
-            "derivative": Check(_derivative),
-            "derivative-acts": Check(_derivative_acts),
-            "forward": Check(_forward_beta),
-            "lipschitz": Check(_smaller),
+            "similarity": Check(_check_similarity),
+            "derivative": Check(_check_derivative),
+            "derivative-acts": Check(_check_derivative_acts),
+            "forward": Check(_check_forward_beta),
+            "lipschitz": Check(_check_smaller),
         },
         figures={"Local errors by β": _draw_errors},
-        table=_error_table,
+        table=_make_error_table,
         cost={"smoke": "1 s", "laptop": "10 s", "paper": "30 s"},
     ),
 }

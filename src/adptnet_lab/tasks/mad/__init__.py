@@ -1,14 +1,14 @@
-"""The MAD suite: six synthetic tasks, their settings and how a suite is scored (sec:mad_results)."""
+"""The MAD suite: six synthetic tasks, their settings and the score of a task (sec:mad_results)."""
 
 from .compression import MadCompression
 from .fuzzy import MadFuzzyRecall
-from .grid import MAD_OPTIMISERS, mad_score, mad_settings
+from .grid import MAD_OPTIMIZERS, mad_score, mad_settings
 from .memorisation import MadMemorisation
 from .recall import MadInContextRecall, MadNoisyRecall
 from .selective_copying import MadSelectiveCopying
 
 __all__ = [
-    "MAD_OPTIMISERS",
+    "MAD_OPTIMIZERS",
     "MadCompression",
     "MadFuzzyRecall",
     "MadInContextRecall",

@@ -1,4 +1,6 @@
-"""What the tasks of the suite share: fixed sets, noise, and an accuracy over classes."""
+"""Base classes of the MAD tasks: common fields, checks of noise and vocabulary, accuracy over classes."""
+
+import dataclasses
 
 import torch
 from torch import Tensor
@@ -10,14 +12,14 @@ from ..base import IGNORED, Scores
 from ..generated import GeneratedTask
 from ..scores import macro_accuracy
 
-__all__ = ["MadTask", "first_occurrence"]
+__all__ = ["MadTask", "StandardMadTask", "find_first_occurrence"]
 
 
 class MadTask(GeneratedTask):
-    """A task of the suite: `vocabulary` counts the special tokens, which come last.
+    """Base class of the tasks of the suite. `vocabulary` includes the special tokens, which come last.
 
-    The accuracy is the mean over classes of the share that is right, of one batch; scores of batches are averaged.
-    The suite takes the test set for choosing weights too, so score the last ones.
+    The accuracy of a batch is the mean of the accuracies within each class; scores are averaged over batches. The suite
+    also uses the test set to select weights, so score the final weights.
     """
 
     vocabulary: int
@@ -25,10 +27,11 @@ class MadTask(GeneratedTask):
     def __post_init__(self) -> None:
         check_size(self, vocabulary=self.vocabulary)
         if not self.vocabulary <= 2**15:
-            raise SpecError(f"{type(self).__name__}(vocabulary={self.vocabulary}): at most {2**15}.")
+            raise SpecError(f"{type(self).__name__}(vocabulary={self.vocabulary}): must be at most {2**15}.")
         GeneratedTask.__post_init__(self)
 
     def check_noise(self, noise: float, noise_vocabulary: int) -> None:
+        """Raise `SpecError` unless `noise` is a fraction and has tokens to draw from."""
         check_fraction(self, below="at 1 nothing but noise would be left", noise=noise)
         if isinstance(noise_vocabulary, bool) or not isinstance(noise_vocabulary, int) or noise_vocabulary < 0:
             raise SpecError(
@@ -40,10 +43,10 @@ class MadTask(GeneratedTask):
                 f"Pass noise_vocabulary=16 and vocabulary={self.vocabulary + 16}."
             )
 
-    def need(self, tokens: int, what: str) -> None:
-        """Raises unless the vocabulary has `tokens` tokens."""
+    def check_vocabulary(self, tokens: int, what: str) -> None:
+        """Raise `SpecError` unless the vocabulary has at least `tokens` tokens, which `what` describes."""
         if self.vocabulary < tokens:
-            raise SpecError(f"{type(self).__name__}(vocabulary={self.vocabulary}): {what} need {tokens} at least.")
+            raise SpecError(f"{type(self).__name__}(vocabulary={self.vocabulary}): {what} need at least {tokens}.")
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
         predictions = outputs.argmax(-1)
@@ -54,8 +57,23 @@ class MadTask(GeneratedTask):
         }
 
 
-def first_occurrence(codes: Tensor) -> Tensor:
-    """For each number of a row, the index at which that number first stands in the row: (batch, n) int64."""
+@dataclasses.dataclass(frozen=True)
+class StandardMadTask(MadTask):
+    """Base class of the tasks that begin with these five fields, in this order."""
+
+    vocabulary: int = 16
+    length: int = 128
+    training_sequences: int = 12_800
+    test_sequences: int = 1_280
+    seed: int = 12345
+
+
+def find_first_occurrence(codes: Tensor) -> Tensor:
+    """Return, for each entry of a row, the index of the first equal entry of that row.
+
+    Args:
+        codes: (batch, n) int64.
+    """
     ordered, order = codes.sort(dim=-1, stable=True)
     begins = torch.ones_like(ordered, dtype=torch.bool)
     begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]

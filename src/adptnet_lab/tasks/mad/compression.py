@@ -1,4 +1,4 @@
-"""Compression: a whole sequence through one vector."""
+"""Compression: reconstruct a sequence from one vector."""
 
 import torch
 
@@ -6,41 +6,39 @@ from adptnet.nn import AutoEncoderSpec, BlockSpec, SwiGLUBlockSpec
 from adptnet.spec import ModuleSpec, spec
 
 from ..base import Batch, Split
-from .base import MadTask
+from .base import MadTask, StandardMadTask
 
 __all__ = ["MadCompression"]
 
 
 @spec
-class MadCompression(MadTask):
-    """Random tokens and a compression token; all of them are to be told from the vector at the last step.
+class MadCompression(StandardMadTask):
+    """Random tokens and a compression token, all to be reconstructed from the vector at the last step.
 
-    The model is an auto-encoder (`nn.AutoEncoderSpec`). The compression token is asked for too, so that a blind guess
-    scores about two classes in `vocabulary`.
+    The model is an auto-encoder (`nn.AutoEncoderSpec`). The compression token is a target too, so that random guessing
+    scores about 2 / `vocabulary`.
 
     Attributes:
-        vocabulary: Tokens in all; the last is the compression token, noise tokens come before it.
-        length: Steps, the compression token included.
-        training_sequences, test_sequences, seed: Of the fixed sets.
-        noise: Share of the tokens replaced by noise; as in the reference, noise is asked for as well.
-        noise_vocabulary: How many of the tokens are noise.
+        vocabulary: Number of tokens; the last is the compression token, noise tokens come before it.
+        length: Steps, including the compression token.
+        training_sequences: Number of training sequences, a fixed set.
+        test_sequences: Number of validation and of test sequences, fixed sets.
+        seed: Seed of the sets.
+        noise: Fraction of the tokens replaced by noise; as in the reference, noise tokens are targets too.
+        noise_vocabulary: Number of noise tokens.
     """
 
-    vocabulary: int = 16
     length: int = 32
-    training_sequences: int = 12_800
-    test_sequences: int = 1_280
-    seed: int = 12345
     noise: float = 0.0
     noise_vocabulary: int = 0
 
     def __post_init__(self) -> None:
         self.check_noise(self.noise, self.noise_vocabulary)
-        self.need(2 + self.noise_vocabulary, "the compression token, something to compress and noise")
+        self.check_vocabulary(2 + self.noise_vocabulary, "the compression token, something to compress and noise")
         MadTask.__post_init__(self)
 
     @property
-    def shortest(self) -> int:
+    def minimum_length(self) -> int:
         return 2
 
     @property

@@ -9,13 +9,13 @@ from adptnet.errors import SpecError
 from adptnet.spec import check_size, spec
 
 from ..base import IGNORED, Batch, Split
-from .base import MadTask, first_occurrence
+from .base import MadTask, StandardMadTask, find_first_occurrence
 
 __all__ = ["MadFuzzyRecall"]
 
 
 class _Pairs(NamedTuple):
-    """Pairs of motifs, each a row of tokens of which the first so many count."""
+    """Pairs of motifs. A motif is a row of tokens, of which the first `key_size` or `value_size` count."""
 
     key: Tensor  # (batch, pairs, motif)
     key_size: Tensor  # (batch, pairs)
@@ -23,7 +23,7 @@ class _Pairs(NamedTuple):
     value_size: Tensor
 
     def at(self, index: Tensor) -> "_Pairs":
-        """The pairs at `index`, (batch, n)."""
+        """Return the pairs at `index`, (batch, n)."""
         wide = index.unsqueeze(-1).expand(-1, -1, self.key.shape[-1])
         return _Pairs(
             self.key.gather(1, wide),
@@ -34,29 +34,26 @@ class _Pairs(NamedTuple):
 
 
 @spec
-class MadFuzzyRecall(MadTask):
-    """In-context recall with motifs of one to `motif` distinct tokens; keys have all of them in the test.
+class MadFuzzyRecall(StandardMadTask):
+    """In-context recall with motifs of one to `motif` distinct tokens; in the test, keys have exactly `motif`.
 
-    A probe pair is shown somewhere and asked for at the end; sequences are padded on the left. In training the next
-    token is due everywhere; in the test the value of each key that comes again. (The reference leaves the probe out of
-    a few sequences in a hundred, whose last question then has no answer; here it is always shown.)
+    A probe pair occurs somewhere in the sequence and is queried at the end; sequences are padded on the left. In
+    training the target is the next token everywhere; in the test it is the value of each repeated key. (The reference
+    omits the probe from a few per cent of the sequences, whose last query then has no answer; here it always occurs.)
 
     Attributes:
-        vocabulary: Half keys, half values, then noise tokens, then padding (the last; with `multi_query` off the one
-            before the last).
-        length: Steps.
-        training_sequences, test_sequences, seed: Of the fixed sets.
-        multi_query: Whether every repeated key counts, or only the last, behind a token of its own.
-        motif: Most tokens of a key or a value.
-        noise: Share of the pairs replaced by noise tokens.
-        noise_vocabulary: How many of the tokens are noise.
+        vocabulary: Number of tokens: half keys and half values, then noise tokens, then padding (the last token, or the
+            one before the last without `multi_query`).
+        length: Steps per sequence.
+        training_sequences: Number of training sequences, a fixed set.
+        test_sequences: Number of validation and of test sequences, fixed sets.
+        seed: Seed of the sets.
+        multi_query: Count every repeated key, or only the last one, which then follows a special token.
+        motif: Largest number of tokens of a key or a value.
+        noise: Fraction of the pairs replaced by noise tokens.
+        noise_vocabulary: Number of noise tokens.
     """
 
-    vocabulary: int = 16
-    length: int = 128
-    training_sequences: int = 12_800
-    test_sequences: int = 1_280
-    seed: int = 12345
     multi_query: bool = True
     motif: int = 3
     noise: float = 0.0
@@ -66,18 +63,20 @@ class MadFuzzyRecall(MadTask):
         check_size(self, motif=self.motif)
         self.check_noise(self.noise, self.noise_vocabulary)
         special = 1 if self.multi_query else 2
-        self.need(2 * self.motif + self.noise_vocabulary + special, f"motifs of {self.motif} distinct tokens")
+        self.check_vocabulary(
+            2 * self.motif + self.noise_vocabulary + special, f"motifs of {self.motif} distinct tokens"
+        )
         MadTask.__post_init__(self)
 
     @property
-    def shortest(self) -> int:
+    def minimum_length(self) -> int:
         return 4 * self.motif + 1
 
     def check_length(self, length: int) -> None:
-        if length < self.shortest:
+        if length < self.minimum_length:
             raise SpecError(
-                f"MadFuzzyRecall(length={length}, motif={self.motif}): a pair shown and asked for needs "
-                f"length={self.shortest} or more."
+                f"MadFuzzyRecall(length={length}, motif={self.motif}): a pair and its query need "
+                f"length={self.minimum_length} or more."
             )
 
     @property
@@ -91,15 +90,15 @@ class MadFuzzyRecall(MadTask):
     def draw(self, size: int, generator: torch.Generator, *, length: int, split: Split = "train") -> Batch:
         shortest_pair = 2 if split == "train" else self.motif + 1
         count = length // shortest_pair + 1
-        drawn = self._pairs(size, count + 1, generator, split)  # the probe first
+        drawn = self._draw_pairs(size, count + 1, generator, split)  # the probe first
         every = torch.arange(count + 1).expand(size, -1)
         noisy = torch.zeros(size, count + 1, dtype=torch.bool)
         if self.noise:
             noisy[:, 1:] = torch.rand(size, count, generator=generator) < self.noise
 
-        # A key keeps the value it came with first; the probe stands at 0 and so wins.
-        code = torch.where(noisy, -1 - every, self._code(drawn))
-        origin = first_occurrence(code)
+        # Each key takes the value of its first occurrence. The probe is at index 0 and so keeps its own.
+        code = torch.where(noisy, -1 - every, self._encode_keys(drawn))
+        origin = find_first_occurrence(code)
         pairs = drawn._replace(value=drawn.at(origin).value, value_size=drawn.at(origin).value_size)
         sizes = pairs.key_size + pairs.value_size
         if self.noise:
@@ -110,74 +109,74 @@ class MadFuzzyRecall(MadTask):
                 value=torch.where(noisy.unsqueeze(-1), noise[1], pairs.value),
             )
 
-        # Where the probe goes in, unless its key comes up by itself before.
+        # Position of the probe; it is not inserted if its key already occurs earlier by chance.
         probe_size = sizes[:, :1]
         limit = length - probe_size - 2 * self.motif
         start = sizes[:, 1:].cumsum(-1) - sizes[:, 1:]
-        wanted = (torch.rand(size, 1, generator=generator) * (length - 2 * probe_size)).long()
-        place = torch.minimum((start < wanted).sum(-1, keepdim=True), (start < limit).sum(-1, keepdim=True) - 1)
-        unasked = ((code[:, 1:] == code[:, :1]) & (every[:, :-1] < place)).any(-1, keepdim=True)
-        place = torch.where(unasked, count, place)
+        target = (torch.rand(size, 1, generator=generator) * (length - 2 * probe_size)).long()
+        place = torch.minimum((start < target).sum(-1, keepdim=True), (start < limit).sum(-1, keepdim=True) - 1)
+        present = ((code[:, 1:] == code[:, :1]) & (every[:, :-1] < place)).any(-1, keepdim=True)
+        place = torch.where(present, count, place)
         slot = torch.where(every < place, every + 1, torch.where(every == place, 0, every))
 
-        # In their order, as many as fit, and the probe once more.
-        laid = pairs.at(slot)
-        used = (laid.key_size + laid.value_size).cumsum(-1) - laid.key_size - laid.value_size < limit
-        again = (first_occurrence(code.gather(1, slot)) < every) & self.multi_query
+        # The pairs in order, as many as fit, then the probe as the query.
+        placed = pairs.at(slot)
+        used = (placed.key_size + placed.value_size).cumsum(-1) - placed.key_size - placed.value_size < limit
+        repeated = (find_first_occurrence(code.gather(1, slot)) < every) & self.multi_query
         probe = pairs.at(torch.zeros(size, 1, dtype=torch.int64))
-        body, body_asked, body_used = self._tokens(laid, again, used)
+        body, body_due, body_used = self._flatten(placed, repeated, used)
         prefix = torch.full((size, 0 if self.multi_query else 1), self.vocabulary - 1)
         yes = torch.ones(size, 1, dtype=torch.bool)
-        end, end_asked, end_used = self._tokens(probe, yes, yes)
+        end, end_due, end_used = self._flatten(probe, yes, yes)
         tokens = torch.cat((body, prefix, end), 1)
-        asked = torch.cat((body_asked, torch.full_like(prefix, IGNORED), end_asked), 1)
+        due = torch.cat((body_due, torch.full_like(prefix, IGNORED), end_due), 1)
         counts = torch.cat((body_used, torch.ones_like(prefix, dtype=torch.bool), end_used), 1)
 
         padding = self.vocabulary - (1 if self.multi_query else 2)
-        sequence = _right_aligned(tokens, counts, length + 1, padding)
-        targets = sequence if split == "train" else _right_aligned(asked, counts, length + 1, IGNORED)
+        sequence = _align_right(tokens, counts, length + 1, padding)
+        targets = sequence if split == "train" else _align_right(due, counts, length + 1, IGNORED)
         return Batch(sequence[:, :-1], targets[:, 1:])
 
-    def _pairs(self, size: int, count: int, generator: torch.Generator, split: Split) -> _Pairs:
+    def _draw_pairs(self, size: int, count: int, generator: torch.Generator, split: Split) -> _Pairs:
         kinds, motif = self._ordinary // 2, self.motif
         fewest = 1 if split == "train" else motif
         return _Pairs(
-            _distinct(kinds, motif, (size, count), generator),
+            _draw_distinct(kinds, motif, (size, count), generator),
             torch.randint(fewest, motif + 1, (size, count), generator=generator),
-            kinds + _distinct(self._ordinary - kinds, motif, (size, count), generator),
+            kinds + _draw_distinct(self._ordinary - kinds, motif, (size, count), generator),
             torch.randint(1, motif + 1, (size, count), generator=generator),
         )
 
-    def _code(self, pairs: _Pairs) -> Tensor:
-        """A number for each key motif, from 0."""
+    def _encode_keys(self, pairs: _Pairs) -> Tensor:
+        """Return a non-negative integer for each key, equal for equal motifs."""
         step = torch.arange(self.motif)
         digits = torch.where(step < pairs.key_size.unsqueeze(-1), pairs.key + 1, 0)
         return (digits * (self._ordinary + 1) ** step).sum(-1)
 
-    def _tokens(self, pairs: _Pairs, again: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens of the pairs, what is asked at each, and which are there at all: (batch, pairs · 2 · motif)."""
+    def _flatten(self, pairs: _Pairs, repeated: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the tokens of the pairs, their targets and which of them count, (batch, pairs · 2 · motif) each."""
         step = torch.arange(self.motif)
         tokens = torch.cat((pairs.key, pairs.value), -1)
-        there = torch.cat((step < pairs.key_size.unsqueeze(-1), step < pairs.value_size.unsqueeze(-1)), -1)
-        asked = torch.where(again.unsqueeze(-1), pairs.value, IGNORED)
-        asked = torch.cat((torch.full_like(pairs.key, IGNORED), asked), -1)
-        return tokens.flatten(1), asked.flatten(1), (there & used.unsqueeze(-1)).flatten(1)
+        valid = torch.cat((step < pairs.key_size.unsqueeze(-1), step < pairs.value_size.unsqueeze(-1)), -1)
+        due = torch.where(repeated.unsqueeze(-1), pairs.value, IGNORED)
+        due = torch.cat((torch.full_like(pairs.key, IGNORED), due), -1)
+        return tokens.flatten(1), due.flatten(1), (valid & used.unsqueeze(-1)).flatten(1)
 
 
-def _distinct(kinds: int, motif: int, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """`motif` different numbers below `kinds`, in an order where every one is as likely: (*shape, motif)."""
+def _draw_distinct(kinds: int, motif: int, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """Draw `motif` distinct numbers below `kinds` uniformly, without replacement: (*shape, motif)."""
     chosen: list[Tensor] = []
     for i in range(motif):
-        number = torch.randint(kinds - i, shape, generator=generator)  # among those that are left
+        number = torch.randint(kinds - i, shape, generator=generator)  # rank among the numbers not yet taken
         for taken in torch.stack(chosen, -1).sort(-1).values.unbind(-1) if chosen else ():
             number = number + (number >= taken)
         chosen.append(number)
     return torch.stack(chosen, -1)
 
 
-def _right_aligned(values: Tensor, there: Tensor, width: int, padding: int) -> Tensor:
-    """The values that are there, in their order, at the right end of rows of `width`."""
-    count = there.sum(-1, keepdim=True)
-    place = torch.where(there, width - count + there.cumsum(-1) - 1, width)  # what is not there goes past the end
+def _align_right(values: Tensor, valid: Tensor, width: int, padding: int) -> Tensor:
+    """Move the valid values, in order, to the right end of rows of `width`."""
+    count = valid.sum(-1, keepdim=True)
+    place = torch.where(valid, width - count + valid.cumsum(-1) - 1, width)  # invalid values go to an extra column
     rows = torch.full((len(values), width + 1), padding, dtype=values.dtype)
     return rows.scatter_(1, place, values)[:, :width]

@@ -1,11 +1,11 @@
-"""The settings of the suite, as data: a baseline for each task, and one change at a time."""
+"""The settings of the suite: a baseline for each task, and variations of one field at a time."""
 
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
 from adptnet.errors import InputError
-from adptnet.spec import nearest
+from adptnet.spec import suggest_name
 
 from .base import MadTask
 from .compression import MadCompression
@@ -14,7 +14,7 @@ from .memorisation import MadMemorisation
 from .recall import MadInContextRecall, MadNoisyRecall
 from .selective_copying import MadSelectiveCopying
 
-__all__ = ["MAD_OPTIMISERS", "mad_score", "mad_settings"]
+__all__ = ["MAD_OPTIMIZERS", "mad_score", "mad_settings"]
 
 _FEWER = (6400, 3200, 1600, 800)
 _LONGER = (256, 512, 1024)
@@ -52,27 +52,34 @@ _CHANGES: Mapping[str, tuple[MadTask, Mapping[str, Sequence[float]]]] = {
     ),
 }
 
-# Every setting is trained with each of these; AdamW, batches of 128, 200 epochs, a constant learning rate.
-MAD_OPTIMISERS = tuple(
+# Every setting is trained with each of these, by AdamW with batches of 128, 200 epochs and a constant learning rate.
+MAD_OPTIMIZERS = tuple(
     {"learning_rate": rate, "weight_decay": decay} for rate, decay in itertools.product((1e-4, 5e-4, 1e-3), (0.0, 0.1))
 )
 
 
 def mad_settings(name: str) -> tuple[MadTask, ...]:
-    """Every setting of one task of the suite, the baseline first: 66 over all six.
+    """Return every setting of one task of the suite, the baseline first. All six tasks together have 66.
 
     Args:
         name: "memorisation", "selective-copying", "compression", "in-context-recall", "fuzzy-recall", "noisy-recall".
+
+    Raises:
+        InputError: There is no such task.
     """
     if name not in _CHANGES:
-        raise InputError(f"MAD has no task {name!r}.{nearest(str(name), _CHANGES)}")
+        raise InputError(f"MAD has no task {name!r}.{suggest_name(str(name), _CHANGES)}")
     baseline, changes = _CHANGES[name]
     varied = [dataclasses.replace(baseline, **{field: value}) for field, values in changes.items() for value in values]
     return (baseline, *varied)
 
 
 def mad_score(accuracies: Sequence[Sequence[float]]) -> float:
-    """A task's score: the best of the optimisers for each setting, averaged over the settings."""
+    """Return the score of a task: the best accuracy over the optimizers of each setting, averaged over the settings.
+
+    Args:
+        accuracies: For each setting, the accuracies of its runs.
+    """
     if not accuracies or not all(accuracies):
         raise InputError("a score needs at least one accuracy for each setting.")
-    return sum(max(of_setting) for of_setting in accuracies) / len(accuracies)
+    return sum(max(runs) for runs in accuracies) / len(accuracies)

@@ -1,4 +1,4 @@
-"""Memorisation: facts that are in the weights, not in the sequence."""
+"""Memorisation: facts stored in the weights, not in the sequence."""
 
 import functools
 
@@ -9,45 +9,46 @@ from torch import Tensor
 from adptnet.spec import spec
 
 from ..base import IGNORED, Batch, Split
-from .base import MadTask
+from .base import MadTask, StandardMadTask
 
 __all__ = ["MadMemorisation"]
 
 
 @spec
-class MadMemorisation(MadTask):
-    """Keys, each followed by an insert token at which its value is due; no value is ever shown.
+class MadMemorisation(StandardMadTask):
+    """Keys, each followed by an insert token whose target is the key's value. Values never appear in the inputs.
 
-    Half of the tokens are keys and half are values, paired once by `seed`, in training as in the test. The last token
-    is the insert token; noise tokens come before it.
+    Half of the tokens are keys and half are values. `seed` fixes the pairs, which are the same in training and test.
+    The last token is the insert token; noise tokens come before it.
 
     Attributes:
-        vocabulary: Tokens in all; with V of them and no noise there are ⌊(V-1)/2⌋ facts.
-        length: Steps, two a fact.
-        training_sequences, test_sequences, seed: Of the fixed sets and of the facts.
-        noise: Share of the facts replaced by two noise tokens, at which nothing is due.
-        noise_vocabulary: How many of the tokens are noise.
+        vocabulary: Number of tokens; V of them, without noise, make ⌊(V-1)/2⌋ facts.
+        length: Steps, two per fact.
+        training_sequences: Number of training sequences, a fixed set.
+        test_sequences: Number of validation and of test sequences, fixed sets.
+        seed: Seed of the sets and of the facts.
+        noise: Fraction of the facts replaced by two noise tokens, which have no target.
+        noise_vocabulary: Number of noise tokens.
     """
 
     vocabulary: int = 256
     length: int = 32
     training_sequences: int = 256
-    test_sequences: int = 1_280
-    seed: int = 12345
     noise: float = 0.0
     noise_vocabulary: int = 0
 
     def __post_init__(self) -> None:
         self.check_noise(self.noise, self.noise_vocabulary)
-        self.need(3 + self.noise_vocabulary, "a key, a value, the insert token and noise")
+        self.check_vocabulary(3 + self.noise_vocabulary, "a key, a value, the insert token and noise")
         MadTask.__post_init__(self)
 
     @property
-    def shortest(self) -> int:
+    def minimum_length(self) -> int:
         return 2
 
     @property
     def facts(self) -> int:
+        """Number of pairs of key and value."""
         return (self.vocabulary - 1 - self.noise_vocabulary) // 2
 
     @property
@@ -56,13 +57,13 @@ class MadMemorisation(MadTask):
 
     @property
     def ceiling(self) -> float:
-        """The share of the facts that training shows, on average: no model can know the others."""
+        """Expected fraction of the facts that occur in training, an upper limit of the accuracy."""
         draws = self.training_sequences * (self.length // 2) * (1 - self.noise)
         return float(1 - (1 - 1 / self.facts) ** draws)
 
     def values(self) -> Tensor:
-        """The value of each key, (facts,)."""
-        return _values(self.vocabulary - 1 - self.noise_vocabulary, self.seed)
+        """Return the value of each key, (facts,)."""
+        return _draw_values(self.vocabulary - 1 - self.noise_vocabulary, self.seed)
 
     def draw(self, size: int, generator: torch.Generator, *, length: int, split: Split = "train") -> Batch:
         pairs = length // 2
@@ -81,12 +82,12 @@ class MadMemorisation(MadTask):
 
 
 @functools.lru_cache(maxsize=8)
-def _values(ordinary: int, seed: int) -> Tensor:
-    """Keys and values shuffled by one generator and paired in that order; a surplus value is left out."""
+def _draw_values(ordinary: int, seed: int) -> Tensor:
+    """Shuffle keys and values with one generator and pair them in that order; a surplus value is dropped."""
     generator = np.random.default_rng(seed)
     keys, values = list(range(ordinary // 2)), list(range(ordinary // 2, ordinary))
     generator.shuffle(keys)
     generator.shuffle(values)
-    found = torch.empty(len(keys), dtype=torch.int64)
-    found[torch.tensor(keys)] = torch.tensor(values[: len(keys)])
-    return found
+    value_of = torch.empty(len(keys), dtype=torch.int64)
+    value_of[torch.tensor(keys)] = torch.tensor(values[: len(keys)])
+    return value_of

@@ -1,4 +1,4 @@
-"""MAD's selective copying: blanks dropped between the tokens to copy."""
+"""MAD's selective copying: recall tokens that are separated by blanks."""
 
 import torch
 
@@ -13,16 +13,18 @@ __all__ = ["MadSelectiveCopying"]
 
 @spec
 class MadSelectiveCopying(MadTask):
-    """Tokens with blanks among them, a copy token, then blanks, at which the tokens are due in order.
+    """Tokens separated by blanks, a copy token, then blanks at which the tokens must be recalled in order.
 
-    Every blank falls before one of the tokens, each equally likely, so gaps hardly vary (13.9 ± 3.6 at 256 steps) and
-    the last token stands right before the copy token. `tasks.SelectiveCopy` scatters its symbols evenly instead.
+    Every blank precedes one of the tokens, each equally likely, so gaps hardly vary (13.9 ± 3.6 at 256 steps) and the
+    last token is immediately followed by the copy token. `tasks.SelectiveCopy` places its symbols uniformly instead.
 
     Attributes:
-        vocabulary: Tokens in all; the last is the copy token, the one before it the blank.
-        length: Steps in all.
-        tokens_to_copy: How many.
-        training_sequences, test_sequences, seed: Of the fixed sets.
+        vocabulary: Number of tokens; the last is the copy token, the one before it the blank.
+        length: Steps per sequence.
+        tokens_to_copy: Number of tokens to recall.
+        training_sequences: Number of training sequences, a fixed set.
+        test_sequences: Number of validation and of test sequences, fixed sets.
+        seed: Seed of the sets.
     """
 
     vocabulary: int = 16
@@ -34,18 +36,18 @@ class MadSelectiveCopying(MadTask):
 
     def __post_init__(self) -> None:
         check_size(self, tokens_to_copy=self.tokens_to_copy)
-        self.need(3, "blank, copy token and something to copy")
+        self.check_vocabulary(3, "blank, copy token and something to copy")
         MadTask.__post_init__(self)
 
     @property
-    def shortest(self) -> int:
+    def minimum_length(self) -> int:
         return 2 * self.tokens_to_copy + 2
 
     def check_length(self, length: int) -> None:
-        if length < self.shortest:
+        if length < self.minimum_length:
             raise SpecError(
                 f"MadSelectiveCopying(length={length}, tokens_to_copy={self.tokens_to_copy}): a blank and the copy "
-                f"token come on top of {2 * self.tokens_to_copy} steps. Pass length={self.shortest} or more."
+                f"token are needed besides {2 * self.tokens_to_copy} steps. Pass length={self.minimum_length} or more."
             )
 
     @property
@@ -59,9 +61,9 @@ class MadSelectiveCopying(MadTask):
         tokens = torch.randint(blank, (size, count), generator=generator)
         slots = torch.randint(count, (size, blanks), generator=generator)
         before = torch.zeros(size, count, dtype=torch.int64).scatter_add_(1, slots, torch.ones_like(slots))
-        places = (before + 1).cumsum(-1) - 1
+        positions = (before + 1).cumsum(-1) - 1
         inputs = torch.full((size, length), blank)
-        inputs.scatter_(1, places, tokens)
+        inputs.scatter_(1, positions, tokens)
         inputs[:, -count - 1] = copy
         targets = torch.full_like(inputs, IGNORED)
         targets[:, -count:] = tokens

@@ -1,0 +1,111 @@
+"""Iterations of Conv- and Forward-DEER as one fused pass over time each, for cells that have such an operation."""
+
+import copy
+import functools
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ..cells.base import Cell
+from ..errors import IncompatibleError
+from ..ops.adpt_step import Pass, reference
+from ..ops.linear_scan import linear_scan
+from ..ops.tolerance import Tolerance
+from .damping import Damping, Undamped
+from .fixed_point import MeasuredIterate, MeasureFunction, fails_only_per_channel, measure_residual
+from .linearizations import ConjugateDiagonal, Linearization, LinearPart
+from .system import System
+
+__all__ = ["make_fused_measure"]
+
+
+def make_fused_measure(
+    cell: Cell, system: System, linearization: Linearization, damping: Damping, tiles: int | None
+) -> MeasureFunction | None:
+    """Return a function that measures an iterate and computes the next one in one pass; None if there is none.
+
+    Args:
+        cell: The cell of the system.
+        system: The equations.
+        linearization: The linearization of the solver.
+        damping: The damping of the solver.
+        tiles: The number of steps per tile of a Gauss-Seidel sweep; None for a parallel update.
+
+    Raises:
+        IncompatibleError: If tiles are requested and there is no fused pass.
+    """
+    supported = isinstance(damping, Undamped) and system.lengths is None and len(system.step_inputs) == 1
+    by_scan = isinstance(linearization, LinearPart) and linearization.by is linear_scan
+    newton_pass: Callable[..., Pass] | None = None
+    if supported and (by_scan or isinstance(linearization, ConjugateDiagonal)):
+        diagonal = isinstance(linearization, ConjugateDiagonal)
+        newton_pass = cell.make_newton_pass(system.initial, system.step_inputs[0], diagonal=diagonal)
+        if newton_pass is None and tiles is not None:
+            newton_pass = _make_reference_pass(cell, system, diagonal)
+    if newton_pass is not None:
+        return lambda part, rows, start, states, tolerance: _FusedIterate(part, states, tolerance, newton_pass, tiles)
+    if tiles is None:
+        return None
+    raise IncompatibleError(
+        f"tiles={tiles}: a sweep over tiles needs undamped ConvDEER or ForwardDEER, a cell with a real spectrum, and "
+        "no lengths=. Drop tiles=."
+    )
+
+
+def _make_reference_pass(cell: Cell, system: System, diagonal: bool) -> Callable[..., Pass] | None:
+    """Return the pass in torch operations; None if the cell has no real, constant eigenvalues."""
+    blocks = cell.eigenvalues()
+    if blocks is None or blocks.imag is not None or blocks.real.dim() != 1:
+        return None
+
+    def transition(state: Tensor, drive: Tensor) -> Tensor:
+        conjugate = cell.conjugate(state, drive) if diagonal else None
+        return blocks.real if conjugate is None else conjugate.diagonal()
+
+    return functools.partial(reference.newton_pass, step=system.step, transition=transition, shift=blocks.real)
+
+
+class _FusedIterate(MeasuredIterate):
+    """An iterate that is measured by one fused pass, which also computes the next iterate."""
+
+    def __init__(
+        self,
+        system: System,
+        states: Tensor,
+        tolerance: Tolerance,
+        newton_pass: Callable[..., Pass],
+        tiles: int | None,
+    ):
+        has_dense_rows = states.stride(2) == 1 and states.stride(1) == states.shape[2]
+        self.states = states.clone() if tiles is not None else states if has_dense_rows else states.contiguous()
+        self.system = system
+        result = newton_pass(
+            self.states,
+            system.step_inputs[0],
+            system.initial,
+            system.reset_state,
+            system.reset,
+            tolerance=tolerance,
+            recent=system.recent_scale,
+            tiles=tiles,
+        )
+        self.next, self.residual, self.excess, self.move = result.states, result.residual, result.excess, result.move
+        if fails_only_per_channel(tolerance, result.residual, result.excess, result.scale):
+            residual = measure_residual(system, self.states, tolerance)
+            self.excess = residual.excess
+            self.move = ((self.next - self.states).abs() / residual.allowed).amax(-1)
+        self.within_tolerance = self.excess <= 1  # False for NaN
+
+    def next_states(self, strength: Tensor) -> Tensor:
+        return self.next
+
+    def next_change(self) -> Tensor:
+        return self.move[:, : int(self.within_tolerance.long().cumprod(-1).sum(-1).max())]
+
+    def part(self, rows: Tensor | None, start: int) -> "_FusedIterate":
+        left = copy.copy(self)
+        left.system = self.part_system(rows, start)
+        for name in ("states", "next", "residual", "excess", "move", "within_tolerance"):
+            every = getattr(self, name)[:, start:]
+            setattr(left, name, every if rows is None else every.index_select(0, rows))
+        return left

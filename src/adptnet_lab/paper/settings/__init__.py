@@ -1,0 +1,1 @@
+"""Networks, training runs and tasks of the paper that several recipes share."""

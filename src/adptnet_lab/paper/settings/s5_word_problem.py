@@ -1,0 +1,76 @@
+"""Settings of the S5 word problem (appendix:s5_training_config) and of its smaller version with S3.
+
+The scale paper uses S5 at width 512 with 16 384 steps. The smaller scales use S3 at width 64, where the same statements
+can be tested in half a minute per run.
+"""
+
+from typing import Any
+
+from adptnet.cells import ADPTSpec, CellSpec, ReLURNN
+from adptnet.nn import LayerSpec
+from adptnet.nn.block import BlockSpec
+from adptnet.nn.model import ModelSpec
+from adptnet.recurrence.directions import FromState
+from adptnet.recurrence.drive import LRU, SoftplusGate
+from adptnet.recurrence.spectra import Linspace, Negative, S4DReal, Sparse, SpectrumSpec
+
+from ...tasks import WordProblem
+from ...training import TrainConfig
+from ..recipe import GridPoint, RunOutput
+from ..scoring import train_and_score
+
+__all__ = ["LENGTHS", "SIZES", "SPECTRA", "train_on_word_problem"]
+
+SPECTRA: dict[str, SpectrumSpec] = {"Linspace": Linspace(), "S4D-Real": S4DReal()}
+SIZES: dict[str, dict[str, Any]] = {
+    "smoke": {"group": "S3", "width": 8, "steps": 3, "batch": 16, "test": 32},
+    "laptop": {"group": "S3", "width": 64, "steps": 1500, "batch": 256, "test": 2048},
+    "paper": {"group": "S5", "width": 512, "steps": 16384, "batch": 512, "test": 4096, "evaluate": 1000},
+}
+LENGTHS = (8, 16, 32)  # the training length, and 2 and 4 times that
+
+
+def train_on_word_problem(point: GridPoint) -> RunOutput:
+    """Train one network and score it at 1, 2 and 4 times the training length.
+
+    Accuracy is the mean over the last min(10, L) positions.
+
+    Args:
+        point: Settings `group`, `width`, `steps`, `batch`, `test`, `spectrum` (None for a ReLU RNN), `beta`,
+            `sparsity`, `negative`, and optionally `length`, `evaluate`, `relu`, `layer_norm` and `dot`.
+    """
+    settings = point.settings
+    task = WordProblem(settings["group"], length=settings.get("length", LENGTHS[0]))
+    lengths = [factor * task.length for factor in (1, 2, 4)]
+    spec = ModelSpec(BlockSpec(LayerSpec(_make_cell(settings)), norm="batch", dropout=0.05), vocabulary=task.vocabulary)
+    config = TrainConfig(
+        seed=point.seed,
+        steps=settings["steps"],
+        batch_size=settings["batch"],
+        evaluate_every=settings.get("evaluate"),
+        select_by="loss",
+    )
+    trained = train_and_score(spec, task, config, sequences=settings["test"], lengths=lengths)
+    last = [100 * float(scores["last_token"]) for scores in trained.scores]  # type: ignore[arg-type]
+    return RunOutput({**trained.numbers, "last token": last}, spec)
+
+
+def _make_cell(settings: Any) -> CellSpec:
+    if settings["spectrum"] is None:
+        return ReLURNN(settings["width"])
+    direction = FromState(**{key: settings[key] for key in ("relu", "layer_norm", "dot") if key in settings})
+    return ADPTSpec(
+        settings["width"],
+        beta=settings["beta"],
+        spectrum=_make_spectrum(settings),
+        direction=direction,
+        gain=LRU(),
+        gate=SoftplusGate(),
+    )
+
+
+def _make_spectrum(settings: Any) -> SpectrumSpec:
+    spectrum = SPECTRA[settings["spectrum"]]
+    if settings["sparsity"]:
+        spectrum = Sparse(spectrum, settings["sparsity"])
+    return Negative(spectrum, 0.5) if settings["negative"] else spectrum
