@@ -1,9 +1,10 @@
-"""Draw the figure of the README: timescales prescribed against timescales measured, and what β adds.
+"""Draw the figure of the README: measured against prescribed timescales, and accuracy on a state-tracking task by β.
 
     python examples/prescribed_timescales.py                    # two minutes on one core
     python examples/prescribed_timescales.py --steps 100 --window 1000 --output runs/figure.png
 
-Left: -1 / Lyapunov exponent of each direction, measured by QR on white noise, against the timescale asked for.
+Left: -1 / Lyapunov exponent for each state dimension, measured with the QR method on white-noise input, against the
+prescribed timescale.
 Right: accuracy on the S3 word problem, trained at length 8, for a range of β. β = 0 is a diagonal state-space model.
 """
 
@@ -35,8 +36,8 @@ def measure_timescales(window: int) -> dict[str, torch.Tensor]:
     return {name: (-1 / values.flatten()).sort().values for name, values in exponents.items()}
 
 
-def train_at(beta: float, steps: int) -> dict[int, float]:
-    """Return the accuracy at 1 and 2 times the trained length of a one-layer model with this β."""
+def train_and_evaluate(beta: float, steps: int) -> dict[int, float]:
+    """Train a one-layer model with this β and return its accuracy in percent at 1 and 2 times the trained length."""
     task = WordProblem("S3", length=8)
     torch.manual_seed(0)
     spectrum = spectra.Negative(spectra.S4DReal(), 0.5)
@@ -58,9 +59,9 @@ def draw(timescales: dict[str, torch.Tensor], accuracies: dict[float, dict[int, 
     left.plot(PRESCRIBED, PRESCRIBED, color="black", linewidth=0.8)
     for (name, values), color, marker in zip(timescales.items(), colors, markers, strict=True):
         left.scatter(PRESCRIBED, values, s=26, color=color, marker=marker, label=name, zorder=2)
-    left.text(200, 3.2, "no timescale can\nbe asked of a GRU", color=colors[3], fontsize=8, ha="center")
+    left.text(200, 3.2, "a GRU's timescales\ncannot be prescribed", color=colors[3], fontsize=8, ha="center")
     left.set(xscale="log", yscale="log", xlabel="timescale prescribed (steps)", ylabel="timescale measured (steps)")
-    left.set_title("Timescales follow the prescription …")
+    left.set_title("Measured timescales follow the prescribed ones")
     left.legend(frameon=False, fontsize=8, loc="upper left")
     places = range(len(accuracies))
     for length, color, label in ((8, "#0072b2", "trained length"), (16, "#56b4e9", "twice the trained length")):
@@ -69,9 +70,7 @@ def draw(timescales: dict[str, torch.Tensor], accuracies: dict[float, dict[int, 
     right.text(len(accuracies) - 1, 19, "chance", fontsize=8, ha="right")
     right.annotate("diagonal\nlinear SSM", (0, accuracies[0.0][16]), (0.15, 42), fontsize=8)
     right.set_xticks(places, [f"{beta:g}" for beta in accuracies])
-    right.set(
-        xlabel="β", ylabel="accuracy (%)", ylim=(0, 104), title="… and β turns on state tracking (S3 word problem)"
-    )
+    right.set(xlabel="β", ylabel="accuracy (%)", ylim=(0, 104), title="β > 0 enables state tracking (S3 word problem)")
     right.legend(frameon=False, fontsize=8, loc="center right")
     for axis in (left, right):
         axis.spines[["top", "right"]].set_visible(False)
@@ -89,7 +88,7 @@ def main() -> None:
     for name, values in timescales.items():
         errors = (values - PRESCRIBED).abs() / PRESCRIBED
         print(f"{name}: relative error of the timescales: median {errors.median():.3f}, largest {errors.max():.3f}")
-    accuracies = {beta: train_at(beta, options.steps) for beta in TRAINED_BETAS}
+    accuracies = {beta: train_and_evaluate(beta, options.steps) for beta in TRAINED_BETAS}
     for beta, row in accuracies.items():
         print(f"β = {beta:g}: accuracy {row[8]:.1f} % at the trained length, {row[16]:.1f} % at twice that length")
     draw(timescales, accuracies, options.output)

@@ -274,6 +274,7 @@ def test_lint_runs_every_tool_and_reports_each(run, monkeypatch, capsys):
         "run.py: ruff format passed",
         "run.py: mypy passed",
         "run.py: import-linter passed",
+        "run.py: wording passed",
     ]
 
 

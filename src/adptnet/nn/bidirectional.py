@@ -106,7 +106,7 @@ class Bidirectional(nn.Module):
             run: Further keyword arguments of `RecurrentLayer.forward`, except `cu_seqlens`.
 
         Returns:
-            Outputs (batch, time, width) and the states of both layers: after the last step for the forward layer, after
+            Outputs (batch, time, width) and the states of both layers, after the last step for the forward layer, after
             the first step for the backward layer.
         """
         if isinstance(x, Proxy):

@@ -365,12 +365,14 @@ class _Backward:
         rises, previous = 0, math.inf
         progress = Progress(rtol, steps, g.dtype)
         tolerance = _GradientTolerance(rtol, part, entering, cut, self.has_initial_gradient)
+        del entering  # as large as the states
         for _ in range(iterations):
             residual = torch.sub(known[:, :left], g[:, :left], out=buffer[:, :left])
             self._pull_back(part, states, g, slice(1, min(left + 1, steps)), residual)
             size = residual.abs()
             allowed = tolerance.allowed(g, size, left, lambda: self._rounding(part, states, known, g))
             excess, worst = (size / allowed).amax(-1), float(size.amax())
+            del size
             rises = rises + 1 if worst > previous else 0
             previous = worst
             if rises == PATIENCE or not math.isfinite(worst):

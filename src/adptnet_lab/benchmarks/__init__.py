@@ -1,4 +1,7 @@
-"""Benchmarks: `adptnet bench`, its subjects, and the goals that they are measured against."""
+"""Benchmarks: `adptnet bench`, its subjects, and the goals that they are measured against.
+
+A subject is one benchmark: programs that are compared at several sizes. A side is one of these programs.
+"""
 
 from .command import Bench, run
 from .goals import Goal, GoalVerdict, Measurements, fit_slope, judge_goals

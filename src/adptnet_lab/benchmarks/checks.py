@@ -1,7 +1,8 @@
-"""Checks of the operations on this machine: values and gradients against the reference implementation.
+"""Check the operations on this machine against their reference implementations.
 
-A wrong result is easily fast. These checks take a second and are run before anything is timed. They do not replace the
-tests of the library, which are far more thorough.
+Values are compared, and gradients where the operation has a backward pass. The checks take a second and run before
+anything is timed, because the time of a wrong result means nothing. They do not replace the tests of the library, which
+are far more thorough.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,20 +17,20 @@ from adptnet.nn import ADPTNet
 from adptnet.ops import _backends, plane_rotation
 from adptnet.ops._linalg import solve_linear
 from adptnet.ops.adpt_scan import Constants, Form, RetractionKind, adpt_scan
-from adptnet.ops.adpt_scan.reference import adpt_scan as loop
+from adptnet.ops.adpt_scan.reference import adpt_scan as reference_adpt_scan
 from adptnet.ops.adpt_step import Jacobians, newton_pass
-from adptnet.ops.adpt_step.reference import newton_pass as pass_in_torch
+from adptnet.ops.adpt_step.reference import newton_pass as reference_newton_pass
 from adptnet.ops.linear_scan import linear_scan
-from adptnet.ops.linear_scan.reference import linear_scan as linear_loop
+from adptnet.ops.linear_scan.reference import linear_scan as reference_linear_scan
 from adptnet.ops.matrix_chain import matrix_chain
-from adptnet.ops.matrix_chain.reference import matrix_chain as products_in_turn
+from adptnet.ops.matrix_chain.reference import matrix_chain as reference_matrix_chain
 from adptnet.ops.tolerance import Tolerance
 
 from .timing import use_threads
 
 __all__ = ["CHECKS", "find_error", "find_missing_kernel"]
 
-EXACT = 1e-10  # relative to the largest element, in float64
+FLOAT64_TOLERANCE = 1e-10  # relative to the largest element, or absolute if that is below 1
 SHAPES = [(1, 9, 13), (5, 7, 50), (33, 8, 64)]  # batch, steps, state; the last is large enough for two threads
 
 
@@ -65,7 +66,7 @@ def _check_adpt_scan() -> None:
             form = Form(retraction=int(retraction))
             leaves = [drive, state, constants.real, constants.weight, constants.beta]
             names = ["states", *_name_gradients("drive", "state", "eigenvalues", "K and V", "beta")]
-            slow = _values_and_gradients(partial(loop, drive, state, constants, form), leaves)
+            slow = _values_and_gradients(partial(reference_adpt_scan, drive, state, constants, form), leaves)
             for lean in (False, True):
                 fast = _values_and_gradients(partial(adpt_scan, drive, state, constants, form, lean=lean), leaves)
                 _assert_agree(names[:3], fast[:3], slow[:3], _bound(dtype, steps))
@@ -85,7 +86,7 @@ def _check_linear_scan() -> None:
                     leaves = [transition, offset, initial]
                     fast, slow = (
                         _values_and_gradients(partial(run, *leaves, reverse=reverse), leaves)
-                        for run in (linear_scan, linear_loop)
+                        for run in (linear_scan, reference_linear_scan)
                     )
                     _assert_agree(names, fast, slow, _bound(dtype, batch * steps))
 
@@ -94,12 +95,12 @@ def _check_adpt_step() -> None:
     with torch.no_grad():
         for dtype, batch, steps, size in _iterate_shapes():
             drive, state, constants = _make_recurrence(dtype, batch, steps, size)
-            states = loop(drive, state, constants) + 0.1 * torch.randn(batch, steps, size, dtype=dtype)
+            states = reference_adpt_scan(drive, state, constants) + 0.1 * torch.randn(batch, steps, size, dtype=dtype)
 
             real = constants.real.detach()
             given, limits = (states, drive, state, torch.zeros_like(state), None), Tolerance(1.0, 1.0)
             fast = newton_pass(*given, constants, Form(), diagonal=False, tolerance=limits)
-            slow = pass_in_torch(*given, partial(_step, constants), _constant(real), real, tolerance=limits)
+            slow = reference_newton_pass(*given, partial(_step, constants), _constant(real), real, tolerance=limits)
             _assert_agree(fast._fields, fast, slow, _bound(dtype, steps))
             found = Jacobians(states, constants, Form())(0, steps)
             row, push = states[:, 0], drive[:, 0]
@@ -110,7 +111,7 @@ def _check_adpt_step() -> None:
 def _step(constants: Constants, state: Tensor, drive: Tensor) -> Tensor:
     """Run one step of the reference on states and drives (..., n)."""
     size = state.shape[-1]
-    return loop(drive.reshape(-1, 1, size), state.reshape(-1, size), constants).reshape(state.shape)
+    return reference_adpt_scan(drive.reshape(-1, 1, size), state.reshape(-1, size), constants).reshape(state.shape)
 
 
 def _constant(values: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
@@ -136,7 +137,7 @@ def _check_plane_rotation() -> None:
                 _values_and_gradients(partial(rotate, coefficients, *leaves), leaves)
                 for rotate in (_rotate_closed_form, _rotate_dense)
             )
-            _assert_agree(["Q x", *_name_gradients("key", "value", "x")], fast, slow, EXACT)
+            _assert_agree(["Q x", *_name_gradients("key", "value", "x")], fast, slow, FLOAT64_TOLERANCE)
 
 
 Coefficients = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -156,7 +157,7 @@ def _rotate_dense(coefficients: Coefficients, key: Tensor, value: Tensor, x: Ten
 def _check_matrix_chain() -> None:
     for dtype, batch, steps, size in _iterate_shapes():
         matrices, frame = torch.randn(batch, steps, size, size, dtype=dtype) / size**0.5, torch.eye(size, dtype=dtype)
-        slow = products_in_turn(matrices, frame.expand(batch, -1, -1))
+        slow = reference_matrix_chain(matrices, frame.expand(batch, -1, -1))
         _assert_agree(["frames"], [matrix_chain(matrices, frame.expand(batch, -1, -1))], [slow], _bound(dtype, steps))
 
 
@@ -164,7 +165,7 @@ def _check_solvers() -> None:
     layer = ADPTNet(12, beta=0.5, dtype=torch.float64)
     x = torch.randn(3, 40, 12, dtype=torch.float64)
     leaves = [p for p in layer.parameters() if p.requires_grad]
-    names = ["states", *_name_gradients(*(name for name, p in layer.named_parameters() if p.requires_grad))]
+    names = ["outputs", *_name_gradients(*(name for name, p in layer.named_parameters() if p.requires_grad))]
 
     def outputs(solver: solvers.Solver) -> Tensor:
         y: Tensor = layer(x, solver=solver)[0]
@@ -173,7 +174,7 @@ def _check_solvers() -> None:
     exact = _values_and_gradients(partial(outputs, solvers.Sequential()), leaves)
     for solver in (solvers.ConvDEER(), solvers.ForwardDEER(), solvers.QuasiDEER(), solvers.KoopmanDEER()):
         found = _values_and_gradients(partial(outputs, solver), leaves)
-        _assert_agree([f"{solver}: {name}" for name in names], found, exact, 1e-8)  # to its own tolerance, ε^⅚ per step
+        _assert_agree([f"{solver}: {name}" for name in names], found, exact, 1e-8)  # solvers stop at ε^⅚ per step
 
 
 CHECKS: dict[str, Callable[[], None]] = {
@@ -187,7 +188,7 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 
 def _iterate_shapes() -> Iterator[tuple[torch.dtype, int, int, int]]:
-    """Yield dtypes and shapes: both precisions, on one thread, and on two if there is enough work for them."""
+    """Yield (dtype, batch, steps, state): both precisions, every shape on one thread, the largest on two as well."""
     for threads, shapes in ((1, SHAPES), (2, SHAPES[-1:])):
         with use_threads(threads):
             for dtype in (torch.float64, torch.float32):
@@ -196,8 +197,8 @@ def _iterate_shapes() -> Iterator[tuple[torch.dtype, int, int, int]]:
 
 
 def _bound(dtype: torch.dtype, terms: int) -> float:
-    """Return the allowed difference; in float32 a bound of the rounding errors, since both sides round each term."""
-    return EXACT if dtype == torch.float64 else 8 * terms * torch.finfo(dtype).eps
+    """Return the allowed difference. In float32 it bounds the rounding errors of two sums of `terms` terms."""
+    return FLOAT64_TOLERANCE if dtype == torch.float64 else 8 * terms * torch.finfo(dtype).eps
 
 
 def _make_recurrence(dtype: torch.dtype, batch: int, steps: int, size: int) -> tuple[Tensor, Tensor, Constants]:
@@ -212,7 +213,7 @@ def _leaf(values: Tensor) -> Tensor:
 
 
 def _name_gradients(*names: str) -> list[str]:
-    return [f"gradient of {name}" for name in names]
+    return [f"gradient with respect to {name}" for name in names]
 
 
 def _values_and_gradients(run: Callable[[], Tensor], leaves: Sequence[Tensor | None]) -> list[Tensor]:
@@ -228,5 +229,5 @@ def _assert_agree(names: Sequence[str], found: Sequence[Tensor], expected: Seque
         if not distance <= bound * max(1.0, scale):
             raise WrongResultError(
                 f"{name}, {tuple(slow.shape)} of {slow.dtype}, differs from the reference by "
-                f"{distance:.1e}; {bound * max(1.0, scale):.1e} is allowed."
+                f"{distance:.1e}; at most {bound * max(1.0, scale):.1e} is allowed."
             )

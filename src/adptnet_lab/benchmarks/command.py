@@ -30,7 +30,8 @@ SECONDS = 20.0  # per size: longer than most disturbances of a shared machine
 class Bench:
     """Measure CPU and wall time of operations, layers and solvers in turn, and compare them with stated goals.
 
-    Every operation is first compared with its reference, values and gradients; one that disagrees is not timed.
+    Every operation is first compared with its reference: values, and gradients where it has a backward pass. One that
+    disagrees is not timed.
     Results are JSON and Markdown for each subject, and a figure. Earlier results in the folder are kept if they are of
     the same machine and versions.
     """

@@ -1,4 +1,4 @@
-"""The machine, the versions and the load, which are recorded beside every number."""
+"""The machine, the versions and the load, which are recorded with every measurement."""
 
 import os
 import platform
@@ -20,10 +20,10 @@ __all__ = ["MachineLoad", "describe_machine", "find_processor", "last_cache_size
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return the versions and the machine. Numbers can be compared as long as these are equal."""
+    """Return the versions and the machine. Measurements are comparable only if these are equal."""
     description = describe_environment()
-    del description["threads"]  # sides have their own
-    folder = re.compile(r"\S*" + re.escape(os.sep))  # of a kernel: it does not matter where it was compiled
+    del description["threads"]  # recorded with each side instead
+    folder = re.compile(r"\S*" + re.escape(os.sep))  # the folder of a compiled kernel, which does not matter
     backends = _backends.backends()
     kernels = {name: folder.sub("", backends[name]) for name in _build.OPERATIONS}
     return {
@@ -47,7 +47,7 @@ def find_processor() -> str:
 
 
 def last_cache_size() -> int | None:
-    """Return the bytes of the largest cache; None where the system does not report it."""
+    """Return the size of the last-level cache in bytes; None where the system does not report it."""
     sizes = []
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         size = re.fullmatch(r"(\d+)([KMG]?)", path.read_text().strip())
@@ -61,9 +61,10 @@ class MachineLoad:
     """The load of the machine during a measurement.
 
     Attributes:
-        load_before: Load average over a minute before it, this process included.
-        load_after: The same after it.
-        others: Cores that other processes kept busy, on average; None where the system does not report it.
+        load_before: Load average of the minute before the measurement, this process included.
+        load_after: Load average of the last minute at its end.
+        others: Average number of cores in use by anything but this process and its children, including time stolen by
+            the hypervisor; None where the system does not report it.
     """
 
     load_before: float | None = None
@@ -73,16 +74,16 @@ class MachineLoad:
 
 @contextmanager
 def watch_load() -> Iterator[MachineLoad]:
-    """Measure the load inside the block. The yielded object is filled in at the end."""
+    """Measure the load during the block. The yielded object is complete once the block has ended."""
     load = MachineLoad(load_before=_load_average())
     busy, own = _read_busy_seconds()
     yield load
     busy_after, own_after = _read_busy_seconds()
     load.load_after = _load_average()
     if busy is not None and busy_after is not None and busy_after[1] > busy[1]:
-        total = busy_after[0] - busy[0] - (own_after - own)
+        seconds = busy_after[0] - busy[0] - (own_after - own)  # of other processes, and stolen by the hypervisor
         cores = os.cpu_count() or 1
-        load.others = round(max(0.0, total / ((busy_after[1] - busy[1]) / cores)), 3)
+        load.others = round(max(0.0, seconds / ((busy_after[1] - busy[1]) / cores)), 3)
 
 
 def _load_average() -> float | None:
@@ -90,12 +91,18 @@ def _load_average() -> float | None:
 
 
 def _read_busy_seconds() -> tuple[tuple[float, float] | None, float]:
-    """Return (busy seconds, all seconds) of all cores, and the CPU time of this process and its children."""
+    """Return two measurements of CPU time.
+
+    Returns:
+        (busy CPU seconds, total CPU seconds) summed over all cores since boot, None where the system does not report
+        them; and the CPU seconds of this process and of its finished child processes.
+    """
     spent = os.times()
     own = spent.user + spent.system + spent.children_user + spent.children_system
     try:
         ticks = [int(number) for number in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     except (OSError, ValueError):
         return None, own
-    second = os.sysconf("SC_CLK_TCK")
-    return ((sum(ticks) - ticks[3] - ticks[4]) / second, sum(ticks) / second), own
+    ticks_per_second = os.sysconf("SC_CLK_TCK")
+    busy = sum(ticks) - ticks[3] - ticks[4]  # all but idle and waiting for input and output
+    return (busy / ticks_per_second, sum(ticks) / ticks_per_second), own

@@ -1,4 +1,4 @@
-"""Subjects: programs that are compared with each other, and the sizes at which they are."""
+"""Benchmarks: the programs that are compared, and the sizes at which they are measured."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class Size(NamedTuple):
         return self.batch * self.steps * self.state
 
 
-# From one long and narrow sequence to many short and wide ones.
+# From one long, narrow sequence to many short, wide ones; last, a large batch of long, wide ones.
 STANDARD_SIZES = tuple(
     Size(*size)
     for size in [(1, 16384, 64), (8, 1024, 128), (64, 1024, 128), (64, 128, 256), (512, 8, 512), (16, 4096, 256)]
@@ -36,10 +36,10 @@ STANDARD_SIZES = tuple(
 
 
 def parse_size(text: str) -> Size:
-    """Return the size that was typed as batch,steps,state, such as 8,1024,128.
+    """Parse a size written as batch,steps,state, such as 8,1024,128.
 
     Args:
-        text: What was typed.
+        text: The size as text.
 
     Raises:
         InputError: The text is not three whole numbers from 1.
@@ -60,7 +60,7 @@ class Case:
     Attributes:
         sides: The programs to time in turn.
         goals: What is expected of them.
-        numbers: Numbers that were measured otherwise than by a clock.
+        numbers: Measured values other than times, such as bytes, errors and iteration counts, by name.
         skipped: Sides that cannot be run here, and why.
     """
 
@@ -78,9 +78,11 @@ class Subject:
         about: What is compared with what.
         sizes: The sizes to measure at.
         fast_sizes: The sizes to measure at with --fast.
-        operations: The operations that must be correct for the times to mean anything.
-        make_case: Returns the case of a size; with the second argument True without sides that take minutes.
-        threads: The numbers of threads that make sense; None for every requested number.
+        operations: Operations that are checked against their references first; if a check fails, nothing is timed.
+        make_case: Function of a size and `fast` that returns the case; if `fast` is True, programs that take minutes
+            are left out.
+        threads: Thread counts this benchmark supports; None for any. If none of the requested ones is supported, one
+            thread is used.
     """
 
     about: str

@@ -34,25 +34,29 @@ class Analyze:
     output: Path = Path("runs/analyze")
     """Folder for the figures and the numbers."""
     inputs: Path | None = None
-    """A .npy file of inputs: tokens (batch, time) or features (batch, time, features). A sample if not given."""
+    """A .npy file of inputs: tokens (batch, time) or features (batch, time, features). Without it, random inputs
+    are drawn."""
     group: str | None = None
-    """Sample the word problem of this group (S3, A5, …). If not given, uniform tokens or Gaussian noise."""
+    """Draw random inputs from the word problem of this group (S3, A5, …) instead of uniform tokens or Gaussian noise.
+    Ignored with --inputs."""
     sequences: int = 4
-    """Number of sequences in a sample."""
+    """Number of random sequences."""
     length: int = 256
-    """Number of steps of each sequence."""
+    """Number of steps of each random sequence."""
     seed: int = 0
-    """Seed of the sample."""
+    """Seed of the random inputs."""
 
 
 def run(options: Analyze) -> dict[str, Any]:
-    """Analyze each layer in float64, on one thread, and return every number that was written.
+    """Analyze each layer in float64 on one thread.
+
+    Print the results, write analyze.json and the figures, and return the content of analyze.json.
 
     Args:
         options: The options.
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # steps this narrow gain nothing from a second thread
+    torch.set_num_threads(1)  # the steps are too small to gain from a second thread
     try:
         return _run(options)
     finally:
@@ -91,7 +95,7 @@ def _sample(model: nn.Module, options: Analyze) -> Tensor:
     if options.group is not None:
         task = WordProblem(options.group, options.length)
         if tokens != task.vocabulary:
-            taken = "no tokens but features" if tokens is None else f"{tokens} tokens"
+            taken = "feature vectors, not tokens" if tokens is None else f"{tokens} tokens"
             raise InputError(f"{options.group} has {task.vocabulary} elements; the model takes {taken}.")
         return task.batch(options.sequences, generator).inputs
     if tokens is not None:
@@ -120,7 +124,7 @@ def _read(path: Path, tokens: int | None) -> Tensor:
         content = (
             values.dtype if values.is_floating_point() else f"numbers from {int(values.min())} to {int(values.max())}"
         )
-        raise InputError(f"{path} holds {content}; the model takes tokens, whole numbers from 0 to {tokens - 1}.")
+        raise InputError(f"{path} holds {content}; the model takes tokens: integers from 0 to {tokens - 1}.")
     return values.long()
 
 
@@ -132,9 +136,10 @@ def _analyze_layer(layer: RecurrentLayer, x: Tensor) -> dict[str, Any]:
     parallel = analysis.parallelizability(layer, x)
     rows = spectrum.exponents.reshape(-1, spectrum.exponents.shape[-1])
     horizon = analysis.memory_horizon(rows.mean(0)[0])
+    rate = float(spectrum.entropy_rate.mean())
     text = [
         str(spectrum),
-        f"memory horizon {float(horizon):.4g} steps, entropy rate {float(spectrum.entropy_rate.mean()):.4g} nats",
+        f"memory horizon {float(horizon):.4g} steps, entropy rate {rate:.4g} nats per step",
         str(certificate),
         f"multiply-accumulates per step: {analysis.cost(layer)}",
     ]
@@ -162,7 +167,11 @@ def _analyze_layer(layer: RecurrentLayer, x: Tensor) -> dict[str, Any]:
         }
         spread = analysis.eigenvalue_spread(layer)
         none = entropy is None or math.isnan(entropy)
-        mixing = "M is diagonal" if none else f"entropy of M off its diagonal, last step {entropy:.4g}"
+        mixing = (
+            "M is diagonal"
+            if none
+            else f"off-diagonal entropy of M at the last step of the first sequence {entropy:.4g}"
+        )
         text.append(f"eigenvalue spread {spread:.4g}; {mixing}")
         numbers |= {"log_eigenvalues": found["log_eigenvalues"].tolist(), "entropy": entropy, "spread": spread}
         if cell.spec.conjugate.has_directions:
@@ -172,7 +181,10 @@ def _analyze_layer(layer: RecurrentLayer, x: Tensor) -> dict[str, Any]:
 
 
 def _shift_bound(certificate: analysis.Certificate, moduli: Tensor) -> float:
-    """Return an upper bound of |σ_i(J) - |λ̄|_(i)|: ‖J - M‖, plus for a Taylor form the distance of M from Λ̄."""
+    """Return the certified upper bound on |σ_i(J) - |λ̄|_(i)| over all i.
+
+    It is the bound on ‖J - M‖, plus for a Taylor form the bound on |σ_i(M) - |λ̄|_(i)|. Infinite without a certificate.
+    """
     prescribed = moduli.sort(descending=True).values
     return max(float((certificate.upper - prescribed).max()), float((prescribed - certificate.lower).max()))
 

@@ -28,8 +28,8 @@ class CopyMemory(GeneratedTask):
     Attributes:
         length: Steps per sequence: 64, 128 and 1024 in the paper.
         encoding: "tokens", or "scalar" as in those sources: the numbers 0 to 9 in one channel.
-        training_sequences: Number of training sequences, a fixed set.
-        test_sequences: Number of validation and of test sequences, fixed sets.
+        training_sequences: Size of the fixed training set.
+        test_sequences: Size of the fixed validation set, and of the fixed test set.
         seed: Seed of the sets.
     """
 

@@ -40,7 +40,8 @@ class CheckpointWarning(UserWarning):
 def write_folder(folder: Path, files: dict[str, bytes]) -> None:
     """Write `files` and a manifest of their SHA-256 as `folder`, replacing an older one.
 
-    At every moment one of `list_copies(folder)` is complete, old or new, so that a killed process loses nothing.
+    At every moment one of `list_copies(folder)` is complete, old or new, so that a process that is killed (kill -9)
+    loses nothing.
 
     Args:
         folder: The folder to write.

@@ -20,6 +20,9 @@ SolverName = Literal["sequential", "auto", "deer", "quasi-deer", "forward-deer",
 class TrainConfig(Spec):
     """Settings of a training run and of the choice of its weights; the defaults suit a laptop.
 
+    Optimizer, learning rate, weight decay, clipping and schedule are by default those of the paper for word problems
+    (appendix:s5_training_config).
+
     Attributes:
         steps: Optimizer steps.
         batch_size: Sequences per step, over all processes.

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from adptnet.errors import InputError
 from adptnet.ops.adpt_scan import cpu as adpt_scan_kernel
 from adptnet.ops.linear_scan import cpu as linear_scan_kernel
 from adptnet_lab import cli
@@ -169,6 +170,28 @@ def test_growth_is_judged_from_times():
     assert outcomes["training, log-log slope / that of its products"] == ("not measured", None)
     assert outcomes["forward, largest doubling"] == ("met", pytest.approx(2.0))
     assert outcomes["training, largest doubling"] == ("missed", pytest.approx(1e-3 / 128e-6))
+
+
+@pytest.mark.parametrize(
+    ("subject", "size", "pass_instead"),
+    [
+        ("growth-time", Size(4, 1, 3), "4,2,3"),
+        ("growth-time", Size(4, 100, 3), "4,64,3"),
+        ("growth-time", Size(4, 96, 3), "4,64,3"),
+        ("growth-batch", Size(1, 8, 3), "2,8,3"),
+        ("growth-batch", Size(12, 8, 3), "8,8,3"),
+    ],
+)
+def test_a_size_that_doublings_do_not_reach_is_explained(subject, size, pass_instead):
+    with pytest.raises(InputError, match=f"--sizes {','.join(map(str, size))}: .*Pass --sizes {pass_instead}$"):
+        SUBJECTS[subject].make_case(size, True)
+    SUBJECTS[subject].make_case(Size(*map(int, pass_instead.split(","))), True)
+
+
+def test_a_length_may_be_a_multiple_of_the_largest_doubling():
+    case = SUBJECTS["growth-time"].make_case(Size(1, 192, 3), True)
+    lengths = [side.name for side in case.sides if side.name.startswith("forward")]
+    assert lengths == [f"forward, {3 * 2**k}" for k in range(7)]
 
 
 def test_products_are_the_faster_of_both():

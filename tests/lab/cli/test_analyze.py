@@ -62,9 +62,9 @@ def test_the_command_explains_what_it_cannot_use(tmp_path, capsys):
     for path, options, words in (
         (model, ["--sequences", "0"], "--sequences 0: must be at least 1"),
         (model, ["--length", "-3"], "--length -3: must be at least 1"),
-        (layer, ["--group", "S3"], "the model takes no tokens but features"),
+        (layer, ["--group", "S3"], "the model takes feature vectors, not tokens"),
         (tmp_path, [], "is a folder"),
-        (model, ["--inputs", "beyond"], "numbers from 0 to 6; the model takes tokens, whole numbers from 0 to 5"),
+        (model, ["--inputs", "beyond"], "numbers from 0 to 6; the model takes tokens: integers from 0 to 5"),
         (model, ["--inputs", "below"], "numbers from -1 to 0"),
         (model, ["--inputs", "parts"], "float64; the model takes tokens"),
         (model, ["--inputs", "names"], "not a .npy file of numbers"),

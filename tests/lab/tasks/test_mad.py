@@ -308,10 +308,10 @@ def test_a_score_is_the_best_run_of_each_setting_averaged():
         (lambda: MadMemorisation(vocabulary=40_000), "at most 32768"),
         (lambda: MadSelectiveCopying(length=33), "Pass length=34 or more"),
         (lambda: MadCompression(length=1), "at least 2 steps"),
-        (lambda: MadInContextRecall(length=127), "even length. Pass 128"),
-        (lambda: MadNoisyRecall(vocabulary=18), "keys, values and noise need at least 19"),
+        (lambda: MadInContextRecall(length=127), "key-value pairs need an even length. Pass 128"),
+        (lambda: MadNoisyRecall(vocabulary=18), "keys, values and noise need at least 19 tokens"),
         (lambda: MadFuzzyRecall(length=12), "need length=13 or more"),
-        (lambda: MadFuzzyRecall(vocabulary=6), "motifs of 3 distinct tokens need at least 7"),
+        (lambda: MadFuzzyRecall(vocabulary=6), "motifs of 3 distinct tokens need at least 7 tokens"),
         (lambda: next(MadInContextRecall().evaluation("test", 2, 2, length=9)), "even length"),
     ],
 )

@@ -39,7 +39,10 @@ class Conjugate(abc.ABC):
 
     @abc.abstractmethod
     def diagonal(self) -> Vector:
-        """Return the diagonal of M: in O(n) for one plane and diagonal eigenvalues, by `dense` otherwise."""
+        """Return the diagonal of M (eq:diag_M).
+
+        In O(n) for one plane and diagonal eigenvalues; from `dense` otherwise, and for a Taylor form of order two.
+        """
 
     @abc.abstractmethod
     def dense(self) -> Matrix:

@@ -1,1 +1,4 @@
-"""Other libraries compared with the solvers of adptnet, one script each, which needs the library installed."""
+"""Scripts that compare other libraries with the solvers of adptnet.
+
+Each needs its library installed; `gru_comparison` holds the code they share.
+"""

@@ -1,7 +1,10 @@
-"""Growth of time with the length and with the number of sequences, in doublings up to a given size."""
+"""Time of the fused recurrence at lengths and at batch sizes that double up to a given size."""
 
+import itertools
 from collections.abc import Callable
 from functools import partial
+
+from adptnet.errors import InputError
 
 from ..goals import Goal, Measurements, fit_slope, largest_doubling
 from ..subject import Case, Size, Subject
@@ -10,7 +13,7 @@ from .workload import RecurrenceWorkload
 
 __all__ = ["GROWTH_BATCH", "GROWTH_TIME"]
 
-DOUBLINGS = 6  # of the length
+DOUBLINGS = 6  # of the length, or fewer if it is below 2**6
 Times = Callable[[Measurements], list[float]]
 EVERY = "forward", "backward", "weights"  # the matrix products of a training step
 
@@ -18,6 +21,13 @@ EVERY = "forward", "backward", "weights"  # the matrix products of a training st
 def _make_case(axis: str, largest: Size, doublings: int) -> Case:
     top = getattr(largest, axis)
     values = [top >> k for k in range(doublings, -1, -1) if top >> k]
+    if len(values) < 2 or any(after != 2 * before for before, after in itertools.pairwise(values)):
+        allowed = "a power of two from 2" + (f", or a multiple of {2**DOUBLINGS}" if axis == "steps" else "")
+        nearest = largest._replace(**{axis: max(2, 1 << (top.bit_length() - 1))})
+        raise InputError(
+            f"--sizes {_format_size(largest)}: {axis} {top} is not reached by doublings. It must be {allowed}. "
+            f"Pass --sizes {_format_size(nearest)}"
+        )
     sides, goals = [], []
     for value in values:
         workload = RecurrenceWorkload(largest._replace(**{axis: value}))
@@ -50,8 +60,12 @@ def _make_case(axis: str, largest: Size, doublings: int) -> Case:
     return Case(sides, goals)
 
 
+def _format_size(size: Size) -> str:
+    return ",".join(map(str, size))
+
+
 GROWTH_TIME = Subject(
-    "The fused recurrence at lengths that double, from 1k to 64k steps.",
+    "The fused recurrence at seven lengths, each twice the one before (1k to 64k steps at the default sizes).",
     (Size(1, 65536, 64), Size(8, 65536, 64)),
     (Size(1, 4096, 64),),
     ("adpt_scan",),
@@ -59,7 +73,7 @@ GROWTH_TIME = Subject(
     threads=(1,),
 )
 GROWTH_BATCH = Subject(
-    "The fused recurrence at batches that double, from one sequence on.",
+    "The fused recurrence at batch sizes from one sequence up, each twice the one before.",
     (Size(512, 4096, 64), Size(512, 128, 128)),
     (Size(32, 64, 64),),
     ("adpt_scan",),

@@ -1,4 +1,4 @@
-"""Run one training step and print the peak memory, in bytes, beyond that of the process before it.
+"""Run one training step and print its peak memory in bytes, minus the memory in use just before it.
 
 python -m adptnet_lab.benchmarks.subjects.peak_memory lean 16 4096 64
 """
@@ -55,15 +55,15 @@ def main(kind: str, batch: str, steps: str, state: str) -> None:
 
 
 def _reset_peak() -> None:
-    """Reset the peak of this process, where the system allows that."""
+    """Reset the recorded peak memory of this process, where the system allows it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
-        return  # then the peak is the one since the start of the process
+        return  # the peak is then that since the start of the process
 
 
 def _read_kilobytes(name: str) -> int:
-    """Return a field of /proc/self/status."""
+    """Return a memory size in kilobytes from /proc/self/status."""
     try:
         field = re.search(rf"^{name}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     except OSError:

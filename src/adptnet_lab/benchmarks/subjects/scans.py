@@ -1,4 +1,4 @@
-"""The diagonal scan against `copy_` of the same bytes, the limit set by memory, and against other implementations."""
+"""Time of the diagonal scan, compared with `copy_` of the same bytes (the limit set by memory) and other programs."""
 
 import importlib.util
 from typing import Any
@@ -45,7 +45,7 @@ def _make_case(size: Size, fast: bool) -> Case:
         sides.append(Side(name, _disable_gradients(run), threads=1))
     goals = []
     cache = last_cache_size()
-    if cache is not None and 4 * size.elements >= 4 * cache:
+    if cache is not None and 4 * size.elements >= 4 * cache:  # bytes: four caches, so that copy_ is limited by memory
         goals.append(Goal("constant scan / copy_", lambda f: f.cpu("scan, constant") / f.cpu("copy_"), at_most=1.5))
     return Case(sides, goals, numbers, skipped)
 
@@ -91,7 +91,7 @@ def _make_accelerated_scan(transition: Tensor, offset: Tensor, skipped: dict[str
 
 
 SCANS = Subject(
-    "The diagonal scan against copy_ of the same bytes, and against other implementations of the same recurrence.",
+    "The diagonal scan compared with copy_ of the same bytes and with other implementations of the same recurrence.",
     tuple(Size(*s) for s in [(64, 4096, 128), (512, 1024, 64), (1, 524288, 64), (1000, 335, 100), (8, 1024, 128)]),
     (Size(8, 256, 64),),
     ("linear_scan",),

@@ -46,7 +46,9 @@ class MadTask(GeneratedTask):
     def check_vocabulary(self, tokens: int, what: str) -> None:
         """Raise `SpecError` unless the vocabulary has at least `tokens` tokens, which `what` describes."""
         if self.vocabulary < tokens:
-            raise SpecError(f"{type(self).__name__}(vocabulary={self.vocabulary}): {what} need at least {tokens}.")
+            raise SpecError(
+                f"{type(self).__name__}(vocabulary={self.vocabulary}): {what} need at least {tokens} tokens."
+            )
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Scores:
         predictions = outputs.argmax(-1)

@@ -21,8 +21,8 @@ class MadCompression(StandardMadTask):
     Attributes:
         vocabulary: Number of tokens; the last is the compression token, noise tokens come before it.
         length: Steps, including the compression token.
-        training_sequences: Number of training sequences, a fixed set.
-        test_sequences: Number of validation and of test sequences, fixed sets.
+        training_sequences: Size of the fixed training set.
+        test_sequences: Size of the fixed validation set, and of the fixed test set.
         seed: Seed of the sets.
         noise: Fraction of the tokens replaced by noise; as in the reference, noise tokens are targets too.
         noise_vocabulary: Number of noise tokens.

@@ -45,12 +45,13 @@ class MadFuzzyRecall(StandardMadTask):
         vocabulary: Number of tokens: half keys and half values, then noise tokens, then padding (the last token, or the
             one before the last without `multi_query`).
         length: Steps per sequence.
-        training_sequences: Number of training sequences, a fixed set.
-        test_sequences: Number of validation and of test sequences, fixed sets.
+        training_sequences: Size of the fixed training set.
+        test_sequences: Size of the fixed validation set, and of the fixed test set.
         seed: Seed of the sets.
-        multi_query: Count every repeated key, or only the last one, which then follows a special token.
+        multi_query: If True, the value of every repeated key is scored; if False, only the value of the last key, which
+            a special token precedes.
         motif: Largest number of tokens of a key or a value.
-        noise: Fraction of the pairs replaced by noise tokens.
+        noise: Probability that a pair is replaced by noise tokens; the probe pair never is.
         noise_vocabulary: Number of noise tokens.
     """
 
@@ -80,12 +81,12 @@ class MadFuzzyRecall(StandardMadTask):
             )
 
     @property
-    def _ordinary(self) -> int:
+    def _key_value_tokens(self) -> int:
         return self.vocabulary - self.noise_vocabulary - (1 if self.multi_query else 2)
 
     @property
     def chance(self) -> float:
-        return 1 / (self._ordinary - self._ordinary // 2)
+        return 1 / (self._key_value_tokens - self._key_value_tokens // 2)
 
     def draw(self, size: int, generator: torch.Generator, *, length: int, split: Split = "train") -> Batch:
         shortest_pair = 2 if split == "train" else self.motif + 1
@@ -102,8 +103,8 @@ class MadFuzzyRecall(StandardMadTask):
         pairs = drawn._replace(value=drawn.at(origin).value, value_size=drawn.at(origin).value_size)
         sizes = pairs.key_size + pairs.value_size
         if self.noise:
-            highest = self._ordinary + self.noise_vocabulary
-            noise = torch.randint(self._ordinary, highest, (2, *pairs.key.shape), generator=generator)
+            highest = self._key_value_tokens + self.noise_vocabulary
+            noise = torch.randint(self._key_value_tokens, highest, (2, *pairs.key.shape), generator=generator)
             pairs = pairs._replace(
                 key=torch.where(noisy.unsqueeze(-1), noise[0], pairs.key),
                 value=torch.where(noisy.unsqueeze(-1), noise[1], pairs.value),
@@ -124,26 +125,26 @@ class MadFuzzyRecall(StandardMadTask):
         used = (placed.key_size + placed.value_size).cumsum(-1) - placed.key_size - placed.value_size < limit
         repeated = (find_first_occurrence(code.gather(1, slot)) < every) & self.multi_query
         probe = pairs.at(torch.zeros(size, 1, dtype=torch.int64))
-        body, body_due, body_used = self._flatten(placed, repeated, used)
+        body, body_targets, body_used = self._flatten(placed, repeated, used)
         prefix = torch.full((size, 0 if self.multi_query else 1), self.vocabulary - 1)
         yes = torch.ones(size, 1, dtype=torch.bool)
-        end, end_due, end_used = self._flatten(probe, yes, yes)
+        end, end_targets, end_used = self._flatten(probe, yes, yes)
         tokens = torch.cat((body, prefix, end), 1)
-        due = torch.cat((body_due, torch.full_like(prefix, IGNORED), end_due), 1)
+        scored = torch.cat((body_targets, torch.full_like(prefix, IGNORED), end_targets), 1)
         counts = torch.cat((body_used, torch.ones_like(prefix, dtype=torch.bool), end_used), 1)
 
         padding = self.vocabulary - (1 if self.multi_query else 2)
         sequence = _align_right(tokens, counts, length + 1, padding)
-        targets = sequence if split == "train" else _align_right(due, counts, length + 1, IGNORED)
+        targets = sequence if split == "train" else _align_right(scored, counts, length + 1, IGNORED)
         return Batch(sequence[:, :-1], targets[:, 1:])
 
     def _draw_pairs(self, size: int, count: int, generator: torch.Generator, split: Split) -> _Pairs:
-        kinds, motif = self._ordinary // 2, self.motif
+        key_count, motif = self._key_value_tokens // 2, self.motif
         fewest = 1 if split == "train" else motif
         return _Pairs(
-            _draw_distinct(kinds, motif, (size, count), generator),
+            _draw_distinct(key_count, motif, (size, count), generator),
             torch.randint(fewest, motif + 1, (size, count), generator=generator),
-            kinds + _draw_distinct(self._ordinary - kinds, motif, (size, count), generator),
+            key_count + _draw_distinct(self._key_value_tokens - key_count, motif, (size, count), generator),
             torch.randint(1, motif + 1, (size, count), generator=generator),
         )
 
@@ -151,16 +152,16 @@ class MadFuzzyRecall(StandardMadTask):
         """Return a non-negative integer for each key, equal for equal motifs."""
         step = torch.arange(self.motif)
         digits = torch.where(step < pairs.key_size.unsqueeze(-1), pairs.key + 1, 0)
-        return (digits * (self._ordinary + 1) ** step).sum(-1)
+        return (digits * (self._key_value_tokens + 1) ** step).sum(-1)
 
     def _flatten(self, pairs: _Pairs, repeated: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the tokens of the pairs, their targets and which of them count, (batch, pairs · 2 · motif) each."""
         step = torch.arange(self.motif)
         tokens = torch.cat((pairs.key, pairs.value), -1)
         valid = torch.cat((step < pairs.key_size.unsqueeze(-1), step < pairs.value_size.unsqueeze(-1)), -1)
-        due = torch.where(repeated.unsqueeze(-1), pairs.value, IGNORED)
-        due = torch.cat((torch.full_like(pairs.key, IGNORED), due), -1)
-        return tokens.flatten(1), due.flatten(1), (valid & used.unsqueeze(-1)).flatten(1)
+        pair_targets = torch.where(repeated.unsqueeze(-1), pairs.value, IGNORED)
+        pair_targets = torch.cat((torch.full_like(pairs.key, IGNORED), pair_targets), -1)
+        return tokens.flatten(1), pair_targets.flatten(1), (valid & used.unsqueeze(-1)).flatten(1)
 
 
 def _draw_distinct(kinds: int, motif: int, shape: tuple[int, int], generator: torch.Generator) -> Tensor:

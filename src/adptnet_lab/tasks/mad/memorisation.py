@@ -24,8 +24,8 @@ class MadMemorisation(StandardMadTask):
     Attributes:
         vocabulary: Number of tokens; V of them, without noise, make ⌊(V-1)/2⌋ facts.
         length: Steps, two per fact.
-        training_sequences: Number of training sequences, a fixed set.
-        test_sequences: Number of validation and of test sequences, fixed sets.
+        training_sequences: Size of the fixed training set.
+        test_sequences: Size of the fixed validation set, and of the fixed test set.
         seed: Seed of the sets and of the facts.
         noise: Fraction of the facts replaced by two noise tokens, which have no target.
         noise_vocabulary: Number of noise tokens.

@@ -1,4 +1,4 @@
-"""In-context recall: the value of a key that occurred earlier in the sequence."""
+"""MAD in-context recall: predict the value of a key that occurred earlier in the sequence."""
 
 import abc
 
@@ -14,23 +14,23 @@ __all__ = ["MadInContextRecall", "MadNoisyRecall"]
 
 
 class _Recall(StandardMadTask, abc.ABC):
-    """Base class of the recall tasks: each key keeps its value within a sequence, and the last pair is a repetition."""
+    """Base class of the recall tasks: a key has one value in a sequence, and the last pair repeats an earlier one."""
 
     multi_query: bool
 
     @property
     @abc.abstractmethod
     def _noise(self) -> tuple[float, int]:
-        """Fraction of the pairs that are noise, and the number of noise tokens."""
+        """Probability that a pair is replaced by noise tokens, and the number of noise tokens in the vocabulary."""
 
     @property
-    def _ordinary(self) -> int:
-        """Number of keys and values."""
+    def _key_value_tokens(self) -> int:
+        """Number of tokens that are keys or values."""
         return self.vocabulary - self._noise[1] - (0 if self.multi_query else 1)
 
     @property
     def chance(self) -> float:
-        return 1 / (self._ordinary - self._ordinary // 2)
+        return 1 / (self._key_value_tokens - self._key_value_tokens // 2)
 
     @property
     def minimum_length(self) -> int:
@@ -39,53 +39,58 @@ class _Recall(StandardMadTask, abc.ABC):
     def check_length(self, length: int) -> None:
         MadTask.check_length(self, length)
         if length % 2:
-            raise SpecError(f"{type(self).__name__}(length={length}): pairs need an even length. Pass {length + 1}.")
+            raise SpecError(
+                f"{type(self).__name__}(length={length}): key-value pairs need an even length. Pass {length + 1}."
+            )
 
     def draw(self, size: int, generator: torch.Generator, *, length: int, split: Split = "train") -> Batch:
         noise, noise_vocabulary = self._noise
-        pairs, kinds = length // 2 - 1, self._ordinary // 2
-        keys = torch.randint(kinds, (size, pairs), generator=generator)
-        value_of = torch.randint(kinds, self._ordinary, (size, kinds), generator=generator)
-        shown = torch.stack((keys, value_of.gather(1, keys)), -1)
+        pairs, key_count = length // 2 - 1, self._key_value_tokens // 2
+        keys = torch.randint(key_count, (size, pairs), generator=generator)
+        value_of = torch.randint(key_count, self._key_value_tokens, (size, key_count), generator=generator)
+        pair_tokens = torch.stack((keys, value_of.gather(1, keys)), -1)
         noisy = torch.zeros(size, pairs, dtype=torch.bool)
         if noise:
             noisy = torch.rand(size, pairs, generator=generator) < noise
             noisy.scatter_(1, torch.randint(pairs, (size, 1), generator=generator), False)  # keep at least one pair
             tokens = torch.randint(
-                self._ordinary, self._ordinary + noise_vocabulary, (size, pairs, 2), generator=generator
+                self._key_value_tokens, self._key_value_tokens + noise_vocabulary, (size, pairs, 2), generator=generator
             )
-            shown = torch.where(noisy.unsqueeze(-1), tokens, shown)
+            pair_tokens = torch.where(noisy.unsqueeze(-1), tokens, pair_tokens)
 
-        occurs = torch.zeros(size, kinds + 1).scatter_(1, torch.where(noisy, kinds, keys), 1.0)[:, :kinds]
-        probe = (occurs * (1 - torch.rand(size, kinds, generator=generator))).argmax(-1, keepdim=True)
+        occurs = torch.zeros(size, key_count + 1).scatter_(1, torch.where(noisy, key_count, keys), 1.0)[:, :key_count]
+        probe = (occurs * (1 - torch.rand(size, key_count, generator=generator))).argmax(-1, keepdim=True)
         prefix = probe.new_full((size, 0 if self.multi_query else 1), self.vocabulary - 1)
         final = value_of.gather(1, probe)
-        sequence = torch.cat((shown.flatten(1), prefix, probe, final), 1)
+        sequence = torch.cat((pair_tokens.flatten(1), prefix, probe, final), 1)
         if split == "train":
             return Batch(sequence[:, :-1], sequence[:, 1:])
 
         index = torch.arange(pairs).expand(size, -1)
-        repeated = (find_first_occurrence(torch.where(noisy, kinds + index, keys)) < index) & self.multi_query
-        due = torch.full_like(shown, IGNORED)
-        due[..., 1] = torch.where(repeated, shown[..., 1], IGNORED)
-        silent = torch.full_like(torch.cat((prefix, probe), 1), IGNORED)
-        targets = torch.cat((due.flatten(1), silent, final), 1)
+        repeated = (find_first_occurrence(torch.where(noisy, key_count + index, keys)) < index) & self.multi_query
+        pair_targets = torch.full_like(pair_tokens, IGNORED)
+        pair_targets[..., 1] = torch.where(repeated, pair_tokens[..., 1], IGNORED)
+        ignored = torch.full_like(torch.cat((prefix, probe), 1), IGNORED)
+        targets = torch.cat((pair_targets.flatten(1), ignored, final), 1)
         return Batch(sequence[:, :-1], targets[:, 1:])
 
 
 @spec
 class MadInContextRecall(_Recall):
-    """Pairs of key and value; in the test the target is the value wherever a key is repeated.
+    """Key-value pairs; in validation and test, the targets are the values of repeated keys.
 
-    In training the target is the next token everywhere, also where it is unpredictable.
+    In training, the target of every step is the next token, even where it cannot be predicted.
 
     Attributes:
-        vocabulary: Number of tokens, half keys and half values.
-        length: Length of the whole sequence; a model sees one step less.
-        training_sequences: Number of training sequences, a fixed set.
-        test_sequences: Number of validation and of test sequences, fixed sets.
+        vocabulary: Number of tokens: keys, then as many values (or one more), then the special token if `multi_query`
+            is False.
+        length: Number of tokens in the pairs, the last pair included. The model sees the sequence without its last
+            token: length − 1 steps, or length steps if `multi_query` is False, because of the special token.
+        training_sequences: Size of the fixed training set.
+        test_sequences: Size of the fixed validation set, and of the fixed test set.
         seed: Seed of the sets.
-        multi_query: Count every repeated key, or only the last one, which then follows a special token.
+        multi_query: If True, the value of every repeated key is scored; if False, only the value of the last key, which
+            a special token precedes.
     """
 
     multi_query: bool = True
@@ -101,16 +106,19 @@ class MadInContextRecall(_Recall):
 
 @spec
 class MadNoisyRecall(_Recall):
-    """In-context recall with some of the pairs replaced by two noise tokens, which have no target in the test.
+    """In-context recall with some pairs replaced by two noise tokens, which are not targets in validation and test.
 
     Attributes:
-        vocabulary: Number of tokens: keys and values in equal parts, then `noise_vocabulary` noise tokens.
-        length: Length of the whole sequence; a model sees one step less.
-        training_sequences: Number of training sequences, a fixed set.
-        test_sequences: Number of validation and of test sequences, fixed sets.
+        vocabulary: Number of tokens: keys, then as many values (or one more), then `noise_vocabulary` noise tokens,
+            then the special token if `multi_query` is False.
+        length: Number of tokens in the pairs, the last pair included. The model sees the sequence without its last
+            token: length − 1 steps, or length steps if `multi_query` is False, because of the special token.
+        training_sequences: Size of the fixed training set.
+        test_sequences: Size of the fixed validation set, and of the fixed test set.
         seed: Seed of the sets.
-        multi_query: Count every repeated key, or only the last one, which then follows a special token.
-        noise: Fraction of the pairs replaced by noise.
+        multi_query: If True, the value of every repeated key is scored; if False, only the value of the last key, which
+            a special token precedes.
+        noise: Probability that a pair is replaced by noise tokens; one random pair of each sequence is always kept.
         noise_vocabulary: Number of noise tokens.
     """
 

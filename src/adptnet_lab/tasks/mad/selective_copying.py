@@ -22,8 +22,8 @@ class MadSelectiveCopying(MadTask):
         vocabulary: Number of tokens; the last is the copy token, the one before it the blank.
         length: Steps per sequence.
         tokens_to_copy: Number of tokens to recall.
-        training_sequences: Number of training sequences, a fixed set.
-        test_sequences: Number of validation and of test sequences, fixed sets.
+        training_sequences: Size of the fixed training set.
+        test_sequences: Size of the fixed validation set, and of the fixed test set.
         seed: Seed of the sets.
     """
 
