@@ -138,7 +138,10 @@ def test_errors_name_what_is_wrong_in_a_spec(text, message):
             "even size of each head",
         ),
         (lambda: ADPTNet(7, spectrum=spectra.S4DInv()), "Pass state_size=8"),
-        (lambda: ADPTNet(6, beta=(0.1, 0.2)), "2 numbers for 1 heads. Pass direction=FromState(heads=2)"),
+        (
+            lambda: ADPTNet(6, beta=(0.1, 0.2)),
+            "beta has 2 values, but the number of heads is 1. Pass direction=FromState(heads=2)",
+        ),
         (lambda: ADPTNet(6, beta=1e20), "no digits left"),
         (lambda: ADPTNet(6, rope=drive.RoPE(), spectrum=spectra.S4DInv()), "Pass a real spectrum"),
         (lambda: ADPTNet(5, rope=drive.RoPE()), "Pass state_size=6"),
@@ -171,7 +174,14 @@ def test_errors_name_what_is_wrong_in_a_spec(text, message):
         (lambda: TrainableBeta(2.0, maximum=1.0), "needs minimum <= initial <= maximum"),
         (lambda: nn.BlockSpec(ADPTNet(4).spec, norm="bach"), "Perhaps you meant 'batch'"),
         (lambda: nn.BlockSpec(ADPTNet(4).spec, dropout=1.0), "dropout must be in [0, 1)"),
-        (lambda: nn.BlockSpec(ADPTNet(4)), "must be a LayerSpec, BidirectionalSpec or MixerSpec: layer.spec"),
+        (
+            lambda: nn.BlockSpec(ADPTNet(4)),
+            "BlockSpec(layer=ADPTNet): must be a LayerSpec, BidirectionalSpec or MixerSpec. "
+            "Pass layer.spec instead of layer.",
+        ),
+        (lambda: nn.StackSpec(ADPTNet(4)), "Pass layer.spec instead of layer."),
+        (lambda: nn.SwiGLUBlockSpec(ADPTNet(4)), "Pass layer.spec instead of layer."),
+        (lambda: nn.StackSpec(64), "StackSpec(layer=int): must be a LayerSpec"),
         (lambda: nn.SequenceModel(ADPTNet(4).spec), "pass one of them"),
         (lambda: nn.SequenceModel(ADPTNet(4).spec, vocabulary=3, input_size=3), "pass one of them"),
         (lambda: nn.SequenceModel(ADPTNet(4).spec, input_size=3), "pass output_size="),

@@ -213,9 +213,9 @@ def laws_of(axes: dict) -> set[str]:
     return laws
 
 
-# Solvers: a linearisation, a damping, and whether the sequence is divided into blocks.
+# Solvers: a linearization, a damping, and whether the sequence is divided into blocks.
 
-all_linearisations = {
+all_linearizations = {
     "DEER": solvers.DEER,
     "Quasi": solvers.QuasiDEER,
     "Quasi, estimated": partial(solvers.QuasiDEER, probes=3),
@@ -293,23 +293,23 @@ class Combination(NamedTuple):
     """A cell, and the names of the parts of a solver for it."""
 
     axes: dict | str
-    linearisation: str
+    linearization: str
     damping: str
     blocks: str
 
     @property
     def takes_resets(self) -> bool:
         """Whether the solver supports resets. A convolution does not: its transition is the same at every step."""
-        return self.linearisation != "Conv, by FFT"
+        return self.linearization != "Conv, by FFT"
 
     def solver(self, **options) -> solvers.Solver:
         """Build the solver."""
-        solver = all_linearisations[self.linearisation](all_dampings[self.damping], **options)
+        solver = all_linearizations[self.linearization](all_dampings[self.damping], **options)
         blocks = all_blocks[self.blocks]
         return solver if blocks is None else solvers.BlockWise(solver, **blocks)
 
     def __str__(self) -> str:
-        return " · ".join((self.linearisation, self.damping, self.blocks, cell_name(self.axes)))
+        return " · ".join((self.linearization, self.damping, self.blocks, cell_name(self.axes)))
 
 
 def has_conjugate(axes: dict | str) -> bool:
@@ -317,16 +317,16 @@ def has_conjugate(axes: dict | str) -> bool:
     return not isinstance(axes, str) and not isinstance(axes.get("conjugate"), conjugates.Stateful)
 
 
-def is_legal(axes: dict | str, linearisation: str, damping: str) -> bool:
-    """Return whether a cell supports a linearisation with a damping; every legal pair may be run block-wise."""
+def is_legal(axes: dict | str, linearization: str, damping: str) -> bool:
+    """Return whether a cell supports a linearization with a damping; every legal pair may be run block-wise."""
     layer = {} if isinstance(axes, str) else axes
     conjugate = layer.get("conjugate", conjugates.Exact())
     memory = bool(layer.get("memory"))
-    if linearisation in ("Forward", "Conv") and not has_conjugate(axes):
+    if linearization in ("Forward", "Conv") and not has_conjugate(axes):
         return False
-    if linearisation == "Conv, by FFT" and (memory or not has_conjugate(axes)):
+    if linearization == "Conv, by FFT" and (memory or not has_conjugate(axes)):
         return False  # a slow memory couples pairs of state dimensions, which is not an elementwise convolution
-    if linearisation == "Koopman, polar":  # one Q, of one plane and one head, around Λ̄ itself
+    if linearization == "Koopman, polar":  # one Q, of one plane and one head, around Λ̄ itself
         heads = getattr(layer.get("direction"), "heads", 1)
         one_plane = isinstance(conjugate, (conjugates.Exact, conjugates.Product)) and conjugate.planes == 1
         if not has_conjugate(axes) or not one_plane or heads > 1 or memory or layer.get("start"):
@@ -338,26 +338,26 @@ def is_legal(axes: dict | str, linearisation: str, damping: str) -> bool:
 
 def legal_combinations(axes: dict | str) -> Iterator[Combination]:
     """Yield every solver that a cell supports. This function documents which combinations are legal."""
-    for linearisation in all_linearisations:
+    for linearization in all_linearizations:
         for damping in all_dampings:
-            if is_legal(axes, linearisation, damping):
+            if is_legal(axes, linearization, damping):
                 for blocks in all_blocks:
-                    yield Combination(axes, linearisation, damping, blocks)
+                    yield Combination(axes, linearization, damping, blocks)
 
 
 def covering_combinations(axes: dict | str) -> Iterator[Combination]:
-    """Yield one solver for each linearisation that a cell supports; for the first cell, each with every damping.
+    """Yield one solver for each linearization that a cell supports; for the first cell, each with every damping.
 
-    Over `covering_cells`, every pair of linearisation and cell, of damping and linearisation, and of block-wise and
-    linearisation occurs.
+    Over `covering_cells`, every pair of linearization and cell, of damping and linearization, and of block-wise and
+    linearization occurs.
     """
     number = all_cells.index(axes)
     blocks = list(all_blocks)
-    for i, linearisation in enumerate(all_linearisations):
-        dampings = [damping for damping in all_dampings if is_legal(axes, linearisation, damping)]
+    for i, linearization in enumerate(all_linearizations):
+        dampings = [damping for damping in all_dampings if is_legal(axes, linearization, damping)]
         chosen = dampings if not number else [dampings[(number + i) % len(dampings)]] if dampings else []
         for j, damping in enumerate(chosen):
-            yield Combination(axes, linearisation, damping, blocks[(number + 2 * i + j) % len(blocks)])
+            yield Combination(axes, linearization, damping, blocks[(number + 2 * i + j) % len(blocks)])
 
 
 # Every kind of layer and model with inputs (batch, time, KIND_WIDTH), for tests of what users do with PyTorch modules.

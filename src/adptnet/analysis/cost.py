@@ -71,7 +71,7 @@ class _Counter(TorchDispatchMode):
 
 @torch.no_grad()
 def cost(system: Any) -> Cost:
-    """Count the multiply-accumulates of one step, of its preparation and of its linearisations, for one sequence.
+    """Count the multiply-accumulates of one step, of its preparation and of its linearizations, for one sequence.
 
     They are counted by running them: matrix products, and every elementwise product, quotient, power and root. Values
     that are constant along a sequence (the eigenvalues, an orthogonal weight) are computed before the count. The
@@ -87,7 +87,7 @@ def cost(system: Any) -> Cost:
     position = torch.zeros(1, 1, dtype=torch.int64, device=state.device)
     drive = cell.prepare(inputs, position)
     step = cell.stepper()
-    several = 8  # a linearisation computes its constants in the call, so the cost per step is a difference of two calls
+    several = 8  # a linearization computes its constants in the call, so the cost per step is a difference of two calls
     states, drives = state.expand(several, -1), drive[:, 0].expand(several, -1)
 
     def per_state(function: Any) -> int:

@@ -182,7 +182,7 @@ def _make_solvers(trajectory: Trajectory) -> dict[str, Solver]:
 
 
 def _count_iteration_macs(solver: Solver, counts: Cost, size: int) -> float:
-    """Count a step, its linearisation, and a work-efficient scan: three products of transitions and states per step."""
+    """Count a step, its linearization, and a work-efficient scan: three products of transitions and states per step."""
     kind = solver.linearization if isinstance(solver, Newton) else None
     if not _has_scan(solver):
         return counts.step

@@ -174,7 +174,7 @@ class ADPTSpec(CellSpec):
         count = count_heads(self.beta)
         if count is not None and count != self.heads:
             raise IncompatibleError(
-                f"ADPTSpec(beta={self.beta}): {count} numbers for {self.heads} heads. "
+                f"ADPTSpec(beta={self.beta}): beta has {count} values, but the number of heads is {self.heads}. "
                 f"Pass direction={type(self.direction).__name__}(heads={count}), or one number."
             )
         if not self.conjugate.has_directions and self.beta != 0:

@@ -16,6 +16,7 @@ from ..recurrence.projections import Dense
 from ..recurrence.projections.base import apply_map
 from ..spec import ModuleSpec, check_kind, reset_from_spec, spec
 from .layer import LayerSpec
+from .mixer import MixerSpec
 from .packing import check_padded
 
 __all__ = ["Bidirectional", "BidirectionalSpec", "BidirectionalState"]
@@ -143,6 +144,18 @@ def check_batch_first(owner: ModuleSpec, layer: LayerSpec) -> None:
         raise SpecError(
             f"{type(owner).__name__} is batch first, and so must its layer be. Build the layer with batch_first=True."
         )
+
+
+def check_layer(owner: ModuleSpec, layer: object) -> None:
+    """Raise `SpecError` if `layer`, which `owner` contains, is not the spec of a layer that is batch first."""
+    if not isinstance(layer, (LayerSpec, BidirectionalSpec, MixerSpec)):
+        fix = "layer.spec instead of layer" if isinstance(layer, nn.Module) else "e.g. ADPTNet(64).spec"
+        raise SpecError(
+            f"{type(owner).__name__}(layer={type(layer).__name__}): must be a LayerSpec, BidirectionalSpec or "
+            f"MixerSpec. Pass {fix}."
+        )
+    if isinstance(layer, LayerSpec):
+        check_batch_first(owner, layer)
 
 
 def _ends(reset: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from ..errors import SpecError
 from ..ops._fx import Proxy, record_call
 from ..ops._torch_state import has_values
 from ..spec import ModuleSpec, check_fraction, reset_from_spec, spec, suggest_name
-from .bidirectional import BidirectionalSpec, check_batch_first
+from .bidirectional import BidirectionalSpec, check_layer
 from .layer import LayerSpec
 from .mixer import MixerSpec
 from .packing import check_padded
@@ -42,13 +42,7 @@ class BlockSpec(ModuleSpec):
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.layer, (LayerSpec, BidirectionalSpec, MixerSpec)):
-            raise SpecError(
-                f"BlockSpec(layer={type(self.layer).__name__}): must be a LayerSpec, BidirectionalSpec or MixerSpec: "
-                "layer.spec."
-            )
-        if isinstance(self.layer, LayerSpec):
-            check_batch_first(self, self.layer)
+        check_layer(self, self.layer)
         if self.norm not in get_args(NormName):
             raise SpecError(
                 f"BlockSpec(norm={self.norm!r}) is unknown.{suggest_name(str(self.norm), get_args(NormName))}"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from .. import solvers
 from .._typing import Device, DType
 from .._validate import check_dtype, check_finite, check_lengths, make_validity_mask
 from ..cells import ADPTSpec, ADPTState, Cell, CellSpec
@@ -290,10 +291,15 @@ class RecurrentLayer(nn.Module, abc.ABC):
     def _check_shape(self, x: Tensor) -> None:
         check_padded(x)
         if x.dim() not in (2, 3) or x.shape[-1] != self.width:
-            layout = "(batch, time, {w})" if self.batch_first else "(time, batch, {w})"
+            layout = "batch, time" if self.batch_first else "time, batch"
+            if x.dim() in (2, 3):
+                given = x.shape[-1]
+                fix = f"Build the layer with width={given}, or put nn.Linear({given}, {self.width}) before it."
+            else:
+                fix = "x must have 2 or 3 dimensions."
             raise InputError(
-                f"the layer takes {layout.format(w=self.width)}, or (time, {self.width}) for one sequence; got shape "
-                f"{tuple(x.shape)}. Build it with width={x.shape[-1] if x.dim() else 1}, or reshape x."
+                f"the layer takes ({layout}, {self.width}), or (time, {self.width}) for one sequence; got shape "
+                f"{tuple(x.shape)}. {fix}"
             )
         check_dtype(x, self.cell.dtype)
 
@@ -345,7 +351,9 @@ def _check_solver(solver: Solver | None, default: Solver) -> Solver:
     if solver is None:
         return default
     if not isinstance(solver, Solver):
-        raise InputError(f"solver={solver!r}: must be a solver object. Pass solver=solvers.Sequential().")
+        name = getattr(solver, "__name__", "")
+        known = name if getattr(solvers, name, None) is solver else "Sequential"
+        raise InputError(f"solver={solver!r}: must be a solver object. Pass solver=solvers.{known}().")
     return solver
 
 

@@ -17,7 +17,7 @@ Run = Callable[[Tensor, Tensor], tuple[Tensor, ADPTState]]
 
 
 def check_padded(x: object) -> None:
-    """Raise `InputError` for a `PackedSequence` or a nested tensor. Only a call of a single layer takes the former.
+    """Raise `InputError` unless `x` is a padded tensor. Only a call of a single layer takes a `PackedSequence`.
 
     Args:
         x: The inputs of a module.
@@ -28,6 +28,8 @@ def check_padded(x: object) -> None:
             "only a single layer takes a PackedSequence. Unpack it: "
             "x, lengths = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True), and pass lengths=lengths."
         )
+    if not isinstance(x, Tensor):
+        raise InputError(f"x must be a tensor; got {type(x).__name__}. Pass torch.as_tensor(x).")
 
 
 def run_packed(packed: PackedSequence, run: Run) -> tuple[PackedSequence, ADPTState]:

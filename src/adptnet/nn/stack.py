@@ -5,10 +5,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._typing import Device, DType
-from ..errors import SpecError
 from ..ops._fx import Proxy, record_call
 from ..spec import ModuleSpec, check_fraction, check_size, reject_unknown, reset_from_spec, spec
-from .bidirectional import BidirectionalSpec, check_batch_first
+from .bidirectional import BidirectionalSpec, check_layer
 from .layer import LayerSpec
 from .mixer import MixerSpec
 from .packing import check_padded
@@ -32,13 +31,7 @@ class StackSpec(ModuleSpec):
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.layer, (LayerSpec, BidirectionalSpec, MixerSpec)):
-            raise SpecError(
-                f"StackSpec(layer={type(self.layer).__name__}): must be a LayerSpec, BidirectionalSpec or MixerSpec: "
-                "layer.spec."
-            )
-        if isinstance(self.layer, LayerSpec):
-            check_batch_first(self, self.layer)
+        check_layer(self, self.layer)
         check_size(self, num_layers=self.num_layers)
         check_fraction(self, below="at 1 nothing would pass", dropout=self.dropout)
 

@@ -11,7 +11,7 @@ from .._validate import check_lengths, make_validity_mask
 from ..errors import SpecError
 from ..ops._fx import Proxy, record_call
 from ..spec import ModuleSpec, check_size, reset_from_spec, spec, suggest_name
-from .bidirectional import BidirectionalSpec, check_batch_first
+from .bidirectional import BidirectionalSpec, check_layer
 from .block import Norm, NormName
 from .layer import LayerSpec
 from .mixer import MixerSpec
@@ -35,13 +35,7 @@ class SwiGLUBlockSpec(ModuleSpec):
     expansion: int = 4
 
     def __post_init__(self) -> None:
-        if not isinstance(self.layer, (LayerSpec, BidirectionalSpec, MixerSpec)):
-            raise SpecError(
-                f"SwiGLUBlockSpec(layer={type(self.layer).__name__}): must be a LayerSpec, BidirectionalSpec or "
-                "MixerSpec: layer.spec."
-            )
-        if isinstance(self.layer, LayerSpec):
-            check_batch_first(self, self.layer)
+        check_layer(self, self.layer)
         if self.norm not in get_args(NormName):
             raise SpecError(
                 f"SwiGLUBlockSpec(norm={self.norm!r}) is unknown.{suggest_name(self.norm, get_args(NormName))}"

@@ -23,6 +23,9 @@ class Result(enum.IntEnum):
     DIVERGED = 3  # the residual kept rising, or an iterate overflowed
     NON_FINITE = 4  # NaN or infinity among the states
 
+    def __str__(self) -> str:
+        return self.name
+
 
 @dataclasses.dataclass(frozen=True)
 class Solution:

@@ -56,12 +56,12 @@ NEURON_DT = 0.004  # seconds per step: the default of every neuron with a time s
 Field = tuple[str, Any, Any]  # name, type and default, as `dataclasses.make_dataclass` takes them
 
 
-def parse_value(text: str, expected: tuple[type[Spec], ...] = (Spec,)) -> Any:
+def parse_value(text: str, expected: tuple[type, ...] = (Spec,)) -> Any:
     """Parse the printed form of a spec, number, text, tuple or None, such as "Negative(S4DReal(), 0.5)".
 
     Args:
         text: What was typed. The name of a spec alone stands for the spec with all of its defaults.
-        expected: The kinds of spec that an error about an unknown name suggests.
+        expected: The kinds of spec that an error about an unknown name suggests, and float where numbers do as well.
 
     Raises:
         SpecError: The text is not of this form, or the values do not fit the spec.
@@ -72,7 +72,7 @@ def parse_value(text: str, expected: tuple[type[Spec], ...] = (Spec,)) -> Any:
         raise SpecError(f"{text!r} is neither a number nor a spec such as Linspace(dt_min=0.001).") from None
 
 
-def _evaluate(node: ast.expr, expected: tuple[type[Spec], ...] = (Spec,)) -> Any:
+def _evaluate(node: ast.expr, expected: tuple[type, ...] = (Spec,)) -> Any:
     if isinstance(node, ast.Name):
         return _find_spec(node.id, expected)()
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -94,12 +94,14 @@ def _evaluate(node: ast.expr, expected: tuple[type[Spec], ...] = (Spec,)) -> Any
         raise SpecError(f"{ast.unparse(node)} is neither a number nor a spec such as Linspace(dt_min=0.001).") from None
 
 
-def _find_spec(name: str, expected: tuple[type[Spec], ...]) -> type[Spec]:
+def _find_spec(name: str, expected: tuple[type, ...]) -> type[Spec]:
     """Return the spec of this name, in any case."""
     known = known_specs()
     found = known.get(name) or {other.lower(): kind for other, kind in known.items()}.get(name.lower())
     if found is None:
         fitting = [other for other, kind in known.items() if issubclass(kind, expected)]
+        if float in expected:
+            raise SpecError(f"{name!r} is not a number, a tuple of numbers, or one of: {', '.join(sorted(fitting))}.")
         raise SpecError(f"there is no spec {name!r}.{suggest_name(name, fitting)}")
     return found
 
@@ -465,12 +467,13 @@ def _field_types(kind: type) -> dict[str, Any]:
         options = typing.get_args(hint) or (hint,)
         specs = tuple(option for option in options if isinstance(option, type) and issubclass(option, Spec))
         is_function = typing.get_origin(hint) is collections.abc.Callable
-        found[field.name] = Annotated[hint, _as_printed(specs or (Spec,))] if specs or is_function else hint
+        expected = (*specs, float) if float in options else specs or (Spec,)
+        found[field.name] = Annotated[hint, _as_printed(expected)] if specs or is_function else hint
     return found
 
 
-def _as_printed(expected: tuple[type[Spec], ...]) -> PrimitiveConstructorSpec[Any]:
-    """Return the rule by which tyro parses and prints a field that holds one of the `expected` specs."""
+def _as_printed(expected: tuple[type, ...]) -> PrimitiveConstructorSpec[Any]:
+    """Return the rule by which tyro parses and prints a field that holds a spec, `expected` as in `parse_value`."""
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar="SPEC",

@@ -24,7 +24,7 @@ from .._runtime import catch_stop_signals, describe_environment
 from . import scoring
 from .recipe import GridPoint, Scale, Subset, is_in_subset
 from .registry import PaperResult, ReproductionError, find_results, load_labels, load_results
-from .rows import DEFAULT_FOLDER, RowStore, point_key, to_row_value
+from .rows import DEFAULT_FOLDER, RowStore, open_row_store, point_key, to_row_value
 
 __all__ = ["Reproduce", "run"]
 
@@ -304,3 +304,6 @@ def _print_labels(folder: Path) -> None:
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     total = sum(len(result.claims) for result in load_results().values())
     print(f"{len(load_labels())} labels, {len(load_results())} results, {total} claims.")
+    committed = open_row_store(None).folder
+    if folder == DEFAULT_FOLDER != committed:
+        print(f"Status of {folder}. For the committed rows: adptnet reproduce --list --rows {committed}")

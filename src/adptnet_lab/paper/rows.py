@@ -10,7 +10,6 @@ the same point, the first counts. A line that a killed process left incomplete i
 """
 
 import contextlib
-import fcntl
 import gzip
 import hashlib
 import io
@@ -113,7 +112,9 @@ class RowStore:
         path.parent.mkdir(parents=True, exist_ok=True)
         line = (json.dumps(to_row_value(row), allow_nan=False) + "\n").encode()
         with path.open("ab+", buffering=0) as file:
-            with contextlib.suppress(OSError):  # a file system without locks: each shard has its own file
+            with contextlib.suppress(OSError, ImportError):  # without locks (or on Windows) each shard has its own file
+                import fcntl
+
                 fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
             append_lines(file, line)
 

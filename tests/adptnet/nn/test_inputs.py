@@ -25,9 +25,16 @@ def row(*bounds):
 
 
 BAD_CALLS = {
-    "wrong width": (lambda f: f(torch.randn(2, 5, 7)), "got shape (2, 5, 7). Build it with width=7"),
+    "wrong width": (
+        lambda f: f(torch.randn(2, 5, 7)),
+        "got shape (2, 5, 7). Build the layer with width=7, or put nn.Linear(7, 6) before it.",
+    ),
     "four dimensions": (lambda f: f(torch.randn(2, 2, 5, 6)), "(batch, time, 6), or (time, 6) for one sequence"),
-    "a step for a sequence": (lambda f: f(torch.randn(6)), "got shape (6,)"),
+    "a step for a sequence": (lambda f: f(torch.randn(6)), "got shape (6,). x must have 2 or 3 dimensions."),
+    "one number": (lambda f: f(torch.tensor(1.0)), "got shape (). x must have 2 or 3 dimensions."),
+    "a list": (lambda f: f([[1.0, 2.0]]), "x must be a tensor; got list. Pass torch.as_tensor(x)."),
+    "a list for a solve": (lambda f: f.solve([[1.0, 2.0]]), "x must be a tensor; got list"),
+    "a list for a model": (lambda f: SequenceModel(f.spec, vocabulary=5)([[1, 2]]), "x must be a tensor; got list"),
     "a sequence for a step": (lambda f: f.step(torch.randn(2, 5, 6)), "step takes one time step"),
     "whole numbers": (lambda f: f(torch.ones(2, 5, 6, dtype=torch.int64)), "Pass inputs.float()"),
     "too many digits": (lambda f: f.float()(torch.randn(2, 5, 6)), "inputs are torch.float64 but the cell computes in"),

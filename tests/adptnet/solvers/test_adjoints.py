@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from adptnet import adjoints, cells, directions, errors, solvers, spectra
 from support.members import (
     all_dampings,
-    all_linearisations,
+    all_linearizations,
     build_cell,
     cell_name,
     covering_cells,
@@ -116,11 +116,11 @@ def test_gradients_through_iterations_do_not_depend_on_the_damping(damping, adjo
     problem.assert_same(problem.gradients(solver, adjoint), expected, repr(solver))
 
 
-@pytest.mark.parametrize("linearisation", all_linearisations)
-def test_gradients_of_the_last_state_alone(linearisation):
+@pytest.mark.parametrize("linearization", all_linearizations)
+def test_gradients_of_the_last_state_alone(linearization):
     problem = RaggedProblem(build_cell({"width": 6, "beta": 1.0}), resets=False, last=True)
-    found = problem.gradients(all_linearisations[linearisation]())
-    problem.assert_same(found, problem.gradients(solvers.Sequential()), linearisation)
+    found = problem.gradients(all_linearizations[linearization]())
+    problem.assert_same(found, problem.gradients(solvers.Sequential()), linearization)
 
 
 @pytest.mark.parametrize("adjoint", all_adjoints, ids=repr)

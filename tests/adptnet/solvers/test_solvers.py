@@ -17,7 +17,7 @@ from support.members import (
     all_blocks,
     all_cells,
     all_dampings,
-    all_linearisations,
+    all_linearizations,
     all_spectra,
     build,
     build_cell,
@@ -81,14 +81,14 @@ def test_every_legal_solver_finds_the_sequential_states(axes):
 
 def test_the_covering_combinations_hold_every_pair():
     covered = [combination for axes in covering_cells for combination in covering_combinations(axes)]
-    for linearisation in all_linearisations:
+    for linearization in all_linearizations:
         for axes in covering_cells:
-            expected = is_legal(axes, linearisation, "undamped")
-            assert expected == any(c.axes == axes and c.linearisation == linearisation for c in covered)
+            expected = is_legal(axes, linearization, "undamped")
+            assert expected == any(c.axes == axes and c.linearization == linearization for c in covered)
         for damping in all_dampings:
-            assert any(c.linearisation == linearisation and c.damping == damping for c in covered), damping
+            assert any(c.linearization == linearization and c.damping == damping for c in covered), damping
         for blocks in all_blocks:
-            assert any(c.linearisation == linearisation and c.blocks == blocks for c in covered), blocks
+            assert any(c.linearization == linearization and c.blocks == blocks for c in covered), blocks
 
 
 @pytest.mark.parametrize(
@@ -96,13 +96,13 @@ def test_the_covering_combinations_hold_every_pair():
     [
         ("GRUCell", solvers.ForwardDEER(), ["ForwardDEER", "TorchCell", "has no M", "QuasiDEER"]),
         ("GRUCell", solvers.ConvDEER(), ["ConvDEER", "constant eigenvalues", "TorchCell", "QuasiDEER"]),
-        ("GRUCell", all_linearisations["Koopman, polar"](), ["one plane and one head", "KoopmanDEER()"]),
+        ("GRUCell", all_linearizations["Koopman, polar"](), ["one plane and one head", "KoopmanDEER()"]),
         ("GRUCell", solvers.QuasiDEER(solvers.Proximal()), ["Proximal", "ball", "TorchCell", "Scale(0.99)"]),
         ({"width": 6, "conjugate": Stateful()}, solvers.ForwardDEER(), ["StatefulCell", "has no M"]),
         ({"width": 6, "conjugate": Taylor()}, solvers.ConvDEER(solvers.Proximal()), ["Proximal", "ball", "ADPTCell"]),
-        ({"width": 6, "memory": cells.SlowMemory()}, all_linearisations["Conv, by FFT"](), ["Coupled", "scan"]),
-        ({"width": 6, "start": True}, all_linearisations["Koopman, polar"](), ["one plane", "KoopmanDEER()"]),
-        ({"width": 6, "conjugate": Product(2)}, all_linearisations["Koopman, polar"](), ["one plane", "KoopmanDEER()"]),
+        ({"width": 6, "memory": cells.SlowMemory()}, all_linearizations["Conv, by FFT"](), ["Coupled", "scan"]),
+        ({"width": 6, "start": True}, all_linearizations["Koopman, polar"](), ["one plane", "KoopmanDEER()"]),
+        ({"width": 6, "conjugate": Product(2)}, all_linearizations["Koopman, polar"](), ["one plane", "KoopmanDEER()"]),
     ],
     ids=lambda value: "" if isinstance(value, list) else str(value)[:40],
 )
@@ -117,7 +117,7 @@ def test_a_solver_that_does_not_fit_the_cell_names_one_that_does(axes, solver, w
 def test_a_convolution_rejects_resets():
     cell = build_cell({"width": 6, "beta": 1.0})
     with pytest.raises(errors.IncompatibleError, match="no reset"):
-        all_linearisations["Conv, by FFT"]()(cell, torch.randn(2, 9, 6), reset=torch.ones(2, 9, dtype=torch.bool))
+        all_linearizations["Conv, by FFT"]()(cell, torch.randn(2, 9, 6), reset=torch.ones(2, 9, dtype=torch.bool))
 
 
 @pytest.mark.parametrize(
@@ -152,28 +152,28 @@ def run(solver, cell, *given_, **more):
         return solver(cell, *given_, **more)
 
 
-exact_first = {name: make for name, make in all_linearisations.items() if name != "Conv, by FFT"}
+exact_first = {name: make for name, make in all_linearizations.items() if name != "Conv, by FFT"}
 
 
 @pytest.mark.parametrize("damping", [None, solvers.Scale(0.6)], ids=repr)
-@pytest.mark.parametrize("linearisation", exact_first)
+@pytest.mark.parametrize("linearization", exact_first)
 @pytest.mark.parametrize(
     "spectrum", [spectra.Linspace(), spectra.Negative(spectra.S4DInv(), 0.5)], ids=["real", "pairs"]
 )
-def test_after_k_iterations_the_first_k_states_are_exact(linearisation, damping, spectrum):
+def test_after_k_iterations_the_first_k_states_are_exact(linearization, damping, spectrum):
     cell = build_cell({"width": 6, "beta": 4.0, "spectrum": spectrum})
     inputs = torch.randn(2, 9, 6)
     exact = run(solvers.Sequential(), cell, inputs).states
     for k in (1, 2, 5, 8):
         options = {"max_iterations": k, "on_failure": solvers.Return(), "patience": None, "rtol": 0.0, "atol": 0.0}
-        found = run(exact_first[linearisation](damping, **options), cell, inputs)
+        found = run(exact_first[linearization](damping, **options), cell, inputs)
         assert_close(found.states[:, :k], exact[:, :k], atol=1e-13, rtol=1e-13)
 
 
-one_iteration = {name: all_linearisations[name] for name in ("DEER", "Quasi", "Forward", "Conv")}
+one_iteration = {name: all_linearizations[name] for name in ("DEER", "Quasi", "Forward", "Conv")}
 
 
-@pytest.mark.parametrize("linearisation", one_iteration)
+@pytest.mark.parametrize("linearization", one_iteration)
 @pytest.mark.parametrize(
     "axes",
     [
@@ -184,10 +184,10 @@ one_iteration = {name: all_linearisations[name] for name in ("DEER", "Quasi", "F
     ],
     ids=name_of,
 )
-def test_a_linear_layer_takes_one_iteration(linearisation, axes):
+def test_a_linear_layer_takes_one_iteration(linearization, axes):
     cell = build_cell(axes)
     inputs, state = torch.randn(3, 40, 6), torch.randn(3, 6)
-    found = run(one_iteration[linearisation](on_failure=solvers.Raise()), cell, inputs, state)
+    found = run(one_iteration[linearization](on_failure=solvers.Raise()), cell, inputs, state)
     assert found.iterations.tolist() == [1, 1, 1]
     assert_close(found.states, run(solvers.Sequential(), cell, inputs, state).states, atol=1e-11, rtol=0)
 
@@ -208,7 +208,7 @@ def iterates(make, cell, inputs, count):
 
 @pytest.mark.parametrize("spectrum", [spectra.Linspace(), spectra.S4DInv()], ids=repr)
 @pytest.mark.parametrize("direction", [directions.FromState(), directions.FromInput()], ids=["state", "input"])
-def test_for_taylor_of_order_one_several_linearisations_are_the_same(spectrum, direction):
+def test_for_taylor_of_order_one_several_linearizations_are_the_same(spectrum, direction):
     cell = build_cell({"width": 6, "beta": 0.5, "conjugate": Taylor(), "spectrum": spectrum, "direction": direction})
     inputs = torch.randn(2, 21, 6)
     same = [solvers.ConvDEER, solvers.ForwardDEER]
@@ -325,13 +325,13 @@ def test_nan_in_the_padding_does_not_matter():
     assert found.result == Result.CONVERGED
 
 
-@pytest.mark.parametrize("linearisation", all_linearisations)
+@pytest.mark.parametrize("linearization", all_linearizations)
 @pytest.mark.parametrize(("batch", "steps"), [(0, 5), (2, 1)])
 @pytest.mark.parametrize("blocks", all_blocks)
-def test_empty_batches_and_single_steps_are_solved(linearisation, batch, steps, blocks):
+def test_empty_batches_and_single_steps_are_solved(linearization, batch, steps, blocks):
     cell = build_cell({"width": 6, "beta": 1.0})
     inputs, state = torch.randn(batch, steps, 6), torch.randn(batch, 6)
-    solver = all_linearisations[linearisation]()
+    solver = all_linearizations[linearization]()
     solver = solver if all_blocks[blocks] is None else solvers.BlockWise(solver, **all_blocks[blocks])
     found, exact = run(solver, cell, inputs, state), run(solvers.Sequential(), cell, inputs, state)
     assert found.states.shape == exact.states.shape
@@ -353,13 +353,13 @@ def test_one_sequence_may_come_without_a_batch(make):
     assert_close(guessed.states, one.states, atol=1e-11, rtol=0)
 
 
-@pytest.mark.parametrize("linearisation", ["DEER", "Quasi", "Forward", "Conv", "Jacobi"])
+@pytest.mark.parametrize("linearization", ["DEER", "Quasi", "Forward", "Conv", "Jacobi"])
 @pytest.mark.parametrize("damping", ["undamped", "scale", "adaptive"])
-def test_iterations_do_not_depend_on_the_other_sequences(linearisation, damping):
+def test_iterations_do_not_depend_on_the_other_sequences(linearization, damping):
     cell = build_cell({"width": 6, "beta": 2.0, "spectrum": spectra.Linspace(dt_min=0.05, dt_max=1.0)})
     inputs = torch.randn(4, 24, 6) * torch.tensor([1.0, 0.01, 10.0, 0.0])[:, None, None]
     inputs[1, 5:] = 0
-    solver = all_linearisations[linearisation](all_dampings[damping])
+    solver = all_linearizations[linearization](all_dampings[damping])
     together = run(solver, cell, inputs)
     for i in range(4):
         alone = run(solver, cell, inputs[i : i + 1])
@@ -461,10 +461,10 @@ def test_more_solvers_can_be_compiled():
     subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILED, *names], check=True)
 
 
-@pytest.mark.parametrize("linearisation", all_linearisations)
-def test_half_precision_and_autocast_stay_in_float32_inside(linearisation):
+@pytest.mark.parametrize("linearization", all_linearizations)
+def test_half_precision_and_autocast_stay_in_float32_inside(linearization):
     layer = ADPTNet(6, beta=0.5, dtype=torch.float32)
-    solver = all_linearisations[linearisation]()
+    solver = all_linearizations[linearization]()
     inputs = torch.randn(2, 20, 6).bfloat16()
     plain = run(solver, layer.cell, inputs.float())
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -519,9 +519,9 @@ def random_solve(seed):
     size = make_even(int(torch.randint(1, 9, (), generator=generator)), spectrum)
     beta = pick([0.0, 0.01, 0.3, 1.0, 3.0, 10.0, 100.0])
     axes = {"width": size, "spectrum": spectrum, "beta": beta, "conjugate": pick([Exact(), Taylor(), Product(2)])}
-    linearisation, damping = pick(list(all_linearisations)), pick(list(all_dampings))
-    linearisation = linearisation if is_legal(axes, linearisation, "undamped") else "Quasi"
-    damping = damping if is_legal(axes, linearisation, damping) else "undamped"
+    linearization, damping = pick(list(all_linearizations)), pick(list(all_dampings))
+    linearization = linearization if is_legal(axes, linearization, "undamped") else "Quasi"
+    damping = damping if is_legal(axes, linearization, damping) else "undamped"
     steps = int(torch.randint(1, 41, (), generator=generator))
     cell = build(axes, dtype=dtype).cell
     inputs = 10 ** pick([-3.0, 0.0, 2.0]) * torch.randn(4, steps, size, dtype=dtype)
@@ -529,9 +529,9 @@ def random_solve(seed):
     iterations = pick([3, 30])
 
     def solver(**options):
-        return all_linearisations[linearisation](all_dampings[damping], max_iterations=iterations, **options)
+        return all_linearizations[linearization](all_dampings[damping], max_iterations=iterations, **options)
 
-    return cell, inputs, solver, f"{seed}: {linearisation}, {damping}, {dtype}, {steps} steps, {axes}"
+    return cell, inputs, solver, f"{seed}: {linearization}, {damping}, {dtype}, {steps} steps, {axes}"
 
 
 def evaluate_residual(cell, inputs, states):
@@ -695,6 +695,11 @@ def test_auto_gives_its_reason():
     assert solvers.Auto().choose(cell, 1, 4096, "cpu").reason.endswith(".")
     exact = run(solvers.Sequential(), cell, inputs)
     assert_close(run(solvers.Auto(), cell, inputs).states, exact.states, atol=1e-9, rtol=1e-9)
+
+
+def test_a_result_prints_as_its_name():
+    assert [str(result) for result in Result] == [result.name for result in Result]
+    assert f"{Result.CONVERGED}" == "CONVERGED"
 
 
 def test_the_repr_of_a_solver_shows_its_arguments():

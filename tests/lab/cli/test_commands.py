@@ -281,7 +281,10 @@ def test_nothing_else_can_be_typed(text):
         (["train", "word-problem", "--output", "/dev/null/run"], "cannot be written to (Not a directory)"),
         (["train", "word-problem", "--sharded"], "Start with torchrun"),
         (["train", "word-problem", "--training.optimizer", "adamw_torch"], "Known: Adam, AdamW, RMSprop."),
-        (["train", "word-problem", "--model.beta", "abc"], "there is no spec 'abc'. Known: TrainableBeta."),
+        (
+            ["train", "word-problem", "--model.beta", "abc"],
+            "'abc' is not a number, a tuple of numbers, or one of: TrainableBeta.",
+        ),
         (["train", "word-problem", "--keep.steps", "0"], "steps must be a whole number from 1"),
         (["train", "word-problem", "--device", "gpu"], "Pass --device cpu"),
         (["sweep", "word-problem", "--jobs", "0"], "--jobs 0: the number of runs at the same time, at least 1"),

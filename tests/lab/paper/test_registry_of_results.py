@@ -70,9 +70,29 @@ def test_an_unknown_label_raises_and_the_nearest_one_is_suggested(capsys):
     assert "--device cuba cannot be used here" in capsys.readouterr().err
 
 
-def test_the_list_shows_every_label(capsys, monkeypatch):
+def test_the_list_shows_every_label(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "250")
     assert cli.main(["reproduce", "--list"]) == 0
     printed = capsys.readouterr().out
     assert all(name in printed for name in load_labels())
     assert "not run" in printed
+
+
+def test_the_list_names_the_committed_rows_if_there_are_no_others(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("adptnet_lab.paper.rows.COMMITTED_FOLDERS", (Path("results"),))
+    hint = "Status of runs/paper. For the committed rows: adptnet reproduce --list --rows results\n"
+
+    def is_hinted(*arguments):
+        assert cli.main(["reproduce", "--list", *arguments]) == 0
+        return capsys.readouterr().out.endswith(hint)
+
+    assert not is_hinted()  # no committed rows either
+    for folder in ("results/smoke", "runs/paper/smoke"):
+        Path(folder).mkdir(parents=True)
+    Path("results/smoke/fig-tradeoffs.jsonl").touch()
+    assert is_hinted()
+    assert not is_hinted("--rows", "results")
+    Path("runs/paper/smoke/fig-tradeoffs.jsonl").touch()
+    assert not is_hinted()

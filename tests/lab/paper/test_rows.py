@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -91,6 +92,15 @@ def test_rows_that_are_written_concurrently_are_complete(tmp_path):
     assert RowStore(tmp_path).read_rows(result, "smoke")[1] == 0
     lines = RowStore(tmp_path).path(result, "smoke").read_text().splitlines()
     assert [json.loads(line)["numbers"]["a"] for line in lines] == [long] * len(points) * 3
+
+
+def test_rows_are_written_where_there_are_no_locks(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fcntl", None)  # as on Windows
+    result = load_results()["fig:dynamical_system"]
+    (point,) = result.recipe.points("smoke")
+    store = RowStore(tmp_path)
+    store.add(result, "smoke", make_row(result, point, numbers={"a": 1}))
+    assert len(store.path(result, "smoke").read_text().splitlines()) == 1
 
 
 def test_folders_that_cannot_be_written_to_raise_before_any_work(tmp_path, monkeypatch):

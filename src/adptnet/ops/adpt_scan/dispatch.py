@@ -1,4 +1,4 @@
-"""Decide which implementation of `adpt_scan` runs: a CPU kernel, a GPU kernel or the reference."""
+"""Select the GPU kernel of `adpt_scan`, and say if there is a CPU kernel; `adpt_scan` in `__init__.py` uses both."""
 
 from typing import Any
 
