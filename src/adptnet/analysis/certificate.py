@@ -1,7 +1,8 @@
 """Certificates: proved bounds on Jacobians and Lyapunov exponents, for every input or along one trajectory.
 
-They are the paper's lemmas (lemma:J_singular_vals, coro:lipschitz, lemma:le_spectrum) with an exact constant in place
-of 8βλ̄_max, and sums of exponents in place of lemma:le_exact_match. Proofs are in docs/explanation/bounds.md.
+They are the paper's lemmas (lemma:J_singular_vals, coro:lipschitz, lemma:le_spectrum) with the sharp constant
+2rβ(κ(K) + κ(V)) in place of 8βλ̄_max, and with bounds on sums of exponents in place of lemma:le_exact_match, which
+bounds single ones. Proofs are in docs/explanation/bounds.md.
 """
 
 import dataclasses
@@ -54,7 +55,7 @@ class Certificate:
 
     @property
     def holds(self) -> bool:
-        """Whether any bound applies."""
+        """Whether bounds on the Jacobian and the exponents are known."""
         return not self.reasons
 
     @property
@@ -64,7 +65,7 @@ class Certificate:
 
     def __str__(self) -> str:
         if self.reasons:
-            lines = ["no bound that holds for every input, because of"]
+            lines = ["no bound on the Jacobian holds for every input:"]
             lines += [f"  - {reason}" for reason in self.reasons]
             lines.append("certificate(layer, inputs) gives the bounds along one trajectory.")
         else:
@@ -77,12 +78,12 @@ class Certificate:
                 f"  Lipschitz constant of a step {self.lipschitz:.4g}: "
                 + ("any two states come closer" if self.contracts else "contraction is not certified")
                 if self.everywhere
-                else f"  a step stretches by at most {self.lipschitz:.4g} here",
+                else f"  ‖J_t‖ <= {self.lipschitz:.4g} along the trajectory",
             ]
         if self.ball is not None:
-            factor = self.ball.contraction
+            factor, radius = self.ball.contraction, self.ball.radius(1.0)
             lines.append(
-                f"  the state stays within {self.ball.radius(1.0):.4g} times the largest drive"
+                f"  the norm of the state is asymptotically at most {radius:.4g} times that of the largest drive"
                 if factor < 1
                 else f"  the state may grow by a factor of {factor:.4g} per step"
             )
@@ -175,7 +176,7 @@ def _describe_bound(spec: ADPTSpec, heads: list[HeadConstants]) -> str:
         return f"the exact bound, widened for a Taylor form of order {spec.conjugate.order}"
     planes = f", summed over {spec.conjugate.planes} planes" if spec.conjugate.planes > 1 else ""
     each = ", the largest over the heads" if len(heads) > 1 else ""
-    return f"the exact bound 2rβ(κ(K) + κ(V)){planes}{each}"
+    return f"2rβs with s <= κ(K) + κ(V), the joint condition of K and V{planes}{each}"
 
 
 def _find_obstacles(spec: ADPTSpec, heads: list[HeadConstants]) -> tuple[str, ...]:
@@ -225,27 +226,27 @@ def _certify_coupled(cell: CoupledCell) -> Certificate:
     feed = float((gain * cell.feedback.double().abs()).max())
     charge, slowest, fastest = float((1 - decay).max()), float(decay.max()), float(decay.min())
 
-    def forward(largest: float) -> Tensor:
+    def norm_matrix(largest: float) -> Tensor:
         return torch.tensor([[largest, feed], [charge * largest, slowest + charge * feed]], dtype=torch.float64)
 
     assert fast.ball is not None
     entry = torch.tensor([1.0, charge], dtype=torch.float64)
     size = cell.spec.size
-    ball = Ball(forward(float(fast.ball.transition)), entry, (size, size), size)
+    ball = Ball(norm_matrix(float(fast.ball.transition)), entry, (size, size), size)
     if not fast.holds:
         return _make_empty(fast.reasons, cell.state_size, ball)
-    growth = forward(fast.lipschitz)
+    growth = norm_matrix(fast.lipschitz)
     upper = torch.full((cell.state_size,), float(torch.linalg.matrix_norm(growth, 2)), dtype=torch.float64)
     lower = torch.zeros_like(upper)
     low = -math.inf
     smallest = float(fast.lower[-1])
     if smallest > 0 and fastest > 0:  # then J is invertible, and its inverse has a bound of the same form
-        back = torch.tensor(
+        inverse_growth = torch.tensor(
             [[(1 + feed * charge / fastest) / smallest, feed / (fastest * smallest)], [charge / fastest, 1 / fastest]],
             dtype=torch.float64,
         )
-        lower = torch.full_like(upper, 1 / float(torch.linalg.matrix_norm(back, 2)))
-        low = -math.log(float(torch.linalg.eigvals(back).abs().max()))
+        lower = torch.full_like(upper, 1 / float(torch.linalg.matrix_norm(inverse_growth, 2)))
+        low = -math.log(float(torch.linalg.eigvals(inverse_growth).abs().max()))
     high = math.log(float(torch.linalg.eigvals(growth).abs().max()))
     made = _make_certificate(
         "the exact bound of the fast state, coupled to the slow memory by a 2×2 matrix of norms", lower, upper

@@ -42,7 +42,7 @@ class Cost(NamedTuple):
 
     prepare: int  # work that does not depend on the state
     step: int
-    conjugate_diagonal: int | None  # diag M, for Forward-DEER; None where there is no M
+    conjugate_diagonal: int | None  # diag M, for Forward-DEER with a real spectrum; None unless the cell is an ADPTCell
     jacobian_diagonal: int  # diag J, for Quasi-DEER
     jacobian: int  # J, for DEER
 
@@ -73,9 +73,10 @@ class _Counter(TorchDispatchMode):
 def cost(system: Any) -> Cost:
     """Count the multiply-accumulates of one step, of its preparation and of its linearizations, for one sequence.
 
-    They are counted by running them: matrix products, and every elementwise product, quotient, power and root. Values
-    that are constant along a sequence (the eigenvalues, an orthogonal weight) are computed before the count. The
-    diagonal of M is the extra cost of Forward-DEER in table:conv_forward_flops; Conv-DEER has none.
+    They are counted by running them: matrix products, and elementwise products, quotients, squares, powers,
+    reciprocals, reciprocal square roots and vector norms. Sums and other functions are not counted. Values that are
+    constant along a sequence (the eigenvalues, an orthogonal weight) are not counted. For a real spectrum, the diagonal
+    of M is the extra cost of Forward-DEER in table:conv_forward_flops; Conv-DEER has none.
 
     Args:
         system: A layer or a cell.
@@ -87,7 +88,7 @@ def cost(system: Any) -> Cost:
     position = torch.zeros(1, 1, dtype=torch.int64, device=state.device)
     drive = cell.prepare(inputs, position)
     step = cell.stepper()
-    several = 8  # a linearization computes its constants in the call, so the cost per step is a difference of two calls
+    several = 8  # linearizations recompute their constants in every call; the difference of two calls removes them
     states, drives = state.expand(several, -1), drive[:, 0].expand(several, -1)
 
     def per_state(function: Any) -> int:

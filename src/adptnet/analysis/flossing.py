@@ -24,7 +24,8 @@ def gradient_flossing_loss(
 ) -> Tensor:
     """Return the mean squared distance of the leading exponents from `targets`, a loss to minimize.
 
-    An ADPTNet does not need it: its exponents are prescribed by its eigenvalues, within `certificate(layer)`.
+    An ADPTNet does not need it: its exponents are prescribed by its eigenvalues, up to the bounds of
+    `certificate(layer)`.
 
     Args:
         system: A layer, a cell or a function, as for `lyapunov_exponents`.
@@ -38,6 +39,7 @@ def gradient_flossing_loss(
         A scalar; 0 where every exponent is at its target in every sequence.
 
     Raises:
+        InputError: Targets are empty or not finite.
         NonFiniteError: An exponent with a target is minus infinity.
     """
     values = torch.as_tensor(targets).detach().reshape(-1)
@@ -48,7 +50,7 @@ def gradient_flossing_loss(
     if bool(lost.any()):
         raise NonFiniteError(
             f"exponent {int(lost.nonzero()[0, 0]) + 1} is minus infinity: Jacobians are singular, as with a ReLU, "
-            f"and no gradient leads from there to a target. Pass at most {int((~lost).sum())} targets."
+            f"so the loss has no finite gradient. Pass at most {int((~lost).sum())} targets."
         )
     sorted_targets = values.to(spectrum.exponents).sort(descending=True).values
     return (spectrum.exponents - sorted_targets).square().mean()

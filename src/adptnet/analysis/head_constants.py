@@ -32,12 +32,12 @@ _SLOPES = 33  # supporting lines in `joint_condition`: more tighten it by less t
 
 
 class HeadConstants(NamedTuple):
-    """Eigenvalues, β, and condition numbers of K and V of one head of a cell."""
+    """Constants of one head of a cell: of its eigenvalues, β, and of its matrices K and V."""
 
     moduli: Tensor  # (n / heads,), float64: |λ̄|
     radius: float  # of the smallest disc, centred on the real axis, that contains the eigenvalues
     beta: float
-    rate: float  # upper bound of ‖x‖ (‖dk‖ + ‖dv‖), summed over the planes; infinite for singular K or V
+    rate: float  # upper bound of ‖x‖ (‖dk/dx‖ + ‖dv/dx‖), summed over the planes; infinite for singular K or V
     conditions: tuple[float, ...]  # κ(K), κ(V) of each plane
 
 
@@ -49,10 +49,12 @@ def compute_head_constants(cell: ADPTCell) -> list[HeadConstants]:
     """
     blocks: BlockDiagonal = cell.spectrum()
     heads = cell.spec.heads
-    blocks = _double(blocks).split_heads(heads)
+    blocks = _to_float64(blocks).split_heads(heads)
     betas = cell.beta.report()["used"]
     betas = betas * heads if len(betas) == 1 else betas
-    planes = [] if isinstance(cell.spec.direction, FromInput) else [_matrices(d, heads) for d in cell.directions]
+    planes = (
+        [] if isinstance(cell.spec.direction, FromInput) else [_split_projections(d, heads) for d in cell.directions]
+    )
     constants = []
     for head in range(heads):
         conditions = tuple(float(part.condition_number()) for plane in planes for part in plane[head])
@@ -63,7 +65,9 @@ def compute_head_constants(cell: ADPTCell) -> list[HeadConstants]:
 
 
 def bound_deviation(spec: ADPTSpec, head: HeadConstants) -> float:
-    """Return the exact bound of ‖J - M‖: 2rβ times the joint condition of K and V, which is at most κ(K) + κ(V).
+    """Return the upper bound 2rβs of ‖J - M‖, where s is `head.rate`, at most κ(K) + κ(V) per plane.
+
+    For `Taylor(2)` it is larger by the factor 1 + 2β.
 
     Args:
         spec: The spec of the cell.
@@ -76,7 +80,7 @@ def bound_deviation(spec: ADPTSpec, head: HeadConstants) -> float:
 
 
 def bound_displacement(spec: ADPTSpec, head: HeadConstants) -> float:
-    """Return the bound of |σ_i(M) - |λ̄|_(i)|, which is not zero only for a Taylor form of M.
+    """Return the bound of |σ_i(M) - |λ̄|_(i)|, which is nonzero only for a Taylor form.
 
     Args:
         spec: The spec of the cell.
@@ -112,7 +116,7 @@ def joint_condition(key: Tensor, value: Tensor) -> float:
 
     The worst state of K is rarely the worst state of V. With a = (‖Kx‖/‖K‖)² and b = (‖Vx‖/‖V‖)² over unit x, the sum
     is a^(-1/2) + b^(-1/2), convex and decreasing in both. (a, b) lies above every line p a + q b = h, where h is the
-    smallest eigenvalue of the same combination of the matrices. So the maximum is at a corner between two such lines.
+    smallest eigenvalue of p K'K/‖K‖² + q V'V/‖V‖². So the maximum is at a corner between two such lines.
 
     Args:
         key: K, (n, n).
@@ -151,7 +155,7 @@ def _bound_smallest_singular_value(matrices: Tensor) -> Tensor:
     return (smallest - rounding).clamp(min=0)
 
 
-def _double(blocks: BlockDiagonal) -> BlockDiagonal:
+def _to_float64(blocks: BlockDiagonal) -> BlockDiagonal:
     imag = None if blocks.imag is None else blocks.imag.detach().double()
     return BlockDiagonal(blocks.real.detach().double(), imag)
 
@@ -162,12 +166,13 @@ def _rotation_rate(key: Projection, value: Projection) -> float:
     return joint_condition(key.dense(), value.dense())
 
 
-def _matrices(directions: object, heads: int) -> list[tuple[Projection, Projection]]:
+def _split_projections(directions: object, heads: int) -> list[tuple[Projection, Projection]]:
     """Return K and V of each head, without biases."""
     if not isinstance(directions, Directions) or not directions.is_stock():
         raise IncompatibleError(
-            "the bounds hold for linear maps K and V; here one has hooks or is a module of another kind. Remove the "
-            "hooks or merge the adapter, or use certificate(layer, inputs).deviation, which measures it."
+            "the bounds hold for linear maps K and V; here K or V has hooks, or was replaced by another module. "
+            "Remove the hooks, merge the adapter (LoRA), or use certificate(layer, inputs).deviation, the largest "
+            "‖J - M‖ along a trajectory."
         )
     keys, values = (
         list(part.projections) if isinstance(part, Heads) else [part]

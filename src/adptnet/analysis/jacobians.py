@@ -80,7 +80,10 @@ def propagators(
 
 
 def multiply_windows(matrices: Tensor, span: int) -> Tensor:
-    """Return the products of every `span` neighbours of (..., time, n, n), later ones on the left, by doubling."""
+    """Return the product of every `span` consecutive matrices of (..., time, n, n), later ones on the left.
+
+    The products are computed by repeated squaring.
+    """
     power, width, product, taken = matrices, 1, None, 0
     while True:
         if span & width:  # this power of two is a factor, to the left of those already multiplied
@@ -97,7 +100,7 @@ def multiply_windows(matrices: Tensor, span: int) -> Tensor:
 
 
 def _chunk_length(batch: int, size: int) -> int:
-    """Return the number of steps in a chunk: limited by memory for large states and by overhead for small ones."""
+    """Return the number of steps per chunk: as many as fit into `_BUDGET` matrix entries, at least 16, at most 256."""
     return min(256, max(16, _BUDGET // max(1, batch * size**2)))
 
 

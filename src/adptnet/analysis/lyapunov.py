@@ -30,8 +30,8 @@ __all__ = [
     "mean_log_singular_values",
 ]
 
-_MOST_BLOCKS = 32  # of time, for the standard error
-_LONGEST_INTERVAL = 64  # steps between two orthonormalizations: beyond it QR no longer dominates the cost
+_MAX_BLOCKS = 32  # of time, for the standard error
+_MAX_INTERVAL = 64  # steps between two orthonormalizations: beyond it QR no longer dominates the cost
 _MARGIN = 0.8  # fraction of the longest safe interval: growth rates vary, and redoing steps costs more than one more QR
 _VECTORS = 2**15  # state entries processed at a time
 _MATRICES = 2**19  # Jacobian entries computed at a time: few enough to stay in cache until they are multiplied
@@ -46,10 +46,12 @@ class LyapunovSpectrum:
 
     exponents: Tensor  # (batch, count), or (count,) for one trajectory
     standard_error: Tensor  # same shape, estimated from the spread between blocks of time
-    blocks: Tensor  # (batch, blocks, count): the exponents of each block; their mean over time is `exponents`
+    # (batch, blocks, count), or (blocks, count) for one trajectory: the exponents of each block; `exponents` is their
+    # mean weighted by length
+    blocks: Tensor
     window: tuple[int, int]  # the steps that are averaged: [first, last)
-    interval: int  # largest number of steps between two orthonormalizations
-    final: Tensor  # (batch, n): the state after the last step
+    interval: int  # largest interval chosen between two orthonormalizations, in steps
+    final: Tensor  # (batch, n), or (n,): the state after the last step
     state_size: int
 
     @property
@@ -59,7 +61,10 @@ class LyapunovSpectrum:
 
     @property
     def dimension(self) -> Tensor:
-        """Kaplan-Yorke dimension: how many exponents, the last one in part, sum to zero."""
+        """Kaplan-Yorke dimension.
+
+        It is the number of leading exponents whose sum is zero, the last one counted fractionally.
+        """
         self._require_all("dimension")
         sums = self.exponents.cumsum(-1)
         count = (sums >= 0).long().cumprod(-1).sum(-1, keepdim=True)
@@ -70,7 +75,9 @@ class LyapunovSpectrum:
 
     @property
     def entropy_rate(self) -> Tensor:
-        """Sum of the positive exponents: information about the initial state in nats per step (Pesin)."""
+        """Sum of the positive exponents: the entropy rate in nats per step by Pesin's formula."""
+        if bool((self.exponents[..., -1] > 0).any()):  # then exponents omitted by `count` may be positive too
+            self._require_all("entropy_rate")
         return self.exponents.clamp(min=0).sum(-1)
 
     def _require_all(self, what: str) -> None:
@@ -102,9 +109,9 @@ def lyapunov_exponents(
 ) -> LyapunovSpectrum:
     """Compute the Lyapunov exponents along a trajectory (eq:lyapunov_exp) by QR.
 
-    The Jacobians propagate a random orthonormal frame, which is orthonormalized again before it loses digits. The
-    number of steps in between adapts to the measured width of the spectrum. Memory is that of a few Jacobians for any
-    length. The result is differentiable: the backward pass runs the steps again.
+    The Jacobians propagate a random orthonormal frame, which is orthonormalized again by QR before its columns become
+    numerically dependent. The number of steps in between adapts to the measured width of the spectrum. Memory is that
+    of a few Jacobians for any length. The result is differentiable: the backward pass runs the steps again.
 
     Args:
         system: A layer, a cell (of this package or of `torch.nn`), or a plain function of one state (n,): f(state)
@@ -289,7 +296,7 @@ def _propagate_frame(
             interval = max(1, int(fit))
             continue
         frame, growth, at = orthonormal, growth + factors.log(), at + span
-        interval = max(1, min(int(_MARGIN * fit), 2 * interval, _LONGEST_INTERVAL))
+        interval = max(1, min(int(_MARGIN * fit), 2 * interval, _MAX_INTERVAL))
     return frame, growth, interval
 
 
@@ -303,7 +310,7 @@ def _split_at_edges(start: int, stop: int, edges: list[int]) -> list[tuple[int, 
 
 
 def _growth_factors(upper: Tensor) -> Tensor:
-    """Return the growth factor of each direction; 0 where the direction is below rounding error."""
+    """Return |R_ii|, the growth factor of each direction; 0 where it is below rounding error."""
     diagonal = upper.diagonal(dim1=-2, dim2=-1).abs()
     rounding = upper.shape[-1] * torch.finfo(upper.dtype).eps * upper.detach().norm(dim=-2)
     return torch.where(diagonal > rounding, diagonal, 0.0)
@@ -328,7 +335,7 @@ def _longest_safe_interval(factors: Tensor, span: int) -> float:
 
 def _cut_into_blocks(start: int, stop: int) -> list[tuple[int, int]]:
     """Split [start, stop) into at most 32 blocks of at least 8 steps; their spread gives the standard error."""
-    count = max(1, min(_MOST_BLOCKS, (stop - start) // 8))
+    count = max(1, min(_MAX_BLOCKS, (stop - start) // 8))
     edges = [start + (stop - start) * i // count for i in range(count + 1)]
     return list(itertools.pairwise(edges))
 
@@ -341,7 +348,10 @@ def random_frame(size: int, count: int) -> Tensor:
 
 
 def _tracks_gradients(trajectory: Trajectory) -> bool:
-    """Return whether the step is differentiable; by trial, because a function may hold parameters we cannot list."""
+    """Return whether the states require a gradient.
+
+    One step is run to find out, because a plain function may hold parameters that cannot be listed.
+    """
     if not torch.is_grad_enabled():
         return False
     return bool(trajectory.cell.stepper()(trajectory.state, trajectory.drive[:, 0]).requires_grad)

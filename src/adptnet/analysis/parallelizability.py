@@ -92,7 +92,7 @@ class Parallelizability:
             f"{self.what}, {len(largest)} sequence(s) of {self.steps} steps",
             f"largest Lyapunov exponent {float(largest.max()):.4g} per step"
             + (" (chaotic)" if _is_chaotic(self.spectrum) else ""),
-            f"a step stretches by at most {self.measured.lipschitz:.4g} here, "
+            f"the norm of a step is at most {self.measured.lipschitz:.4g} here, "
             + (f"{lipschitz:.4g} for any input" if lipschitz < math.inf else "with no bound known for other inputs"),
             f"{'solver':<14}{'iterations':>12}{'predicted':>11}{'work':>9}{'gain ≤':>9}",
         ]

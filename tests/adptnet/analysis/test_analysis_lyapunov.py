@@ -391,6 +391,19 @@ def test_wrong_input_is_explained():
         _ = lyapunov_exponents(layer, x, count=2).dimension
 
 
+def test_the_entropy_rate_needs_every_positive_exponent():
+    def stretch(state):
+        return state * torch.tensor([3.0, 2.0, 0.5], dtype=state.dtype)
+
+    start = torch.zeros(3, dtype=torch.float64)
+    with pytest.raises(InputError, match="entropy_rate needs all 3 exponents"):
+        _ = lyapunov_exponents(stretch, state=start, steps=200, count=2).entropy_rate
+    rate = lyapunov_exponents(stretch, state=start, steps=200).entropy_rate
+    assert float(rate) == pytest.approx(math.log(6))
+    enough = lyapunov_exponents(lambda state: stretch(state) / 2.5, state=start, steps=200, count=2).entropy_rate
+    assert float(enough) == pytest.approx(math.log(3 / 2.5))
+
+
 def test_one_initial_state_serves_every_sequence():
     weight, x, start = torch.randn(3, 3) / 2, torch.randn(2, 30, 3), torch.randn(3)
     found = lyapunov_exponents(lambda s, u: torch.tanh(weight @ s + u), x, state=start).exponents

@@ -425,7 +425,7 @@ def test_a_module_of_the_wrong_size_in_the_place_of_v_is_named():
 def test_bounds_of_maps_that_are_not_linear_are_rejected():
     layer = adpt.ADPTNet(WIDTH, beta=1.0)
     replace_key(layer, lambda key: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
-    with pytest.raises(IncompatibleError, match="module of another kind"):
+    with pytest.raises(IncompatibleError, match="replaced by another module"):
         analysis.deviation_bounds(layer, torch.randn(2, WIDTH))
 
 

@@ -1,5 +1,6 @@
 """Settings of the S5 word problem (appendix:s5_training_config) and of its smaller version with S3.
 
+S5 is the symmetric group, not the state-space model.
 The scale paper uses S5 at width 512 with 16 384 steps. The smaller scales use S3 at width 64, where the same statements
 can be tested in half a minute per run. Optimizer, learning rate, clipping and schedule are the defaults of
 `training.TrainConfig`.
