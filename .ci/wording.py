@@ -34,11 +34,11 @@ def files() -> list[Path]:
 
 def docstring_faults(text: str) -> Iterator[tuple[int, str]]:
     """Yield the line and the opening of each docstring that does not open with a verb or a noun phrase."""
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            docstring = ast.get_docstring(node)
-            if docstring and OPENING.match(docstring):
-                yield node.body[0].lineno, docstring.splitlines()[0][:60]
+    for node in ast.walk(ast.parse(text)):  # also the strings that document the fields of a class
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docstring = node.value.value.strip()
+            if OPENING.match(docstring):
+                yield node.lineno, docstring.splitlines()[0][:60]
 
 
 def main() -> int:

@@ -23,7 +23,7 @@ class Data:
     """
 
     action: Positional[Literal["list", "fetch", "verify"]] = "list"
-    """What to do."""
+    """Action on the data sets."""
     names: Positional[tuple[str, ...]] = ()
     """Names of data sets. fetch needs at least one; list and verify take all if none is given."""
     folder: Path | None = None

@@ -15,7 +15,7 @@ class Kernels:
     """Compile the kernels ahead of their first use, or show what executes each operation."""
 
     action: Positional[Literal["build", "show"]] = "show"
-    """What to do."""
+    """Action: compile all kernels, or show the backend of each operation."""
 
 
 def run(options: Kernels) -> None:
