@@ -295,6 +295,8 @@ def solve(
         done = right.all(-1)
         stop = ((done | given_up) if iteration >= min_iterations else torch.zeros_like(done)) | ~finite
         progress.mark(rows, done, finite, given_up)
+        if bool(done.any()):
+            at.states = torch.where(done[:, None, None], at.refined_states(), at.states)
         if bool(stop.all()) and rows is None and not start:  # nothing was dropped before
             break
         if bool(stop.any()):
@@ -316,6 +318,7 @@ def solve(
             settled = _count_droppable_steps(settling, error, slack / max(1, steps))
         settled = min(settled, at.states.shape[1] - 1)
         if settled:
+            at.states = torch.cat((at.refined_states()[:, :settled], at.states[:, settled:]), 1)
             kept = at.states.new_empty(batch, steps, size) if kept is None else kept
             kept[slice(None) if rows is None else rows, start : start + settled] = at.states[:, :settled]
             frozen = torch.maximum(frozen, at.residual[:, :settled].amax(-1))
@@ -374,6 +377,13 @@ class MeasuredIterate(abc.ABC):
         """
 
     @abc.abstractmethod
+    def refined_states(self) -> Tensor:
+        """Return the states plus the undamped change of the leading steps, after `next_change`, (batch, time, n).
+
+        The convergence test has computed that change, so a last update of converged steps costs nothing.
+        """
+
+    @abc.abstractmethod
     def part(self, rows: Tensor | None, start: int) -> "MeasuredIterate":
         """Return a part of the batch and of the time.
 
@@ -419,6 +429,7 @@ class _EvaluatedIterate(MeasuredIterate):
         self.within_tolerance = self.excess <= 1  # False for NaN
         self.linearize = linearize
         self._transition: Transition | None = None
+        self._change: Tensor | None = None
 
     @property
     def transition(self) -> Transition:
@@ -428,15 +439,24 @@ class _EvaluatedIterate(MeasuredIterate):
         return self._transition
 
     def next_states(self, strength: Tensor) -> Tensor:
+        self._change = None
         return self.update(self.transition, self.system, Iterate(self.states, self.entering, self.values), strength)
 
     def next_change(self) -> Tensor:
         move = _leading_change(self.transition, self.system, self.states, self.values, self.within_tolerance)
-        size, valid = (move.abs_() / self.allowed[:, : move.shape[1]]).amax(-1), self.system.valid
+        self._change = move
+        size, valid = (move.abs() / self.allowed[:, : move.shape[1]]).amax(-1), self.system.valid
         return size if valid is None else torch.where(valid[:, : size.shape[1]], size, 0.0)
+
+    def refined_states(self) -> Tensor:
+        assert self._change is not None
+        steps = self._change.shape[1]
+        return torch.cat((self.states[:, :steps] + self._change, self.states[:, steps:]), 1)
 
     def part(self, rows: Tensor | None, start: int) -> "_EvaluatedIterate":
         left = copy.copy(self)
+        change = self._change
+        left._change = None if change is None else change[:, start:] if rows is None else change[:, start:].index_select(0, rows)
         left.system, left._transition = self.part_system(rows, start), self.transition.part(rows, start)
         for name in ("states", "entering", "values", "residual", "excess", "within_tolerance", "allowed"):
             every = getattr(self, name)[:, start:]

@@ -102,6 +102,9 @@ class _FusedIterate(MeasuredIterate):
     def next_change(self) -> Tensor:
         return self.move[:, : int(self.within_tolerance.long().cumprod(-1).sum(-1).max())]
 
+    def refined_states(self) -> Tensor:
+        return self.next
+
     def part(self, rows: Tensor | None, start: int) -> "_FusedIterate":
         left = copy.copy(self)
         left.system = self.part_system(rows, start)

@@ -388,7 +388,7 @@ def test_a_better_guess_takes_no_more_iterations(make):
     warm = run(make(), cell, inputs, guess=cold.states + 1e-6 * torch.randn_like(cold.states))
     done = run(make(), cell, inputs, guess=cold.states)
     assert (warm.iterations <= cold.iterations).all()
-    assert done.iterations.tolist() == [1, 1]
+    assert (done.iterations <= 2).all()  # one more where residuals of the size of rounding do not fall
     assert_close(warm.states, cold.states, atol=1e-10, rtol=0)
 
 
