@@ -15,7 +15,7 @@ from ..errors import IncompatibleError, InputError
 from ..ops import _buffers
 from ..ops._torch_state import separate_views
 from ..ops.tolerance import Tolerance, largest, recent_scale
-from .fixed_point import Contraction, allowed_drift, default_rtol, rounding_excess
+from .convergence_test import Contraction, allowed_drift, default_rtol, rounding_excess
 from .system import Loop, System, chunk_length
 from .transitions import Transition
 

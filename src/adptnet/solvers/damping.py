@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .fixed_point import Iterate, newton_update
+from .iterates import Iterate, newton_update
 from .system import System
 from .transitions import Transition
 

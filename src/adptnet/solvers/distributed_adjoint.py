@@ -15,11 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ..cells.base import Cell
 from ..errors import DistributedError, IncompatibleError
-from ..ops.tolerance import HALF_LIFE
 from .adjoints import PATIENCE, Implicit, Progress, gradient_tolerance
-from .fixed_point import default_rtol
+from .convergence_test import default_rtol
 from .parallel import full_precision
-from .ranks import TimeAxis
+from .ranks import RankedTimeAxis
 from .system import System, chunk_length
 from .transitions import Transition
 
@@ -30,8 +29,8 @@ class AdjointContext(NamedTuple):
     """Data that the backward pass needs from the forward solve."""
 
     cell: Cell
-    axis: TimeAxis
-    linearize: Callable[[Cell, System, Tensor, TimeAxis], Transition]
+    axis: RankedTimeAxis
+    linearize: Callable[[Cell, System, Tensor], Transition]
     adjoint: Implicit
 
 
@@ -121,68 +120,39 @@ class _Backward:
     def _iterate(self, states: Tensor, known: Tensor) -> tuple[Tensor, int]:
         """Iterate for g. Return it, and the number of leading steps of all ranks that have not converged."""
         context, ranks, reset = self.context, self.ranks, self.system.reset
-        total, max_iterations, rtol = self.axis.total, context.adjoint.max_iterations, context.adjoint.rtol
+        total, adjoint = self.axis.total(self.system.steps), context.adjoint
+        max_iterations, rtol = adjoint.max_iterations, adjoint.rtol
         if max_iterations == 0:
             return known.clone(), total
         rtol = default_rtol(known.dtype) if rtol is None else rtol
-        transition = context.linearize(context.cell, self.system, self.system.entering_states(states), self.axis)
+        transition = context.linearize(context.cell, self.system, self.system.entering_states(states))
         g = ranks.scan_back(transition, known.clone(), reset)
         cut = _is_before_reset(reset)
         rises, previous, left = 0, math.inf, total
         progress = Progress(rtol, total, g.dtype)
         for _ in range(total if max_iterations is None else max_iterations):
             pulled = self._pull_back(states, g, 0)
-            edges = ranks.all_gather(pulled[:, 0])
-            after = torch.zeros_like(edges[0]) if self.is_last else edges[ranks.rank + 1]
+            after = self.axis.receive_from_next(pulled[:, 0])
             residual = known - g + torch.cat((pulled[:, 1:], after[:, None]), 1)
-            allowed = gradient_tolerance(g, rtol, cut, self._later_scale(g, reset))
-            size, excess = residual.abs().amax(-1), (residual.abs() / allowed).amax(-1)
+            later = self.axis.later_scale(gradient_tolerance(g, 1.0, cut)[:, 0], reset)
+            allowed = gradient_tolerance(g, rtol, cut, later)
+            worst = float(self.axis.maximum(residual.abs().amax() if residual.numel() else residual.new_zeros(())))
+            excess = self.axis.later_maximum((residual.abs() / allowed).amax(-1))
             move = ranks.scan_back(transition, residual, reset)
             g += move
             shift = (move.abs() / allowed).amax(-1)
-            right = progress.is_converged(self._suffix_maximum(excess).flip(1), shift.flip(1)).flip(1).all(0)
-            worst, left = self._reduce_progress(size, right)
+            right = progress.is_converged(excess.flip(1), shift.flip(1)).flip(1).all(0)
+            left = total - self.axis.count_trailing(right)
             rises = rises + 1 if worst > previous else 0
             previous = worst
             if not left or rises == PATIENCE or not math.isfinite(worst):
                 break
         return g, left
 
-    def _suffix_maximum(self, excess: Tensor) -> Tensor:
-        """Return the maximum of `excess` (batch, time) and its largest value on all later ranks."""
-        every = self.ranks.all_gather(excess.nan_to_num(torch.inf, torch.inf).amax(-1, keepdim=True))
-        later = every[self.ranks.rank + 1 :]
-        return torch.maximum(excess, torch.stack(later).amax(0)) if later else excess
-
-    def _later_scale(self, g: Tensor, reset: Tensor | None) -> Tensor:
-        """Return the recent scale of g (batch, n) after this rank, from the scale at the first step of each rank."""
-        has_reset = g.new_zeros(len(g), 1) if reset is None else reset.any(1, keepdim=True).to(g)
-        first_reset = g.new_zeros(len(g), 1) if reset is None else reset[:, :1].to(g)
-        own = gradient_tolerance(g, 1.0, _is_before_reset(reset))[:, 0]
-        scale = torch.zeros_like(own)
-        every = self.ranks.all_gather(torch.cat((own, has_reset, first_reset), -1))
-        for length, message in list(zip(self.axis.lengths, every, strict=True))[: self.ranks.rank : -1]:
-            size, ends, starts = message[:, :-2], message[:, -2:-1] > 0, message[:, -1:] > 0
-            scale = torch.maximum(size, torch.where(ends, 0.0, scale * 0.5 ** (length / HALF_LIFE)))
-            scale = torch.where(starts, 0.0, scale)  # a step with a reset passes no gradient back
-        return scale
-
-    def _reduce_progress(self, residual: Tensor, right: Tensor) -> tuple[float, int]:
-        """Return the largest residual and the number of leading steps that have not converged, over all ranks."""
-        trailing = right.flip(0).long().cumprod(0).sum()
-        worst = residual.amax() if residual.numel() else residual.new_zeros(())
-        every = torch.stack(self.ranks.all_gather(torch.stack((worst.double(), trailing.double()))))
-        left = self.axis.total
-        for length, count in zip(reversed(self.axis.lengths), reversed(every[:, 1].long().tolist()), strict=True):
-            left -= count
-            if count < length:
-                break
-        return float(every[:, 0].amax()), left
-
     def _finish(self, states: Tensor, known: Tensor, g: Tensor, left: int) -> None:
         """Compute g of the first `left` steps sequentially in reverse, one rank after another, in place."""
-        stop, incoming = self.axis.total, torch.zeros_like(known[:, 0])
-        for rank, length in reversed(list(enumerate(self.axis.lengths))):
+        stop, incoming = self.axis.total(self.system.steps), torch.zeros_like(known[:, 0])
+        for rank, length in reversed(list(enumerate(self.axis.lengths(self.system.steps)))):
             stop -= length
             if rank == self.ranks.rank:
                 for t in reversed(range(max(0, min(length, left - stop)))):

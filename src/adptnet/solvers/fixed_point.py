@@ -1,141 +1,25 @@
-"""The Newton loop of the parallel solvers: s ← scan(A, f(s) - A s). Converged steps and sequences are dropped."""
+"""The Newton loop of the parallel solvers: s ← scan(A, f(s) - A s), until every step has converged.
 
-import abc
-import copy
+One state goes through `init`, `update`, `test` and `drop`. Sequences that have finished are dropped from the batch.
+Leading steps that have converged in all sequences are dropped from the time axis, unless it is split over processes:
+the process with the last steps would still have all of its own to compute, and the others would wait for it.
+"""
+
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..ops.tolerance import Tolerance, largest
-from .system import System, chunk_length
+from ..ops.tolerance import Tolerance
+from .convergence_test import Contraction, allowed_drift, rounding_excess
+from .iterates import EvaluatedIterate, Iterate, MeasuredIterate, MeasureFunction
+from .system import System
 from .transitions import Transition
 
-__all__ = [
-    "Contraction",
-    "History",
-    "Iterate",
-    "IterationResult",
-    "MeasureFunction",
-    "MeasuredIterate",
-    "Residual",
-    "allowed_drift",
-    "default_rtol",
-    "fails_only_per_channel",
-    "measure_residual",
-    "newton_update",
-    "rounding_excess",
-    "solve",
-]
-
-
-def default_rtol(dtype: torch.dtype) -> float:
-    """Return the default relative tolerance: 2e-6 in float32, 9e-14 in float64.
-
-    With it the rounding error of gradients is a few times that of back-propagation.
-
-    Args:
-        dtype: The dtype of the states.
-    """
-    return float(torch.finfo(dtype).eps ** (5 / 6))
-
-
-def allowed_drift(tolerance: Tolerance, steps: int, dtype: torch.dtype) -> float:
-    """Return the allowed error of a step, in tolerances: three, or the accumulated rounding error of all steps.
-
-    Residuals of one sign add up along a long memory, so a small residual alone does not imply a small error.
-
-    Args:
-        tolerance: The tolerance of the residual.
-        steps: The length of the sequence.
-        dtype: The dtype of the states.
-    """
-    rounding = torch.finfo(dtype).eps
-    return 3 * max(1.0, math.sqrt(steps) * rounding / max(tolerance.relative, rounding))
-
-
-def rounding_excess(tolerance: Tolerance, dtype: torch.dtype) -> float:
-    """Return the residual that rounding alone causes in an exact solution, in tolerances.
-
-    Args:
-        tolerance: The tolerance of the residual.
-        dtype: The dtype of the states.
-    """
-    rounding = torch.finfo(dtype).eps
-    return 2 * rounding / max(tolerance.relative, rounding)
-
-
-class Contraction:
-    """Estimate of the error of each step, from its change in the next iteration and the rate of convergence.
-
-    If every iteration multiplies the error by θ, the error of an iterate is 1 / (1 - θ) times the change of the next
-    iteration. That holds for every transition, whereas the change alone says nothing if the transition is far from the
-    Jacobian. θ is the rate at which the residual falls. It is measured for each step over the steps up to it, down to
-    the tolerance, or down to rounding if the first iterate was within tolerance. Below that, a fast θ is discarded once
-    the residual rises, because only rounding is left. A slow θ is kept, because residuals of the size of rounding add
-    up as well.
-
-    "Excess" is a residual divided by its tolerance.
-
-    Args:
-        excess: (batch, time), of the first iterate.
-        rounding: The excess of an exact solution.
-    """
-
-    SLOW = 0.9
-    SHARE = 1 / 16  # weight of the last iteration in the mean of ln θ: near rounding the residual falls in jumps
-
-    def __init__(self, excess: Tensor, rounding: float):
-        self.rounding = rounding
-        self.now = _prefix_maximum(excess)
-        self.rate = torch.zeros_like(self.now)  # 0: unknown
-        self.sure = torch.zeros_like(self.now, dtype=torch.bool)  # whether the rate was measured above the tolerance
-
-    def update(self, excess: Tensor) -> None:
-        """Update the rates.
-
-        Args:
-            excess: (batch, time), of the next iterate.
-        """
-        following, above = _prefix_maximum(excess), self.now > 1
-        last = torch.where(self.now.isfinite(), (following / self.now).clamp(max=1.0), 1.0)
-        mean = torch.where(self.rate > 0, self.rate ** (1 - self.SHARE) * last**self.SHARE, last)
-        self.rate = torch.where(above | (~self.sure & (self.now > self.rounding)), mean, self.rate)
-        self.sure |= above
-        forget = ~above & (following > self.now) & (~self.sure | (self.rate < self.SLOW))
-        self.rate = torch.where(forget, 0.0, self.rate)
-        self.now = following
-
-    def error(self, move: Tensor, steps: int) -> Tensor:
-        """Return the estimated error of each step, in the units of `move`.
-
-        Args:
-            move: (batch, leading steps), the change of each step in the next iteration.
-            steps: The length of the sequence, which limits the rate.
-        """
-        rate = self.rate[:, : move.shape[1]].clamp(max=1 - 1 / max(2, steps))
-        return move * (rate / (1 - rate)).clamp(min=1.0)
-
-    def part(self, rows: Tensor | None, start: int) -> "Contraction":
-        """Return the estimate of a part of the batch and of the time.
-
-        Args:
-            rows: Indices of the sequences; None for all.
-            start: The first step.
-        """
-        left = copy.copy(self)
-        for name in ("now", "rate", "sure"):
-            every = getattr(self, name)[:, start:]
-            setattr(left, name, every if rows is None else every.index_select(0, rows))
-        return left
-
-
-def _prefix_maximum(excess: Tensor) -> Tensor:
-    """Return the running maximum of the excess over time, (batch, time); infinity from the first NaN."""
-    return excess.nan_to_num(torch.inf, torch.inf).cummax(1).values if excess.shape[1] else excess
+__all__ = ["History", "IterationResult", "Limits", "UpdateRule", "solve"]
 
 
 class History(NamedTuple):
@@ -167,7 +51,7 @@ class IterationResult(NamedTuple):
 
     states: Tensor  # (batch, time, n)
     converged: Tensor  # bool
-    finite: Tensor  # bool: False if an iterate had NaN or infinity
+    finite: Tensor  # bool: False if iterates had NaN or infinity, also after they were reset
     rising: Tensor  # bool: whether the iteration was stopped because the residual kept rising
     iterations: Tensor
     residual: Tensor
@@ -175,372 +59,245 @@ class IterationResult(NamedTuple):
     history: History
 
 
-class Iterate(NamedTuple):
-    """An iterate, evaluated."""
+class Limits(NamedTuple):
+    """Limits of the loop.
 
-    states: Tensor  # (batch, time, n)
-    entering: Tensor  # (batch, time, n), the states that enter the steps
-    values: Tensor  # (batch, time, n), f of the entering states
-
-
-# From the remaining system, the indices of its sequences, its first step and the entering states, to the transition
-LinearizeFunction = Callable[[System, Tensor | None, int, Tensor], Transition]
-# From the transition, the system, the iterate and the strength of the damping, to the next states
-UpdateFunction = Callable[[Transition, System, Iterate, Tensor], Tensor]
-# From the strength of the damping, the residual and the previous residual, to the next strength
-AdaptFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def newton_update(transition: Transition, system: System, at: Iterate) -> Tensor:
-    """Return the undamped update scan(A, f(s) - A s) (eq:deer_step), (batch, time, n).
-
-    Args:
-        transition: The linearization A.
-        system: The equations.
-        at: The current iterate. Its `values` are overwritten when gradients are disabled.
+    Attributes:
+        most: The maximum number of iterations.
+        least: The minimum number of iterations.
+        patience: Stop iterating a sequence after this many rises of its residual in a row, if it is then above that of
+            the guess; None to continue.
     """
-    states, entering, values = at
-    if transition.rounded:  # s + scan(A, f(s) - s) is equal, and exact where f(s) = s, whatever the rounding of A
-        return states + transition.scan(values - states, torch.zeros_like(system.initial), system.reset)
-    reset = None if system.reset is None else system.reset.unsqueeze(-1)  # A is 0 at a reset
-    if torch.is_grad_enabled():
-        product = transition.mv(entering)
-        offset = values - (product if reset is None else product.masked_fill(reset, 0.0))
-        return transition.scan(offset, system.initial, system.reset)
-    length = chunk_length(values)
-    for start in range(0, values.shape[1], length):
-        times = slice(start, min(start + length, values.shape[1]))
-        part = transition if values.shape[1] <= length else transition.part(None, times.start, times.stop)
-        product = part.mv(entering[:, times])
-        values[:, times] -= product if reset is None else product.masked_fill(reset[:, times], 0.0)
-    return transition.scan(values, system.initial, system.reset)
+
+    most: int
+    least: int = 1
+    patience: int | None = None
 
 
-def solve(
-    system: System,
-    guess: Tensor,
-    linearize: LinearizeFunction,
-    update: UpdateFunction,
-    tolerance: Tolerance,
-    *,
-    max_iterations: int,
-    patience: int | None,
-    strength: Tensor,
-    adapt: AdaptFunction,
-    min_iterations: int = 1,
-    measure: "MeasureFunction | None" = None,
-) -> IterationResult:
+class StepDamping(Protocol):
+    """The part of `damping.Damping` that the loop uses."""
+
+    def begin(self, like: Tensor) -> Tensor: ...
+
+    def adapt(self, strength: Tensor, residual: Tensor, previous: Tensor) -> Tensor: ...
+
+    def update(self, transition: Transition, system: System, at: Iterate, strength: Tensor) -> Tensor: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateRule:
+    """How an iterate is measured and becomes the next one.
+
+    Attributes:
+        linearize: Returns the transition of the remaining part of the system, from that part, the indices of its
+            sequences (None for all), its first step, and the states that enter its steps.
+        damping: The damping of the iteration.
+        fused: Measures an iterate and computes the next one in one operation, in place of `linearize` and `damping`.
+    """
+
+    linearize: Callable[[System, Tensor | None, int, Tensor], Transition]
+    damping: StepDamping
+    fused: MeasureFunction | None = None
+
+
+RETRIES = 3  # how often a sequence with a non-finite iterate is reset before it is given up
+
+
+def solve(system: System, guess: Tensor, rule: UpdateRule, tolerance: Tolerance, limits: Limits) -> IterationResult:
     """Iterate until every sequence has converged, diverged, or reached the maximum number of iterations.
 
     Args:
         system: The equations.
         guess: (batch, time, n), the states to start from.
-        linearize: Returns the transition of an iteration.
-        update: Returns the next states.
+        rule: How an iterate becomes the next one.
         tolerance: The tolerance of a converged step. Convergence is tested on each new iterate.
-        max_iterations: The maximum number of updates.
-        patience: Stop iterating a sequence after this many rises of its residual in a row, if it is then above that of
-            the guess; None to continue.
-        strength: (batch,), the initial strength of the damping.
-        adapt: Returns the strength of the next update, from the strength, the residual and the previous residual.
-        min_iterations: The minimum number of updates.
-        measure: Measures an iterate and computes the next one, in place of `linearize` and `update`.
+        limits: The limits of the loop.
     """
-
-    def measure_by_steps(
-        part: System, rows: Tensor | None, start: int, states: Tensor, tolerance: Tolerance
-    ) -> MeasuredIterate:
-        return _EvaluatedIterate(
-            part, states, tolerance, lambda entering: linearize(part, rows, start, entering), update
-        )
-
-    measure = measure or measure_by_steps
-    batch, steps, size = guess.shape
-    device = guess.device
-    kept: Tensor | None = None  # the states of dropped steps and sequences, allocated when the first are dropped
-    finished = False
-    progress = _Progress(batch, steps, system.lengths, guess)
-    rows: Tensor | None = None  # the remaining sequences; None for all
-    start = 0  # the first remaining step
-    frozen = guess.new_zeros(batch)  # the largest residual among dropped steps
-    slack = allowed_drift(tolerance, system.total_steps or steps, guess.dtype)
-    if system.total_steps:  # a block: the errors of all blocks add up
-        slack = max(slack * math.sqrt(steps / system.total_steps), rounding_excess(tolerance, guess.dtype))
-    at = measure(system, rows, start, guess, tolerance)
-    contraction = Contraction(at.excess, rounding_excess(tolerance, at.excess.dtype))
+    loop = _NewtonLoop(system, guess, rule, tolerance, limits)
     del guess  # as large as the states, and the caller holds no reference either
-    progress.record(rows, start, at.residual.amax(-1) if steps else frozen, at.within_tolerance, frozen)
-    first = previous = progress.last_residual.clone()
-    rises = torch.zeros(batch, dtype=torch.int64, device=device)
-    for iteration in range(1, max_iterations + 1):
-        if not batch or not steps:
-            break
-        part, current = at.system, at.next_states(strength)
-        del at  # several times as large as the states
-        at = measure(part, rows, start, current, tolerance)
-        del current
-        contraction.update(at.excess)
-        error = contraction.error(at.next_change(), steps)
-        right, near = at.within_tolerance, slice(0, error.shape[1])
-        settling = right[:, near] & (error <= min(1.0, slack))
-        right[:, near] &= error <= slack
-        worst = at.residual.amax(-1)
-        progress.count_iteration(rows)
-        progress.record(rows, start, worst, right, frozen)
-        finite = worst.isfinite()
-        rises = torch.where(worst > previous, rises + 1, 0)
-        given_up = (rises >= patience) & (worst > first) if patience is not None else torch.zeros_like(finite)
-        strength = adapt(strength, worst, previous)
-        previous = worst
-        done = right.all(-1)
-        stop = ((done | given_up) if iteration >= min_iterations else torch.zeros_like(done)) | ~finite
-        progress.mark(rows, done, finite, given_up)
-        if bool(done.any()):
-            at.states = torch.where(done[:, None, None], at.refined_states(), at.states)
-        if bool(stop.all()) and rows is None and not start:  # nothing was dropped before
-            break
-        if bool(stop.any()):
-            index = torch.arange(batch, device=device) if rows is None else rows
-            kept = at.states.new_empty(batch, steps, size) if kept is None else kept
-            kept[index[stop], start:] = at.states[stop]
-            keep = (~stop).nonzero().squeeze(-1)
-            rows = index.index_select(0, keep)
-            if not len(keep):
-                finished = True
-                break
-            frozen, strength, previous, first, rises, settling, error = (
-                every.index_select(0, keep) for every in (frozen, strength, previous, first, rises, settling, error)
-            )
-            at, contraction = at.part(keep, 0), contraction.part(keep, 0)
-        # Leading steps that have converged in all remaining sequences are not computed again.
-        settled = 0
-        if iteration >= min_iterations:
-            settled = _count_droppable_steps(settling, error, slack / max(1, steps))
-        settled = min(settled, at.states.shape[1] - 1)
-        if settled:
-            at.states = torch.cat((at.refined_states()[:, :settled], at.states[:, settled:]), 1)
-            kept = at.states.new_empty(batch, steps, size) if kept is None else kept
-            kept[slice(None) if rows is None else rows, start : start + settled] = at.states[:, :settled]
-            frozen = torch.maximum(frozen, at.residual[:, :settled].amax(-1))
-            at, contraction = at.part(None, settled), contraction.part(None, settled)
-            start += settled
-    if kept is None:
-        return progress.make_result(at.states)
-    if not finished:
-        kept[slice(None) if rows is None else rows, start:] = at.states
-    return progress.make_result(kept)
+    while not loop.is_finished:
+        loop.update()
+        loop.test()
+        loop.drop()
+    return loop.result()
 
 
-def _count_droppable_steps(settling: Tensor, error: Tensor, share: float) -> int:
+@dataclasses.dataclass
+class _Sequences:
+    """What the loop remembers about each sequence that is still iterated, (batch,)."""
+
+    strength: Tensor  # of the damping
+    residual: Tensor  # of the last iterate
+    first_residual: Tensor  # of the guess
+    rises: Tensor  # of the residual, in a row
+    retries: Tensor  # how often the sequence was reset
+    dropped_residual: Tensor  # the largest among its dropped steps
+
+    def select(self, rows: Tensor) -> "_Sequences":
+        """Select the sequences `rows`."""
+        fields = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return _Sequences(*(values.index_select(0, rows) for values in fields))
+
+
+class _NewtonLoop:
+    """The loop and its state: `at` is the current iterate of the remaining sequences and steps."""
+
+    def __init__(self, system: System, guess: Tensor, rule: UpdateRule, tolerance: Tolerance, limits: Limits):
+        self.rule, self.tolerance, self.limits = rule, tolerance, limits
+        batch, steps, _ = self.shape = guess.shape
+        self.total = system.axis.total(steps)
+        self.slack = _allowed_error(system, tolerance, self.total, guess.dtype)
+        self.rows: Tensor | None = None  # the remaining sequences; None for all
+        self.start = 0  # the first remaining step
+        self.iteration = 0
+        self.kept: Tensor | None = None  # the states of dropped steps and sequences, allocated when needed
+        self.progress = _Progress(batch, self.total, system, guess)
+        self.is_finished = not batch or not steps or not limits.most
+        self.at = self._measure(system, guess)
+        self.contraction = Contraction(self.at.excess, rounding_excess(tolerance, guess.dtype))
+        zero = guess.new_zeros(batch)
+        count = torch.zeros(batch, dtype=torch.int64, device=guess.device)
+        self.residual = self._largest_residual() if steps else zero
+        self.progress.record(None, self.residual, self._count_leading(self.at.within_tolerance))
+        strength = rule.damping.begin(system.initial)
+        self.sequences = _Sequences(strength, self.residual, self.residual, count, count.clone(), zero)
+
+    def update(self) -> None:
+        """Replace the iterate by the next one."""
+        self.iteration += 1
+        system, states = self.at.system, self.at.next_states(self.sequences.strength)
+        del self.at  # several times as large as the states
+        self.at = self._measure(system, states)
+        self.residual = self._largest_residual()
+        self._reset_non_finite()
+
+    def test(self) -> None:
+        """Test which steps have converged, and which sequences are finished."""
+        at, sequences, limits = self.at, self.sequences, self.limits
+        self.contraction.update(at.excess)
+        self.error = self.contraction.error(at.next_change(), self.total)
+        leading, converged = slice(0, self.error.shape[1]), at.within_tolerance.clone()
+        self.droppable = converged[:, leading] & (self.error <= min(1.0, self.slack))
+        converged[:, leading] &= self.error <= self.slack
+        residual, reached = self.residual, self._count_leading(converged)
+        self.done = reached == self.total
+        finite = residual.isfinite()
+        sequences.rises = torch.where(residual > sequences.residual, sequences.rises + 1, 0)
+        is_rising = torch.zeros_like(finite)
+        if limits.patience is not None:
+            is_rising = (sequences.rises >= limits.patience) & (residual > sequences.first_residual)
+        sequences.strength = self.rule.damping.adapt(sequences.strength, residual, sequences.residual)
+        sequences.residual = residual
+        self.progress.count_iteration(self.rows)
+        self.progress.record(self.rows, torch.maximum(residual, sequences.dropped_residual), reached)
+        self.progress.mark(self.rows, self.done, finite, is_rising)
+        may_stop = self.iteration >= limits.least
+        self.stopped = ((self.done | is_rising) if may_stop else torch.zeros_like(finite)) | ~finite
+
+    def drop(self) -> None:
+        """Drop finished sequences, then leading steps that have converged in all others."""
+        if bool(self.done.any()):
+            self.at.refine(None if bool(self.done.all()) else self.done.nonzero().squeeze(-1), self.at.states.shape[1])
+        if bool(self.stopped.all()) or self.iteration == self.limits.most:
+            self.is_finished = True
+            return
+        if bool(self.stopped.any()):
+            self._keep(self.at.states[self.stopped], self.stopped.nonzero().squeeze(-1), self.start)
+            left = (~self.stopped).nonzero().squeeze(-1)
+            self.rows = left if self.rows is None else self.rows.index_select(0, left)
+            self.at, self.contraction = self.at.part(left, 0), self.contraction.part(left, 0)
+            self.sequences = self.sequences.select(left)
+            self.droppable, self.error = (values.index_select(0, left) for values in (self.droppable, self.error))
+        if self.iteration >= self.limits.least and not self.at.system.axis.is_split:
+            share = self.slack / max(1, self.total)
+            self._drop_steps(min(_count_droppable(self.droppable, self.error, share), self.at.states.shape[1] - 1))
+
+    def result(self) -> IterationResult:
+        """Return the outcome of the loop."""
+        if self.kept is None:
+            return self.progress.make_result(self.at.states)
+        self._keep(self.at.states, None, self.start)
+        return self.progress.make_result(self.kept)
+
+    def _drop_steps(self, count: int) -> None:
+        """Drop the first `count` steps."""
+        if not count:
+            return
+        at, residual = self.at, self.sequences.dropped_residual
+        at.refine(None, count)
+        self._keep(at.states[:, :count], None, self.start)
+        self.sequences.dropped_residual = torch.maximum(residual, at.residual[:, :count].amax(-1))
+        self.at, self.contraction = at.part(None, count), self.contraction.part(None, count)
+        self.start += count
+
+    def _keep(self, states: Tensor, rows: Tensor | None, start: int) -> None:
+        """Store final states, from step `start` on, of `rows` among the remaining sequences (None for all)."""
+        if self.kept is None:
+            self.kept = states.new_empty(self.shape)
+        if self.rows is not None:
+            rows = self.rows if rows is None else self.rows.index_select(0, rows)
+        self.kept[slice(None) if rows is None else rows, start : start + states.shape[1]] = states
+
+    def _measure(self, system: System, states: Tensor) -> MeasuredIterate:
+        if self.rule.fused is not None:
+            return self.rule.fused(system, states, self.tolerance)
+
+        def linearize(part: System, entering: Tensor) -> Transition:
+            return self.rule.linearize(part, self.rows, self.start, entering)
+
+        return EvaluatedIterate(system, states, self.tolerance, linearize, self.rule.damping.update)
+
+    def _reset_non_finite(self) -> None:
+        """Set the steps that have not converged back to the reset state in sequences with a non-finite iterate."""
+        at, sequences = self.at, self.sequences
+        bad = ~self.residual.isfinite() & (sequences.retries < RETRIES)
+        if not bool(bad.any()):
+            return
+        sequences.retries = sequences.retries + bad.long()
+        remaining = bad[:, None] & (at.within_tolerance.long().cumprod(-1) == 0)
+        states = torch.where(remaining.unsqueeze(-1), at.system.reset_state.unsqueeze(1), at.states)
+        self.at = self._measure(at.system, states)
+        self.residual = self._largest_residual()
+        lost = bad & ~self.residual.isfinite()  # the equations themselves are not finite: return the iterate as it was
+        if bool(lost.any()):
+            self.at.states = torch.where(lost[:, None, None], at.states, self.at.states)
+
+    def _largest_residual(self) -> Tensor:
+        """Return the largest residual of each remaining sequence over all remaining steps, (batch,)."""
+        return self.at.system.axis.maximum(self.at.residual.amax(-1))
+
+    def _count_leading(self, converged: Tensor) -> Tensor:
+        """Return how many steps, from the first of all, have converged in each remaining sequence, (batch,)."""
+        return self.at.system.axis.count_leading(converged) + self.start
+
+
+def _allowed_error(system: System, tolerance: Tolerance, steps: int, dtype: torch.dtype) -> float:
+    """Return the error that a converged step may have, in tolerances."""
+    if system.total_steps is None:
+        return allowed_drift(tolerance, steps, dtype)
+    slack = allowed_drift(tolerance, system.total_steps, dtype)  # a block: the errors of all blocks add up
+    return max(slack * math.sqrt(steps / system.total_steps), rounding_excess(tolerance, dtype))
+
+
+def _count_droppable(droppable: Tensor, error: Tensor, share: float) -> int:
     """Return how many leading steps can be dropped.
 
     Later steps start from the last dropped state, so its error remains in them. The error may be `share` times the
     number of dropped steps. However often steps are dropped, these errors then add up to no more than the error that is
     allowed for all steps.
     """
-    prefix = int(settling.all(0).long().cumprod(0).sum())
+    prefix = int(droppable.all(0).long().cumprod(0).sum())
     allowed = share * torch.arange(1, prefix + 1, dtype=error.dtype, device=error.device)
     fits = (error[:, :prefix].amax(0) <= allowed).nonzero()
     return int(fits[-1]) + 1 if len(fits) else 0
 
 
-class MeasuredIterate(abc.ABC):
-    """Base class of iterates with their residuals, which compute the next iterate.
-
-    Attributes:
-        system: The equations.
-        states: (batch, time, n).
-        residual: (batch, time), the largest residual of each step.
-        excess: (batch, time), the same, each channel divided by its tolerance.
-        within_tolerance: (batch, time) bool, whether the excess is at most 1.
-    """
-
-    system: System
-    states: Tensor
-    residual: Tensor
-    excess: Tensor
-    within_tolerance: Tensor
-
-    @abc.abstractmethod
-    def next_states(self, strength: Tensor) -> Tensor:
-        """Return the next iterate, (batch, time, n). The tensors of this one may be overwritten.
-
-        Args:
-            strength: (batch,), the strength of the damping.
-        """
-
-    @abc.abstractmethod
-    def next_change(self) -> Tensor:
-        """Return the size of the undamped change of the next iteration, in tolerances, (batch, leading steps).
-
-        The leading steps are those before the first that is not within tolerance, in the sequence that has most.
-        """
-
-    @abc.abstractmethod
-    def refined_states(self) -> Tensor:
-        """Return the states plus the undamped change of the leading steps, after `next_change`, (batch, time, n).
-
-        The convergence test has computed that change, so a last update of converged steps costs nothing.
-        """
-
-    @abc.abstractmethod
-    def part(self, rows: Tensor | None, start: int) -> "MeasuredIterate":
-        """Return a part of the batch and of the time.
-
-        Args:
-            rows: Indices of the sequences; None for all.
-            start: The first step.
-        """
-
-    def part_system(self, rows: Tensor | None, start: int) -> System:
-        """Return the system of a part of the batch and of the time.
-
-        Args:
-            rows: Indices of the sequences; None for all.
-            start: The first step.
-        """
-        initial = self.states[:, start - 1] if start else self.system.initial
-        recent = self.system.recent_scale_after(self.states, start)
-        if rows is not None:
-            initial = initial.index_select(0, rows)
-            recent = None if recent is None else recent.index_select(0, rows)
-        return dataclasses.replace(self.system.part(rows, start, initial), recent_scale=recent)
-
-
-# From the remaining system, the indices of its sequences, its first step, the states and the tolerance
-MeasureFunction = Callable[[System, Tensor | None, int, Tensor, Tolerance], MeasuredIterate]
-
-
-class _EvaluatedIterate(MeasuredIterate):
-    """An iterate that is measured by evaluating f, and updated by a transition."""
-
-    def __init__(
-        self,
-        system: System,
-        states: Tensor,
-        tolerance: Tolerance,
-        linearize: Callable[[Tensor], Transition],
-        update: UpdateFunction,
-    ):
-        self.system, self.states, self.tolerance, self.update = system, states, tolerance, update
-        self.entering, self.values, self.residual, self.excess, self.allowed = measure_residual(
-            system, states, tolerance
-        )
-        self.within_tolerance = self.excess <= 1  # False for NaN
-        self.linearize = linearize
-        self._transition: Transition | None = None
-        self._change: Tensor | None = None
-
-    @property
-    def transition(self) -> Transition:
-        """The transition at this iterate, computed at first use."""
-        if self._transition is None:
-            self._transition = self.linearize(self.entering)
-        return self._transition
-
-    def next_states(self, strength: Tensor) -> Tensor:
-        self._change = None
-        return self.update(self.transition, self.system, Iterate(self.states, self.entering, self.values), strength)
-
-    def next_change(self) -> Tensor:
-        move = _leading_change(self.transition, self.system, self.states, self.values, self.within_tolerance)
-        self._change = move
-        size, valid = (move.abs() / self.allowed[:, : move.shape[1]]).amax(-1), self.system.valid
-        return size if valid is None else torch.where(valid[:, : size.shape[1]], size, 0.0)
-
-    def refined_states(self) -> Tensor:
-        assert self._change is not None
-        steps = self._change.shape[1]
-        return torch.cat((self.states[:, :steps] + self._change, self.states[:, steps:]), 1)
-
-    def part(self, rows: Tensor | None, start: int) -> "_EvaluatedIterate":
-        left = copy.copy(self)
-        change = self._change
-        left._change = None if change is None else change[:, start:] if rows is None else change[:, start:].index_select(0, rows)
-        left.system, left._transition = self.part_system(rows, start), self.transition.part(rows, start)
-        for name in ("states", "entering", "values", "residual", "excess", "within_tolerance", "allowed"):
-            every = getattr(self, name)[:, start:]
-            setattr(left, name, every if rows is None else every.index_select(0, rows))
-        return left
-
-
-class Residual(NamedTuple):
-    """Residual of an iterate."""
-
-    entering: Tensor  # (batch, time, n), the states that enter the steps
-    values: Tensor  # (batch, time, n), f of the entering states
-    size: Tensor  # (batch, time), max |f(s_{t-1}) - s_t|
-    excess: Tensor  # (batch, time), the same, each channel divided by its tolerance
-    allowed: Tensor  # (batch, time, n), the tolerances
-
-
-def measure_residual(system: System, states: Tensor, tolerance: Tolerance) -> Residual:
-    """Return the residual of an iterate.
-
-    If every step is within tolerance relative to its largest entry but some channel is not, the tolerances are raised
-    to the rounding error of f.
-
-    Args:
-        system: The equations.
-        states: (batch, time, n), the iterate.
-        tolerance: The tolerance of the residual.
-    """
-    entering = system.entering_states(states)
-    values = system.evaluate(entering)
-    allowed = tolerance.allowed(values, system.reset, system.recent_scale)
-    size, excess = _distance(system, values, states, allowed)
-    scale = torch.maximum(largest(entering), largest(values))
-    if not torch.compiler.is_compiling() and fails_only_per_channel(tolerance, size, excess, scale):
-        rounding = tolerance.allowed_for_rounding(system.evaluate, entering, values, system.reset)
-        allowed = torch.maximum(allowed, rounding)
-        size, excess = _distance(system, values, states, allowed)
-    return Residual(entering, values, size, excess, allowed)
-
-
-def fails_only_per_channel(tolerance: Tolerance, size: Tensor, excess: Tensor, scale: Tensor) -> bool:
-    """Return whether some sequence is within tolerance relative to the largest entry of each step, but not per channel.
-
-    Args:
-        tolerance: The tolerance of the residual.
-        size: (batch, time), the largest residual of each step.
-        excess: (batch, time), the same, each channel divided by its tolerance.
-        scale: (batch, time), the largest entry of each step.
-    """
-    whole = size <= tolerance.relative * scale + tolerance.floor(scale.dtype)
-    return bool(((excess > 1).any(-1) & whole.all(-1)).any())
-
-
-def _distance(system: System, values: Tensor, states: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return max |values - states| of each step, and the same in tolerances, (batch, time), one chunk after another."""
-    if not values.shape[-1] or not values.shape[1]:
-        return values.new_zeros(values.shape[:2]), values.new_zeros(values.shape[:2])
-    length = chunk_length(states)
-    chunks = []
-    for value, state, limit in zip(*(every.split(length, 1) for every in (values, states, allowed)), strict=True):
-        difference = (value - state).abs()
-        chunks.append((difference.amax(-1), (difference / limit).amax(-1)))
-    size, excess = (torch.cat(parts, 1) for parts in zip(*chunks, strict=True))
-    valid = system.valid
-    return (size, excess) if valid is None else (torch.where(valid, size, 0.0), torch.where(valid, excess, 0.0))
-
-
-def _leading_change(
-    transition: Transition, system: System, states: Tensor, values: Tensor, within_tolerance: Tensor
-) -> Tensor:
-    """Return the undamped change of the next iteration in the leading steps within tolerance, (batch, steps, n)."""
-    steps = int(within_tolerance.long().cumprod(-1).sum(-1).max())
-    reset = None if system.reset is None else system.reset[:, :steps]
-    if not steps:
-        return states[:, :0]
-    zero = torch.zeros_like(system.initial)
-    return transition.part(None, 0, steps).scan(values[:, :steps] - states[:, :steps], zero, reset)
-
-
 class _Progress:
     """Progress of all sequences of the batch, of which only some are still iterated."""
 
-    def __init__(self, batch: int, steps: int, lengths: Tensor | None, like: Tensor):
+    def __init__(self, batch: int, steps: int, system: System, like: Tensor):
         device = like.device
+        lengths = system.lengths
         self.lengths = torch.full((batch,), steps, device=device) if lengths is None else lengths.clamp(min=0)
         self.iterations = torch.zeros(batch, dtype=torch.int64, device=device)
         self.last_residual = torch.zeros(batch, dtype=like.dtype, device=device)
@@ -555,12 +312,11 @@ class _Progress:
         """Count one iteration of the sequences `rows`."""
         self.iterations[slice(None) if rows is None else rows] += 1
 
-    def record(self, rows: Tensor | None, start: int, worst: Tensor, right: Tensor, frozen: Tensor) -> None:
-        """Record the residuals and the converged steps of `rows`, of which the first `start` steps were dropped."""
+    def record(self, rows: Tensor | None, residual: Tensor, reached: Tensor) -> None:
+        """Record the residuals and the numbers of converged steps of `rows`."""
         at = slice(None) if rows is None else rows
-        self.last_residual[at] = torch.maximum(worst, frozen)
-        prefix = right.long().cumprod(-1).sum(-1) + start
-        self.converged_steps[at] = torch.minimum(prefix, self.lengths[at])
+        self.last_residual[at] = residual
+        self.converged_steps[at] = torch.minimum(reached, self.lengths[at])
         self.residuals.append(self.last_residual.clone())
         self.prefixes.append(self.converged_steps.clone())
 

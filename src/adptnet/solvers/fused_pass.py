@@ -12,7 +12,7 @@ from ..ops.adpt_step import Pass, reference
 from ..ops.linear_scan import linear_scan
 from ..ops.tolerance import Tolerance
 from .damping import Damping, Undamped
-from .fixed_point import MeasuredIterate, MeasureFunction, fails_only_per_channel, measure_residual
+from .iterates import MeasuredIterate, MeasureFunction, fails_only_per_channel, measure_residual
 from .linearizations import ConjugateDiagonal, Linearization, LinearPart
 from .system import System
 
@@ -35,6 +35,7 @@ def make_fused_measure(
         IncompatibleError: If tiles are requested and there is no fused pass.
     """
     supported = isinstance(damping, Undamped) and system.lengths is None and len(system.step_inputs) == 1
+    supported &= not system.axis.is_split
     by_scan = isinstance(linearization, LinearPart) and linearization.by is linear_scan
     newton_pass: Callable[..., Pass] | None = None
     if supported and (by_scan or isinstance(linearization, ConjugateDiagonal)):
@@ -43,7 +44,7 @@ def make_fused_measure(
         if newton_pass is None and tiles is not None:
             newton_pass = _make_reference_pass(cell, system, diagonal)
     if newton_pass is not None:
-        return lambda part, rows, start, states, tolerance: _FusedIterate(part, states, tolerance, newton_pass, tiles)
+        return lambda part, states, tolerance: _FusedIterate(part, states, tolerance, newton_pass, tiles)
     if tiles is None:
         return None
     raise IncompatibleError(
@@ -100,10 +101,11 @@ class _FusedIterate(MeasuredIterate):
         return self.next
 
     def next_change(self) -> Tensor:
-        return self.move[:, : int(self.within_tolerance.long().cumprod(-1).sum(-1).max())]
+        return self.move[:, : self.count_leading()]
 
-    def refined_states(self) -> Tensor:
-        return self.next
+    def refine(self, rows: Tensor | None, steps: int) -> None:
+        at = slice(None) if rows is None else rows
+        self.states[at, :steps] = self.next[at, :steps]
 
     def part(self, rows: Tensor | None, start: int) -> "_FusedIterate":
         left = copy.copy(self)

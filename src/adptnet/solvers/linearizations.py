@@ -16,6 +16,7 @@ from ..ops.linear_scan import linear_scan
 from ..recurrence.conjugates import RotatedConjugate
 from ..recurrence.spectra import BlockDiagonal
 from .system import System, chunk_length
+from .time_axis import TimeAxis
 from .transitions import (
     BasisTransition,
     DenseTransition,
@@ -217,12 +218,12 @@ class _Mean(Linearization):
             at = slice(start, min(start + length, steps))
             lengths.append(at.stop - start)
             counted = torch.ones_like(entering[:, at, :1]) if valid is None else valid[:, at].unsqueeze(-1).to(entering)
-            weight = counted / counted.sum(1, keepdim=True).clamp(min=1)
-            pieces.append(self.mean(cell, entering[:, at], drive[:, at], weight))
+            weight = counted / system.axis.sum(counted.sum(1, keepdim=True)).clamp(min=1)
+            pieces.append(self.mean(cell, entering[:, at], drive[:, at], weight, system.axis))
         return pieces[0] if len(pieces) == 1 else PiecewiseTransition(pieces, lengths)
 
     @abc.abstractmethod
-    def mean(self, cell: Cell, entering: Tensor, drive: Tensor, weight: Tensor) -> Transition:
+    def mean(self, cell: Cell, entering: Tensor, drive: Tensor, weight: Tensor, axis: TimeAxis) -> Transition:
         """Return the transition of one interval.
 
         Args:
@@ -230,6 +231,7 @@ class _Mean(Linearization):
             entering: (batch, time, n), the states that enter the steps of the interval.
             drive: (batch, time, features), the drive of these steps.
             weight: (batch, time, 1), the weights of the mean, whose sum over time is one.
+            axis: The time axis, over whose processes the interval extends.
         """
 
     def options(self) -> list[str]:
@@ -243,8 +245,9 @@ class MeanConjugate(_Mean):
     dense matrices.
     """
 
-    def mean(self, cell: Cell, entering: Tensor, drive: Tensor, weight: Tensor) -> Transition:
+    def mean(self, cell: Cell, entering: Tensor, drive: Tensor, weight: Tensor, axis: TimeAxis) -> Transition:
         dense, symmetric = compute_mean_matrix(cell, entering, drive, weight)
+        dense = axis.sum(dense)
         return diagonalize(dense) if symmetric else DenseTransition(dense.unsqueeze(1))
 
 
@@ -294,7 +297,7 @@ def compute_mean_matrix(cell: Cell, entering: Tensor, drive: Tensor, weight: Ten
 class MeanRotation(_Mean):
     """A = K̂ Λ̄ K̂', where K̂ is the rotation nearest to the mean of Q_t (its polar factor), as the paper proposes."""
 
-    def mean(self, cell: Cell, entering: Tensor, drive: Tensor, weight: Tensor) -> Transition:
+    def mean(self, cell: Cell, entering: Tensor, drive: Tensor, weight: Tensor, axis: TimeAxis) -> Transition:
         lambda_bar = cell.eigenvalues()
         total = torch.eye(cell.state_size, dtype=entering.dtype, device=entering.device)
         for start in range(0, entering.shape[1], chunk_length(entering)):

@@ -11,9 +11,11 @@ from ..cells.base import Cell
 from ..errors import IncompatibleError, InputError
 from ..ops.linear_scan import linear_scan
 from ..ops.tolerance import Tolerance
+from .convergence_test import default_rtol
 from .damping import Damping, Proximal, Undamped
-from .fixed_point import Iterate, default_rtol, solve
+from .fixed_point import Limits, UpdateRule, solve
 from .fused_pass import make_fused_measure
+from .iterates import Iterate
 from .linearizations import (
     ConjugateDiagonal,
     FullJacobian,
@@ -114,21 +116,19 @@ class Newton(Parallel):
 
     def solve_system(self, cell: Cell, system: System, guess: Tensor | None) -> SystemSolution:
         system = self._with_radius(cell, system)
-        fixed = self.fixed_iterations
-        outcome = solve(
-            system,
-            self.initial_guess(cell, system) if guess is None else guess,
-            lambda part, rows, first, entering: self.linearization.transition(cell, part, entering),
-            self.damping.update,
-            self.tolerance(system.initial.dtype),
-            max_iterations=fixed or self.max_iterations or max(system.steps, 100),
-            patience=None if fixed else self.patience,
-            strength=self.damping.begin(system.initial),
-            adapt=self.damping.adapt,
-            min_iterations=fixed or 1,
-            measure=make_fused_measure(cell, system, self.linearization, self.damping, self.tiles),
+        guess = self.initial_guess(cell, system) if guess is None else guess
+        rule = UpdateRule(
+            lambda part, rows, start, entering: self.linearization.transition(cell, part, entering),
+            self.damping,
+            make_fused_measure(cell, system, self.linearization, self.damping, self.tiles),
         )
+        outcome = solve(system, guess, rule, self.tolerance(system.initial.dtype), self._limits(system))
         return apply_policy(system, outcome, self.on_failure, self)
+
+    def _limits(self, system: System) -> Limits:
+        if self.fixed_iterations is not None:
+            return Limits(self.fixed_iterations, least=self.fixed_iterations)
+        return Limits(self.max_iterations or max(system.axis.total(system.steps), 100), patience=self.patience)
 
     def linearize(self, cell: Cell, system: System, entering: Tensor) -> Transition:
         return self.linearization.transition(cell, system, entering)
@@ -169,7 +169,8 @@ class Newton(Parallel):
         transition = cell.linear_transition(system.step_inputs[0])
         if transition is None:
             return system.reset_state.unsqueeze(1).expand(shape).clone()
-        return transition.scan(system.evaluate(system.initial.new_zeros(shape)), system.initial, system.reset)
+        offset = system.evaluate(system.initial.new_zeros(shape))
+        return system.axis.scan(transition, offset, system.initial, system.reset)
 
     def tolerance(self, dtype: torch.dtype) -> Tolerance:
         return Tolerance(self.atol, default_rtol(dtype) if self.rtol is None else self.rtol)

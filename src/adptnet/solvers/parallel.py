@@ -11,8 +11,11 @@ from ..errors import InputError, NonFiniteError, NotConverged
 from ..ops import _buffers
 from ..ops.tolerance import Tolerance
 from .adjoints import Adjoint, Implicit, LoopAdjoint, Unrolled
-from .base import Result, Solution, Solver, count_finite_steps
-from .fixed_point import History, Iterate, IterationResult, default_rtol, measure_residual, newton_update, solve
+from .base import Result, Solution, Solver
+from .convergence_test import default_rtol
+from .damping import Undamped
+from .fixed_point import History, IterationResult, Limits, UpdateRule, solve
+from .iterates import Iterate, measure_residual, newton_update
 from .policies import Finish, Policy, Raise, Return
 from .problem import Problem, make_problem
 from .step_check import check_step
@@ -224,17 +227,9 @@ class Parallel(Solver):
         tangent_system = System(
             tangent_step, (entering, *system.step_inputs, push), zero, zero, system.reset, system.lengths
         )
-        outcome = solve(
-            tangent_system,
-            torch.zeros_like(states),
-            lambda part, rows, start, point: transition.part(rows, start),
-            lambda at, part, tangents, _: newton_update(at, part, tangents),
-            Tolerance(0.0, default_rtol(states.dtype)),
-            max_iterations=system.steps,
-            patience=3,
-            strength=torch.zeros_like(system.initial[:, 0]),
-            adapt=lambda strength, *_: strength,
-        )
+        rule = UpdateRule(lambda part, rows, start, point: transition.part(rows, start), Undamped())
+        tolerance = Tolerance(0.0, default_rtol(states.dtype))
+        outcome = solve(tangent_system, torch.zeros_like(states), rule, tolerance, Limits(system.steps, patience=3))
         return int(outcome.iterations.max()) if bool(outcome.converged.all()) else None
 
 
@@ -328,45 +323,55 @@ def apply_policy(system: System, outcome: IterationResult, policy: Policy, solve
         return SystemSolution(outcome.states, results, outcome)
     if isinstance(policy, Raise):
         _check_finite_drive(system)
-        raise NotConverged(_describe_failure(solver, outcome, results))
+        raise NotConverged(_describe_failure(solver, outcome, results, system.axis.total(system.steps)))
     if isinstance(policy, Finish):
         return _finish(system, outcome, results)
-    non_finite = failed & (_count_finite_steps(system, outcome.states) < outcome.states.shape[1])
+    non_finite = failed & (_count_finite_steps(system, outcome.states) < system.axis.total(system.steps))
     return SystemSolution(outcome.states, torch.where(non_finite, int(Result.NON_FINITE), results), outcome)
 
 
 def _count_finite_steps(system: System, states: Tensor) -> Tensor:
     """Return the number of steps before the first with NaN or infinity, (batch,). Padding counts as finite."""
-    valid = system.valid
-    return count_finite_steps(states if valid is None else torch.where(valid.unsqueeze(-1), states, 0.0))
+    finite, valid = states.isfinite().all(-1), system.valid
+    return system.axis.count_leading(finite if valid is None else finite | ~valid)
 
 
 def _finish(system: System, outcome: IterationResult, results: Tensor) -> SystemSolution:
     """Compute the sequences that did not converge sequentially, from the first step that has not in any of them."""
-    rows = (~outcome.converged).nonzero().squeeze(-1)
-    start = int(outcome.converged_steps[rows].min())
-    states, steps = outcome.states, outcome.states.shape[1]
-    if start < steps:
-        before = states[rows, start - 1] if start else system.initial.index_select(0, rows)
-        states[rows, start:] = system.part(rows, start, before).run()
-    results = results.index_fill(0, rows, int(Result.FINISHED))
+    failed, states, total = ~outcome.converged, outcome.states, system.axis.total(system.steps)
+    rows = failed.nonzero().squeeze(-1)
+    _run_sequentially(system, states, rows, int(outcome.converged_steps[rows].min()))
     finite = _count_finite_steps(system, states)
-    is_finite = finite == steps
-    lengths = torch.full_like(finite, steps) if system.lengths is None else system.lengths
-    finished = torch.where(~outcome.converged, torch.minimum(finite, lengths), outcome.converged_steps)
-    results = torch.where(~outcome.converged & ~is_finite, int(Result.NON_FINITE), results)
-    residual = torch.where(~outcome.converged & ~is_finite, torch.nan, outcome.residual)
-    residual[rows] = torch.where(is_finite[rows], _compute_residual(system, rows, states), residual[rows])
+    is_finite = finite == total
+    lengths = torch.full_like(finite, total) if system.lengths is None else system.lengths
+    results = torch.where(failed, torch.where(is_finite, int(Result.FINISHED), int(Result.NON_FINITE)), results)
+    finished = torch.where(failed, torch.minimum(finite, lengths), outcome.converged_steps)
+    residual = outcome.residual.clone()
+    residual[rows] = torch.where(is_finite[rows], _compute_residual(system, rows, states), torch.nan)
     return SystemSolution(states, results, outcome._replace(residual=residual, converged_steps=finished))
+
+
+def _run_sequentially(system: System, states: Tensor, rows: Tensor, begin: int) -> None:
+    """Fill the states of `rows` from step `begin` of all steps, one process after another, in place."""
+    axis, stop = system.axis, 0
+    last = system.initial.index_select(0, rows)
+    for rank, length in enumerate(axis.lengths(system.steps)):
+        stop += length
+        if rank == axis.rank and stop > begin:
+            start = max(0, begin - (stop - length))
+            before = states[rows, start - 1] if start else last
+            states[rows, start:] = system.part(rows, start, before).run()
+        last = axis.broadcast(states[rows, -1], rank) if length else last
 
 
 def _compute_residual(system: System, rows: Tensor, states: Tensor) -> Tensor:
     """Return max |f(s_{t-1}) - s_t| of each sequence in `rows`."""
     part = system.part(rows, 0, system.initial.index_select(0, rows))
     chosen = states.index_select(0, rows)
+    part = system.axis.with_previous(part, chosen)
     distance = (part.evaluate(part.entering_states(chosen)) - chosen).abs().amax(-1)
     valid = part.valid
-    return (distance if valid is None else torch.where(valid, distance, 0.0)).amax(-1)
+    return system.axis.maximum((distance if valid is None else torch.where(valid, distance, 0.0)).amax(-1))
 
 
 def _check_finite_drive(system: System) -> None:
@@ -382,12 +387,11 @@ def _check_finite_drive(system: System) -> None:
         )
 
 
-def _describe_failure(solver: Solver, outcome: IterationResult, results: Tensor) -> str:
+def _describe_failure(solver: Solver, outcome: IterationResult, results: Tensor, steps: int) -> str:
     """Return the message of `NotConverged`: how far the solver came, and what to try."""
     failed = (~outcome.converged).nonzero().squeeze(-1).tolist()
     shown = ", ".join(map(str, failed[:8])) + (", …" if len(failed) > 8 else "")
     kinds = sorted({Result(int(results[i])).name for i in failed})
-    steps = outcome.states.shape[1]
     return (
         f"{solver} stopped after {int(outcome.iterations.max())} iterations ({', '.join(kinds)}): residual "
         f"{float(outcome.residual[failed].max()):.1e} in {len(failed)} of {len(outcome.converged)} sequences ({shown});"

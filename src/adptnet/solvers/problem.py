@@ -12,6 +12,7 @@ from .adjoints import Adjoint
 from .base import Solution, Solver
 from .fixed_point import History
 from .system import System
+from .time_axis import ONE_PROCESS
 
 __all__ = ["Problem", "check_cell", "make_problem"]
 
@@ -47,7 +48,14 @@ class Problem(NamedTuple):
     def make_system(self, cell: Cell) -> System:
         """Return the equations of these steps of `cell`."""
         return System(
-            cell.stepper(), (self.drive,), self.state, self.reset_state, self.reset, self.lengths, fused_scan=cell.scan
+            cell.stepper(),
+            (self.drive,),
+            self.state,
+            self.reset_state,
+            self.reset,
+            self.lengths,
+            fused_scan=cell.scan,
+            axis=ONE_PROCESS,  # explicit, because torch.compile cannot trace a default that is an object
         )
 
     def final_state(self, states: Tensor) -> Tensor:

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import DistributedError
-from ..ops.tolerance import HALF_LIFE
+from ..ops.tolerance import HALF_LIFE, remembered_scale
 from .system import System
+from .time_axis import TimeAxis
 from .transitions import Transition, ZeroTransition
 
-__all__ = ["AffineMap", "Exchange", "Ranks", "TimeAxis"]
+__all__ = ["AffineMap", "Exchange", "RankedTimeAxis", "Ranks"]
 
 
 class AffineMap(NamedTuple):
@@ -199,77 +200,90 @@ class Ranks:
         return back.scan(offset, zero, next_reset, reverse=True)
 
 
-class TimeAxis(NamedTuple):
-    """The time axis of the whole sequence, split over the ranks."""
+class RankedTimeAxis(TimeAxis):
+    """The time axis split over the ranks of a process group, in the order of the ranks.
 
-    ranks: Ranks
-    lengths: list[int]  # the number of steps of each rank
+    Args:
+        ranks: The processes.
+        lengths: The number of steps of each rank.
+    """
 
-    @property
-    def total(self) -> int:
-        """Number of steps of all ranks."""
-        return sum(self.lengths)
+    is_split = True
 
-    def count_prefix(self, leading: Tensor) -> Tensor:
-        """Return the length (batch,) of the prefix of the whole sequence in which a property holds.
+    def __init__(self, ranks: Ranks, lengths: list[int]):
+        self.ranks, self._lengths = ranks, lengths
+        self.rank = ranks.rank
 
-        Args:
-            leading: (batch,), the length of the prefix in the chunk of this rank.
-        """
-        return self._join_prefixes(self.ranks.all_gather(leading))
+    def lengths(self, steps: int) -> list[int]:
+        return self._lengths
 
-    def _join_prefixes(self, leading: list[Tensor]) -> Tensor:
-        reached = torch.zeros_like(leading[0])
+    def scan(self, transition: Transition, offset: Tensor, initial: Tensor, reset: Tensor | None) -> Tensor:
+        return self.ranks.scan(transition, offset, initial, reset)
+
+    def scan_back(self, transition: Transition, offset: Tensor, reset: Tensor | None) -> Tensor:
+        return self.ranks.scan_back(transition, offset, reset)
+
+    def with_previous(self, system: System, states: Tensor) -> System:
+        own = remembered_scale(states, system.reset)
+        reset = system.reset
+        has_reset = own.new_zeros(len(own), 1) if reset is None else reset.any(1, keepdim=True).to(own)
+        earlier = self.ranks.all_gather(torch.cat((states[:, -1], own, has_reset), -1))[: self.rank]
+        recent, size = torch.zeros_like(own), states.shape[-1]
+        for length, message in zip(self._lengths, earlier, strict=False):
+            after, cut = message[:, size:-1], message[:, -1:] > 0
+            recent = torch.maximum(after, torch.where(cut, 0.0, recent * 0.5 ** (length / HALF_LIFE)))
+        initial = earlier[-1][:, :size] if earlier else system.initial
+        return dataclasses.replace(system, initial=initial, recent_scale=recent)
+
+    def sum(self, values: Tensor) -> Tensor:
+        return self.ranks.all_sum(values)
+
+    def broadcast(self, values: Tensor, source: int) -> Tensor:
+        return self.ranks.broadcast(values, source)
+
+    def earlier_maximum(self, values: Tensor) -> Tensor:
+        earlier = self.ranks.all_gather(values.nan_to_num(torch.inf, torch.inf).amax(1, keepdim=True))[: self.rank]
+        return torch.maximum(values, torch.stack(earlier).amax(0)) if earlier else values
+
+    def later_maximum(self, values: Tensor) -> Tensor:
+        later = self.ranks.all_gather(values.nan_to_num(torch.inf, torch.inf).amax(1, keepdim=True))[self.rank + 1 :]
+        return torch.maximum(values, torch.stack(later).amax(0)) if later else values
+
+    def receive_from_next(self, values: Tensor) -> Tensor:
+        later = self.ranks.all_gather(values)[self.rank + 1 :]
+        return later[0] if later else torch.zeros_like(values)
+
+    def later_scale(self, scale: Tensor, reset: Tensor | None) -> Tensor | None:
+        has_reset = scale.new_zeros(len(scale), 1) if reset is None else reset.any(1, keepdim=True).to(scale)
+        first_reset = scale.new_zeros(len(scale), 1) if reset is None else reset[:, :1].to(scale)
+        after = torch.zeros_like(scale)
+        messages = self.ranks.all_gather(torch.cat((scale, has_reset, first_reset), -1))
+        for length, message in list(zip(self._lengths, messages, strict=True))[: self.rank : -1]:
+            size, ends, starts = message[:, :-2], message[:, -2:-1] > 0, message[:, -1:] > 0
+            after = torch.maximum(size, torch.where(ends, 0.0, after * 0.5 ** (length / HALF_LIFE)))
+            after = torch.where(starts, 0.0, after)  # a step with a reset passes no gradient back
+        return after
+
+    def count_leading(self, holds: Tensor) -> Tensor:
+        counts = self.ranks.all_gather(super().count_leading(holds))
+        reached = torch.zeros_like(counts[0])
         unbroken = torch.ones_like(reached, dtype=torch.bool)
-        for length, count in zip(self.lengths, leading, strict=True):
+        for length, count in zip(self._lengths, counts, strict=True):
             reached = reached + torch.where(unbroken, count, 0)
             unbroken = unbroken & (count == length)
         return reached
 
-    def with_entering_state(self, system: System, ends: list[Tensor]) -> System:
-        """Return the system of this rank, with the last state of the previous rank as its initial state.
+    def count_trailing(self, holds: Tensor) -> int:
+        own = torch.tensor(super().count_trailing(holds), device=holds.device)
+        reached = 0
+        for length, count in zip(reversed(self._lengths), reversed(self.ranks.all_gather(own)), strict=True):
+            reached += int(count)
+            if int(count) < length:
+                break
+        return reached
 
-        Args:
-            system: The system of this rank.
-            ends: The last state of each rank.
-        """
-        return system if self.ranks.rank == 0 else dataclasses.replace(system, initial=ends[self.ranks.rank - 1])
-
-    def prefix_maximum(self, excess: Tensor) -> Tensor:
-        """Return the maximum of `excess` and its largest value on all previous ranks.
-
-        Args:
-            excess: (batch, time), of this rank.
-        """
-        every = self.ranks.all_gather(excess.nan_to_num(torch.inf, torch.inf).amax(-1, keepdim=True))[: self.ranks.rank]
-        return torch.maximum(excess, torch.stack(every).amax(0)) if every else excess
-
-    def recent_scale(self, own: Tensor, reset: Tensor | None) -> Tensor:
-        """Return the recent scale of the states before this rank, (batch, n).
-
-        Args:
-            own: (batch, n), the recent scale after this rank, as if zero entered it.
-            reset: (batch, time) bool, of this rank.
-        """
-        has_reset = own.new_zeros(len(own), 1) if reset is None else reset.any(1, keepdim=True).to(own)
-        recent = torch.zeros_like(own)
-        every = self.ranks.all_gather(torch.cat((own, has_reset), -1))[: self.ranks.rank]
-        for length, message in zip(self.lengths, every, strict=False):
-            after, cut = message[:, :-1], message[:, -1:] > 0
-            recent = torch.maximum(after, torch.where(cut, 0.0, recent * 0.5 ** (length / HALF_LIFE)))
-        return recent
-
-    def reduce_progress(self, residual: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the largest residual (batch,) and the number (batch,) of leading converged steps of all ranks.
-
-        Args:
-            residual: (batch, time), of this rank.
-            right: (batch, time) bool, whether each step of this rank has converged.
-        """
-        own = torch.stack((residual.amax(-1).double(), right.long().cumprod(-1).sum(-1).double()))
-        every = self.ranks.all_gather(own)
-        worst = torch.stack([worst for worst, _ in every]).amax(0)
-        return worst.to(residual.dtype), self._join_prefixes([leading.long() for _, leading in every])
+    def maximum(self, values: Tensor) -> Tensor:
+        return torch.stack(self.ranks.all_gather(values)).amax(0)
 
 
 def _list_tensors(transition: Transition) -> list[Tensor]:

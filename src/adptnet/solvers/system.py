@@ -9,6 +9,7 @@ from torch import Tensor
 from .._validate import make_validity_mask
 from ..errors import InputError
 from ..ops.tolerance import remembered_scale
+from .time_axis import ONE_PROCESS, TimeAxis
 
 __all__ = ["Loop", "System", "chunk_length"]
 
@@ -38,6 +39,7 @@ class System:
         fused_scan: Computes all states in one operation; returns None where the operation does not apply.
         total_steps: The number of steps of the whole sequence if this system is one block of it.
         recent_scale: (batch, n), the recent scale of the states before the first step, for tolerances.
+        axis: The time axis, of which these may be the steps of one process.
     """
 
     step: Callable[..., Tensor]
@@ -50,6 +52,7 @@ class System:
     fused_scan: Callable[..., Tensor | None] | None = None
     total_steps: int | None = None
     recent_scale: Tensor | None = None
+    axis: TimeAxis = ONE_PROCESS
 
     @property
     def steps(self) -> int:
@@ -151,6 +154,7 @@ class System:
             None if self.lengths is None else select(self.lengths) - start,
             select_steps(self.radius),
             self.fused_scan,
+            axis=self.axis,
         )
 
     def detach(self, step: Callable[..., Tensor] | None = None) -> "System":

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from adptnet import ADPTNet, LinearADPTNet, cells, directions, drive, errors, solvers, spectra
 from adptnet.recurrence.conjugates import Exact, Product, Stateful, Taylor
 from adptnet.solvers import Result
-from adptnet.solvers.fixed_point import default_rtol
+from adptnet.solvers.convergence_test import default_rtol
 from support.members import (
     all_blocks,
     all_cells,

@@ -1,0 +1,279 @@
+"""Iterates of the Newton loop: their residual, and the next iterate."""
+
+import abc
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ops.tolerance import Tolerance, largest
+from .system import System, chunk_length
+from .transitions import Transition
+
+__all__ = [
+    "EvaluatedIterate",
+    "Iterate",
+    "MeasureFunction",
+    "MeasuredIterate",
+    "Residual",
+    "UpdateFunction",
+    "fails_only_per_channel",
+    "measure_residual",
+    "newton_update",
+]
+
+
+class Iterate(NamedTuple):
+    """An iterate, evaluated."""
+
+    states: Tensor  # (batch, time, n)
+    entering: Tensor  # (batch, time, n), the states that enter the steps
+    values: Tensor  # (batch, time, n), f of the entering states
+
+
+# From the transition, the system, the iterate and the strength of the damping, to the next states
+UpdateFunction = Callable[[Transition, System, Iterate, Tensor], Tensor]
+
+
+def newton_update(transition: Transition, system: System, at: Iterate) -> Tensor:
+    """Return the undamped update scan(A, f(s) - A s) (eq:deer_step), (batch, time, n).
+
+    Args:
+        transition: The linearization A.
+        system: The equations.
+        at: The current iterate. Its `values` are overwritten when gradients are disabled.
+    """
+    states, entering, values = at
+    if transition.rounded:  # s + scan(A, f(s) - s) is equal, and exact where f(s) = s, whatever the rounding of A
+        zero = torch.zeros_like(system.initial)
+        return states + system.axis.scan(transition, values - states, zero, system.reset)
+    reset = None if system.reset is None else system.reset.unsqueeze(-1)  # A is 0 at a reset
+    if torch.is_grad_enabled():
+        product = transition.mv(entering)
+        offset = values - (product if reset is None else product.masked_fill(reset, 0.0))
+        return system.axis.scan(transition, offset, system.initial, system.reset)
+    length = chunk_length(values)
+    for start in range(0, values.shape[1], length):
+        times = slice(start, min(start + length, values.shape[1]))
+        part = transition if values.shape[1] <= length else transition.part(None, times.start, times.stop)
+        product = part.mv(entering[:, times])
+        values[:, times] -= product if reset is None else product.masked_fill(reset[:, times], 0.0)
+    return system.axis.scan(transition, values, system.initial, system.reset)
+
+
+class MeasuredIterate(abc.ABC):
+    """Base class of iterates with their residuals, which compute the next iterate.
+
+    Attributes:
+        system: The equations.
+        states: (batch, time, n).
+        residual: (batch, time), the largest residual of each step.
+        excess: (batch, time), the same, each channel divided by its tolerance.
+        within_tolerance: (batch, time) bool, whether the excess is at most 1.
+    """
+
+    system: System
+    states: Tensor
+    residual: Tensor
+    excess: Tensor
+    within_tolerance: Tensor
+
+    @abc.abstractmethod
+    def next_states(self, strength: Tensor) -> Tensor:
+        """Return the next iterate, (batch, time, n). The tensors of this one may be overwritten.
+
+        Args:
+            strength: (batch,), the strength of the damping.
+        """
+
+    @abc.abstractmethod
+    def next_change(self) -> Tensor:
+        """Return the size of the undamped change of the next iteration, in tolerances, (batch, leading steps).
+
+        The leading steps are those of `count_leading`.
+        """
+
+    @abc.abstractmethod
+    def refine(self, rows: Tensor | None, steps: int) -> None:
+        """Add the undamped change of the next iteration to the first `steps` states of some sequences, in place.
+
+        `next_change` has computed that change for the convergence test, so this last update of converged steps needs
+        no evaluation of f. `residual` and `excess` remain those before it.
+
+        Args:
+            rows: Indices of the sequences; None for all.
+            steps: The number of steps, at most that of `next_change`.
+        """
+
+    @abc.abstractmethod
+    def part(self, rows: Tensor | None, start: int) -> "MeasuredIterate":
+        """Return a part of the batch and of the time.
+
+        Args:
+            rows: Indices of the sequences; None for all.
+            start: The first step.
+        """
+
+    def count_leading(self) -> int:
+        """Return the number of steps before the first that is not within tolerance, in the sequence that has most.
+
+        If the time axis is split, all steps of this process are counted, because every process must take part in a
+        scan.
+        """
+        if self.system.axis.is_split:
+            return self.states.shape[1]
+        return int(self.within_tolerance.long().cumprod(-1).sum(-1).max())
+
+    def part_system(self, rows: Tensor | None, start: int) -> System:
+        """Return the system of a part of the batch and of the time.
+
+        Args:
+            rows: Indices of the sequences; None for all.
+            start: The first step.
+        """
+        initial = self.states[:, start - 1] if start else self.system.initial
+        recent = self.system.recent_scale_after(self.states, start)
+        if rows is not None:
+            initial = initial.index_select(0, rows)
+            recent = None if recent is None else recent.index_select(0, rows)
+        return dataclasses.replace(self.system.part(rows, start, initial), recent_scale=recent)
+
+
+# From the remaining system, the states and the tolerance
+MeasureFunction = Callable[[System, Tensor, Tolerance], MeasuredIterate]
+
+
+class EvaluatedIterate(MeasuredIterate):
+    """An iterate that is measured by evaluating f, and updated by a transition.
+
+    Args:
+        system: The equations.
+        states: (batch, time, n).
+        tolerance: The tolerance of the residual.
+        linearize: Returns the transition from the states that enter the steps.
+        update: Returns the next states.
+    """
+
+    def __init__(
+        self,
+        system: System,
+        states: Tensor,
+        tolerance: Tolerance,
+        linearize: Callable[[System, Tensor], Transition],
+        update: UpdateFunction,
+    ):
+        self.system, self.states, self.update = system.axis.with_previous(system, states), states, update
+        self.entering, self.values, self.residual, excess, self.allowed = measure_residual(
+            self.system, states, tolerance
+        )
+        self.excess = self.system.axis.earlier_maximum(excess)
+        self.within_tolerance = self.excess <= 1  # False for NaN
+        self.linearize = linearize
+        self._transition: Transition | None = None
+        self._change: Tensor | None = None
+
+    @property
+    def transition(self) -> Transition:
+        """The transition at this iterate, computed at first use."""
+        if self._transition is None:
+            self._transition = self.linearize(self.system, self.entering)
+        return self._transition
+
+    def next_states(self, strength: Tensor) -> Tensor:
+        self._change = None
+        return self.update(self.transition, self.system, Iterate(self.states, self.entering, self.values), strength)
+
+    def next_change(self) -> Tensor:
+        change = self._change = self._leading_change()
+        size, valid = (change.abs() / self.allowed[:, : change.shape[1]]).amax(-1), self.system.valid
+        return size if valid is None else torch.where(valid[:, : size.shape[1]], size, 0.0)
+
+    def _leading_change(self) -> Tensor:
+        """Return the undamped change of the next iteration in the leading steps, (batch, leading steps, n)."""
+        system, steps = self.system, self.count_leading()
+        if not steps:
+            return self.states[:, :0]
+        reset = None if system.reset is None else system.reset[:, :steps]
+        residual, zero = self.values[:, :steps] - self.states[:, :steps], torch.zeros_like(system.initial)
+        return system.axis.scan(self.transition.part(None, 0, steps), residual, zero, reset)
+
+    def refine(self, rows: Tensor | None, steps: int) -> None:
+        assert self._change is not None
+        if rows is None:
+            self.states[:, :steps] += self._change[:, :steps]
+        else:
+            self.states[rows, :steps] += self._change[rows, :steps]
+
+    def part(self, rows: Tensor | None, start: int) -> "EvaluatedIterate":
+        left = copy.copy(self)
+        left.system, left._transition = self.part_system(rows, start), self.transition.part(rows, start)
+        for name in ("states", "entering", "values", "residual", "excess", "within_tolerance", "allowed"):
+            values = getattr(self, name)[:, start:]
+            setattr(left, name, values if rows is None else values.index_select(0, rows))
+        if self._change is not None:
+            change = self._change[:, start:]
+            left._change = change if rows is None else change.index_select(0, rows)
+        return left
+
+
+class Residual(NamedTuple):
+    """Residual of an iterate."""
+
+    entering: Tensor  # (batch, time, n), the states that enter the steps
+    values: Tensor  # (batch, time, n), f of the entering states
+    size: Tensor  # (batch, time), max |f(s_{t-1}) - s_t|
+    excess: Tensor  # (batch, time), the same, each channel divided by its tolerance
+    allowed: Tensor  # (batch, time, n), the tolerances
+
+
+def measure_residual(system: System, states: Tensor, tolerance: Tolerance) -> Residual:
+    """Return the residual of an iterate.
+
+    If every step is within tolerance relative to its largest entry but some channel is not, the tolerances are raised
+    to the rounding error of f.
+
+    Args:
+        system: The equations.
+        states: (batch, time, n), the iterate.
+        tolerance: The tolerance of the residual.
+    """
+    entering = system.entering_states(states)
+    values = system.evaluate(entering)
+    allowed = tolerance.allowed(values, system.reset, system.recent_scale)
+    size, excess = _distance(system, values, states, allowed)
+    scale = torch.maximum(largest(entering), largest(values))
+    if not torch.compiler.is_compiling() and fails_only_per_channel(tolerance, size, excess, scale):
+        rounding = tolerance.allowed_for_rounding(system.evaluate, entering, values, system.reset)
+        allowed = torch.maximum(allowed, rounding)
+        size, excess = _distance(system, values, states, allowed)
+    return Residual(entering, values, size, excess, allowed)
+
+
+def fails_only_per_channel(tolerance: Tolerance, size: Tensor, excess: Tensor, scale: Tensor) -> bool:
+    """Return whether some sequence is within tolerance relative to the largest entry of each step, but not per channel.
+
+    Args:
+        tolerance: The tolerance of the residual.
+        size: (batch, time), the largest residual of each step.
+        excess: (batch, time), the same, each channel divided by its tolerance.
+        scale: (batch, time), the largest entry of each step.
+    """
+    whole = size <= tolerance.relative * scale + tolerance.floor(scale.dtype)
+    return bool(((excess > 1).any(-1) & whole.all(-1)).any())
+
+
+def _distance(system: System, values: Tensor, states: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
+    """Return max |values - states| of each step, and the same in tolerances, (batch, time), one chunk after another."""
+    if not values.shape[-1] or not values.shape[1]:
+        return values.new_zeros(values.shape[:2]), values.new_zeros(values.shape[:2])
+    length = chunk_length(states)
+    chunks = []
+    for value, state, limit in zip(*(every.split(length, 1) for every in (values, states, allowed)), strict=True):
+        difference = (value - state).abs()
+        chunks.append((difference.amax(-1), (difference / limit).amax(-1)))
+    size, excess = (torch.cat(parts, 1) for parts in zip(*chunks, strict=True))
+    valid = system.valid
+    return (size, excess) if valid is None else (torch.where(valid, size, 0.0), torch.where(valid, excess, 0.0))

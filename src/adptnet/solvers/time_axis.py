@@ -1,0 +1,151 @@
+"""The time axis of a solve. Here all steps are in this process; `ranks.RankedTimeAxis` splits them over processes."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .system import System
+    from .transitions import Transition
+
+__all__ = ["ONE_PROCESS", "TimeAxis"]
+
+
+class TimeAxis:
+    """The time axis of a solve in one process.
+
+    Solvers and adjoints use the axis for everything that depends on steps of other processes, so that one loop serves
+    both cases. "Chunk" means the consecutive steps of this process: here, all of them.
+
+    Attributes:
+        rank: The index of this process, in the order of time.
+        is_split: Whether there are several processes.
+    """
+
+    rank: int = 0
+    is_split: bool = False
+
+    def lengths(self, steps: int) -> list[int]:
+        """Return the number of steps of each process.
+
+        Args:
+            steps: The number of steps of this process.
+        """
+        return [steps]
+
+    def total(self, steps: int) -> int:
+        """Return the number of steps of all processes.
+
+        Args:
+            steps: The number of steps of this process.
+        """
+        return sum(self.lengths(steps))
+
+    def scan(self, transition: "Transition", offset: Tensor, initial: Tensor, reset: Tensor | None) -> Tensor:
+        """Run the recurrence x_t = A_t x_{t-1} + offset_t over all processes. Return the states of this one.
+
+        Args:
+            transition: A, of this process.
+            offset: (batch, time, n), of this process. May be overwritten when gradients are disabled.
+            initial: (batch, n), the state that enters the first step of all.
+            reset: (batch, time) bool, of this process.
+        """
+        return transition.scan(offset, initial, reset)
+
+    def scan_back(self, transition: "Transition", offset: Tensor, reset: Tensor | None) -> Tensor:
+        """Run the adjoint recurrence x_t = A'_{t+1} x_{t+1} + offset_t, and x_t = offset_t before a reset.
+
+        Args:
+            transition: A of the forward recurrence, of this process.
+            offset: (batch, time, n), of this process. Overwritten.
+            reset: (batch, time) bool, of this process.
+        """
+        next_reset = None if reset is None else reset.roll(-1, 1)
+        return transition.backward().scan(offset, torch.zeros_like(offset[:, 0]), next_reset, reverse=True)
+
+    def with_previous(self, system: "System", states: Tensor) -> "System":
+        """Return the system of this process with the state and the recent scale that enter its first step.
+
+        Args:
+            system: The system of this process.
+            states: (batch, time, n), the states of this process.
+        """
+        return system
+
+    def receive_from_next(self, values: Tensor) -> Tensor:
+        """Return `values` of the next process in time; zeros on the last.
+
+        Args:
+            values: Those of this process, of the same shape on all.
+        """
+        return torch.zeros_like(values)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of `values` over all processes.
+
+        Args:
+            values: Those of this process, of the same shape on all.
+        """
+        return values
+
+    def broadcast(self, values: Tensor, source: int) -> Tensor:
+        """Return `values` of the process `source`.
+
+        Args:
+            values: Those of this process, of the same shape on all.
+            source: The rank that sends.
+        """
+        return values
+
+    def earlier_maximum(self, values: Tensor) -> Tensor:
+        """Return the maximum of `values` and their largest value in all earlier processes, (batch, time).
+
+        Args:
+            values: (batch, time), of this process.
+        """
+        return values
+
+    def later_maximum(self, values: Tensor) -> Tensor:
+        """Return the maximum of `values` and their largest value in all later processes, (batch, time, ...).
+
+        Args:
+            values: (batch, time, ...), of this process.
+        """
+        return values
+
+    def later_scale(self, scale: Tensor, reset: Tensor | None) -> Tensor | None:
+        """Return the recent scale, with time running backwards, after the last step of this process, (batch, n).
+
+        Args:
+            scale: (batch, n), the recent scale at the first step of this process, as if zero came after its last.
+            reset: (batch, time) bool, of this process.
+        """
+        return None
+
+    def count_leading(self, holds: Tensor) -> Tensor:
+        """Return the length (batch,) of the prefix of all steps in which a property holds.
+
+        Args:
+            holds: (batch, time) bool, of this process.
+        """
+        return holds.long().cumprod(-1).sum(-1)
+
+    def count_trailing(self, holds: Tensor) -> int:
+        """Return the length of the suffix of all steps in which a property holds.
+
+        Args:
+            holds: (time,) bool, of this process.
+        """
+        return int(holds.flip(0).long().cumprod(0).sum())
+
+    def maximum(self, values: Tensor) -> Tensor:
+        """Return the elementwise maximum of `values` over all processes. NaN is larger than every number.
+
+        Args:
+            values: Those of this process, of the same shape on all.
+        """
+        return values
+
+
+ONE_PROCESS = TimeAxis()
