@@ -81,7 +81,7 @@ class Spec:
             )
         version = document["adptnet_spec"]
         if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-            raise SpecError(f'"adptnet_spec" is the format\'s version, a whole number from 1; got {_repr(version)}.')
+            raise SpecError(f'"adptnet_spec" is the format\'s version, an integer >= 1; got {_repr(version)}.')
         if version > SPEC_VERSION:
             raise SpecError(
                 f"This spec has version {_repr(version)}; this adptnet reads versions up to {SPEC_VERSION}. "
@@ -150,6 +150,9 @@ _S = TypeVar("_S", bound=type[Spec])
 @dataclass_transform(frozen_default=True)
 def spec(cls: _S) -> _S:
     """Make `cls` a frozen dataclass and register it by name for `Spec.from_json`.
+
+    Args:
+        cls: The class, with annotated fields.
 
     Raises:
         SpecError: Another spec has the same name.
@@ -346,7 +349,7 @@ def check_positive(owner: object, **values: float) -> None:
 
 
 def check_nonnegative(owner: object, **values: float) -> None:
-    """Raise `SpecError` unless every value is a finite number, zero or above.
+    """Raise `SpecError` unless every value is a finite number >= 0.
 
     Args:
         owner: The spec, for the message.
@@ -354,7 +357,7 @@ def check_nonnegative(owner: object, **values: float) -> None:
     """
     for name, value in values.items():
         if not _is_number(value) or value < 0:
-            raise SpecError(f"{type(owner).__name__}({name}={_repr(value)}): {name} must be a number, zero or above.")
+            raise SpecError(f"{type(owner).__name__}({name}={_repr(value)}): {name} must be a finite number >= 0.")
 
 
 def check_scale(owner: object, **values: float) -> None:
@@ -379,7 +382,7 @@ def check_seed(owner: object, **values: Any) -> None:
     """
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-            raise SpecError(f"{type(owner).__name__}({name}={_repr(value)}): {name} must be a whole number from 0.")
+            raise SpecError(f"{type(owner).__name__}({name}={_repr(value)}): {name} must be an integer >= 0.")
 
 
 def check_fraction(owner: object, *, below: str, **values: float) -> None:
@@ -396,7 +399,7 @@ def check_fraction(owner: object, *, below: str, **values: float) -> None:
 
 
 def check_size(owner: object, **values: Any) -> None:
-    """Raise `SpecError` unless every value is an integer from 1 (and below 2**31).
+    """Raise `SpecError` unless every value is an integer in [1, 2**31).
 
     Args:
         owner: The spec, for the message.
@@ -404,7 +407,7 @@ def check_size(owner: object, **values: Any) -> None:
     """
     for name, value in values.items():
         if not _is_number(value) or not isinstance(value, numbers.Integral) or not 1 <= int(value) < 2**31:
-            raise SpecError(f"{type(owner).__name__}({name}={_repr(value)}): {name} must be a whole number from 1.")
+            raise SpecError(f"{type(owner).__name__}({name}={_repr(value)}): {name} must be an integer >= 1.")
 
 
 def check_kind(owner: object, kind: type, example: str, **values: object) -> None:

@@ -58,7 +58,12 @@ def unpacked_limit(packed: int) -> int:
 
 
 def limit_exceeded(packed: int, unpacked: str) -> ValueError:
-    """Return the error that states the limit and how to raise it."""
+    """Return the error that states the limit and how to raise it.
+
+    Args:
+        packed: Size of the compressed file in bytes.
+        unpacked: Its unpacked size, in words.
+    """
     return ValueError(
         f"its {packed:,} bytes unpack to {unpacked}, and {unpacked_limit(packed):,} are allowed. If you trust the "
         f"file, set the environment variable {RAISE_LIMIT} to a larger number of bytes"
@@ -66,7 +71,12 @@ def limit_exceeded(packed: int, unpacked: str) -> ValueError:
 
 
 class LimitedReader(io.RawIOBase):
-    """Reads a decompressed stream and raises `ValueError` once it exceeds the limit for its compressed file."""
+    """Reads a decompressed stream and raises `ValueError` once it exceeds the limit for its compressed file.
+
+    Args:
+        stream: The decompressed stream.
+        packed: Size of the compressed file in bytes.
+    """
 
     def __init__(self, stream: Any, packed: int):
         super().__init__()

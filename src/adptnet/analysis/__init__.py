@@ -1,4 +1,22 @@
-"""Analysis of recurrent dynamics: Lyapunov exponents, certified bounds, and how well a network runs in parallel."""
+"""Analysis of recurrent dynamics: Lyapunov exponents, certified bounds, and convergence of parallel-in-time solvers.
+
+lyapunov             Lyapunov exponents, and mean log singular values of the Jacobians
+jacobians            Jacobians along a trajectory, and their products over several steps (`propagators`)
+certificate          proved bounds on Jacobians and exponents, for every input or along one trajectory
+trajectory_bounds    such bounds on single Jacobians, at given states or at each step of one trajectory
+ball                 `Ball`: a bound on the norm of the state, for every input
+timescales           eigenvalue spread, memory horizon, angle between key and value
+entropy              M as a dense matrix, and the entropy of its off-diagonal entries
+parallelizability    a report on the parallel solvers: exponents, contraction, iterations, advice
+prediction           predicted iterations of a parallel solver
+convergence          error theory of Newton iterations over time: local errors, `overshoot`, quadratic basin
+cost                 multiply-accumulates of a step and of its linearizations
+spiking_efficiency   firing rates, operations and energy of a spiking network: `efficiency`, `ActivityWarning`
+flossing             gradient flossing, a loss on the Lyapunov exponents
+layer_inputs         the inputs of the recurrent layers inside a model
+
+`head_constants`, `trajectory` and `recompute` serve the others; `plot` and `verify` are imported separately.
+"""
 
 from .ball import Ball
 from .certificate import Certificate, certificate

@@ -25,7 +25,7 @@ class Ball(NamedTuple):
         """Return the asymptotic bound on the norm of the state.
 
         Args:
-            largest_drive: Upper bound of ‖drive_t‖.
+            largest_drive: Upper bound on ‖drive_t‖.
         """
         if self.contraction >= 1:
             return float("inf")
@@ -33,7 +33,7 @@ class Ball(NamedTuple):
         return float(torch.linalg.solve(eye - self.transition, self.entry).norm() * largest_drive)
 
     def along(self, drive: Tensor, state: Tensor) -> Tensor:
-        """Return upper bounds of the norm of the state after each step, (batch, time).
+        """Return upper bounds on the norm of the state after each step, (batch, time).
 
         Args:
             drive: (batch, time, features), from the cell's `prepare`.

@@ -1,8 +1,8 @@
 """Certificates: proved bounds on Jacobians and Lyapunov exponents, for every input or along one trajectory.
 
-They are the paper's lemmas (lemma:J_singular_vals, coro:lipschitz, lemma:le_spectrum) with the sharp constant
-2rβ(κ(K) + κ(V)) in place of 8βλ̄_max, and with bounds on sums of exponents in place of lemma:le_exact_match, which
-bounds single ones. Proofs are in docs/explanation/bounds.md.
+They are the paper's lemmas (lemma:J_singular_vals, coro:lipschitz, lemma:le_spectrum) with 2rβs in place
+of 8βλ̄_max, where s <= κ(K) + κ(V) is the joint condition number of K and V, and with bounds on sums of exponents in
+place of lemma:le_exact_match, which bounds single ones. Proofs are in docs/explanation/bounds.md.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from ..cells import (
 from ..recurrence.conjugates import Exact, Taylor
 from ..recurrence.directions import FromInput, FromState
 from .ball import Ball
-from .head_constants import HeadConstants, bound_deviation, bound_displacement, compute_head_constants
+from .head_constants import HeadConstants, bound_deviation, bound_singular_value_shift, compute_head_constants
 from .lyapunov import check_transient
 from .trajectory import Trajectory, describe, make_trajectory, resolve_cell
 from .trajectory_bounds import measure_trajectory
@@ -42,12 +42,12 @@ class Certificate:
 
     bound: str  # which bound applies, in words
     reasons: tuple[str, ...]  # why no bound applies; empty if one does
-    deviation: float  # upper bound of ‖J_t - M_t‖
-    lower: Tensor  # (n,), descending: lower bounds of the singular values of J_t
-    upper: Tensor  # (n,), descending: upper bounds of the singular values of J_t
+    deviation: float  # upper bound on ‖J_t - M_t‖
+    lower: Tensor  # (n,), descending: lower bounds on the singular values of J_t
+    upper: Tensor  # (n,), descending: upper bounds on the singular values of J_t
     exponents: tuple[float, float]  # interval that contains every exponent
-    upper_sums: Tensor  # (n,): upper bounds of the sum of the k largest exponents
-    lower_sums: Tensor  # (n,): lower bounds of the sum of the k smallest exponents
+    upper_sums: Tensor  # (n,): upper bounds on the sum of the k largest exponents
+    lower_sums: Tensor  # (n,): lower bounds on the sum of the k smallest exponents
     lipschitz: float  # Lipschitz constant of the step with respect to the state
     paper: float  # the paper's bound on ‖J_t - M_t‖; infinite where the paper has none
     ball: Ball | None  # bounds the norm of the state, for any weights of K and V; None where there is no such bound
@@ -150,13 +150,13 @@ def _certify_adpt(cell: ADPTCell) -> Certificate:
     deviations = [bound_deviation(spec, head) for head in heads]
     shifts = torch.cat(
         [
-            torch.full_like(head.moduli, deviation + bound_displacement(spec, head))
+            torch.full_like(head.moduli, deviation + bound_singular_value_shift(spec, head))
             for head, deviation in zip(heads, deviations, strict=True)
         ]
     )
     lower, upper = ((moduli + sign * shifts).clamp(min=0).sort(descending=True).values for sign in (-1, 1))
-    made = _make_certificate(_describe_bound(spec, heads), lower, upper)
-    return dataclasses.replace(made, deviation=max(deviations), paper=_paper_bound(spec, heads), ball=ball)
+    certified = _make_certificate(_describe_bound(spec, heads), lower, upper)
+    return dataclasses.replace(certified, deviation=max(deviations), paper=_paper_bound(spec, heads), ball=ball)
 
 
 def _paper_bound(spec: ADPTSpec, heads: list[HeadConstants]) -> float:
@@ -164,7 +164,7 @@ def _paper_bound(spec: ADPTSpec, heads: list[HeadConstants]) -> float:
     covered = isinstance(spec.conjugate, Exact) and isinstance(spec.direction, FromState)
     if not covered or spec.spectrum.is_complex or spec.spectrum.has_negative or spec.spectrum.grows:
         return math.inf
-    return max(4 * head.beta * float(head.moduli.max()) * sum(head.conditions) for head in heads)
+    return max(4 * head.beta * float(head.moduli.max()) * sum(head.condition_numbers) for head in heads)
 
 
 def _describe_bound(spec: ADPTSpec, heads: list[HeadConstants]) -> str:
@@ -172,11 +172,12 @@ def _describe_bound(spec: ADPTSpec, heads: list[HeadConstants]) -> str:
         return "J = M, since the rotation does not depend on the state"
     if all(head.beta == 0 or head.radius == 0 for head in heads):
         return "J = M, since β is 0 or the eigenvalues are all equal"
-    if isinstance(spec.conjugate, Taylor):
-        return f"the exact bound, widened for a Taylor form of order {spec.conjugate.order}"
     planes = f", summed over {spec.conjugate.planes} planes" if spec.conjugate.planes > 1 else ""
-    each = ", the largest over the heads" if len(heads) > 1 else ""
-    return f"2rβs with s <= κ(K) + κ(V), the joint condition of K and V{planes}{each}"
+    largest = ", the largest over the heads" if len(heads) > 1 else ""
+    widened = (
+        f", widened for a Taylor form of order {spec.conjugate.order}" if isinstance(spec.conjugate, Taylor) else ""
+    )
+    return f"2rβs with s <= κ(K) + κ(V), the joint condition number of K and V{planes}{largest}{widened}"
 
 
 def _find_obstacles(spec: ADPTSpec, heads: list[HeadConstants]) -> tuple[str, ...]:
@@ -205,14 +206,14 @@ def _find_obstacles(spec: ADPTSpec, heads: list[HeadConstants]) -> tuple[str, ..
         reasons.append("dot=...: where Kx and Vx are almost parallel, the key rotates arbitrarily fast")
     if spec.projection.bias:
         reasons.append("a bias on K and V: Kx + bias may be near zero for a large x")
-    if any(math.isinf(head.rate) and head.beta > 0 and head.radius > 0 for head in heads):
+    if any(math.isinf(head.rotation_rate) and head.beta > 0 and head.radius > 0 for head in heads):
         reasons.append("singular K or V, κ = ∞: near their null space, key and value rotate arbitrarily fast")
     return tuple(reasons)
 
 
 def _make_ball(spec: ADPTSpec, heads: list[HeadConstants]) -> Ball:
-    """Return the ball that follows from ‖M‖ = |λ̄|_max for every rotation; a Taylor form adds its displacement."""
-    factor = max(float(head.moduli.max()) + bound_displacement(spec, head) for head in heads)
+    """Return the ball that follows from ‖M‖ = |λ̄|_max; a Taylor form of M adds its `bound_singular_value_shift`."""
+    factor = max(float(head.moduli.max()) + bound_singular_value_shift(spec, head) for head in heads)
     return Ball(
         torch.tensor([[factor]], dtype=torch.float64), torch.ones(1, dtype=torch.float64), (spec.size,), spec.size
     )
@@ -248,12 +249,11 @@ def _certify_coupled(cell: CoupledCell) -> Certificate:
         lower = torch.full_like(upper, 1 / float(torch.linalg.matrix_norm(inverse_growth, 2)))
         low = -math.log(float(torch.linalg.eigvals(inverse_growth).abs().max()))
     high = math.log(float(torch.linalg.eigvals(growth).abs().max()))
-    made = _make_certificate(
-        "the exact bound of the fast state, coupled to the slow memory by a 2×2 matrix of norms", lower, upper
-    )
+    bound = f"for the fast state {fast.bound}; coupled to the slow memory by a 2×2 matrix of norms"
+    certified = _make_certificate(bound, lower, upper)
     count = torch.arange(1, cell.state_size + 1, dtype=torch.float64)
     return dataclasses.replace(
-        made,
+        certified,
         deviation=fast.deviation,
         exponents=(low, high),
         upper_sums=count * high,

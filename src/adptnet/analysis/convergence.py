@@ -87,8 +87,8 @@ def local_errors(
                 state_norm=states.norm(dim=-1),
             )
         )
-    whole = (torch.cat(values, 1) for values in zip(*parts, strict=True))
-    return LocalErrors(*(values if trajectory.batched else values.squeeze(0) for values in whole))
+    fields = (torch.cat(values, 1) for values in zip(*parts, strict=True))
+    return LocalErrors(*(values if trajectory.batched else values.squeeze(0) for values in fields))
 
 
 def accumulated_error(local: Tensor, growth: float) -> tuple[Tensor, Tensor]:
@@ -109,8 +109,8 @@ def accumulated_error(local: Tensor, growth: float) -> tuple[Tensor, Tensor]:
     if not local.dim() or not local.shape[-1]:
         raise InputError(f"local errors are (..., time), of at least one step; got shape {tuple(local.shape)}.")
     error, errors = torch.zeros_like(local[..., 0]), []
-    for each in local.unbind(-1):
-        error = growth * error + each
+    for local_error in local.unbind(-1):
+        error = growth * error + local_error
         errors.append(error)
     along = torch.stack(errors, -1)
     return along, along.sum(-1)
@@ -143,11 +143,11 @@ def jacobian_lipschitz(system: Any, smallest_norm: float) -> float:
 
     ‖J(x) - J(y)‖ ≤ L(ρ) ‖x - y‖ if the segment between x and y stays outside the ball of radius ρ, in each head. J is
     homogeneous of degree zero, so L(ρ) grows as 1/ρ and no constant holds for all states (deviations.md, point 15).
-    With s the joint condition of K and V, L(ρ) = 2rβ s (2 + (3β + 2/√3) s) / ρ (docs/explanation/bounds.md).
+    With s the joint condition number of K and V, L(ρ) = 2rβ s (2 + (3β + 2/√3) s) / ρ (docs/explanation/bounds.md).
 
     Args:
         system: An ADPT layer or cell.
-        smallest_norm: ρ, a positive lower bound of ‖x‖ in each head.
+        smallest_norm: ρ, a positive lower bound on ‖x‖ in each head.
 
     Raises:
         IncompatibleError: The cell has no such constant.
@@ -162,7 +162,9 @@ def jacobian_lipschitz(system: Any, smallest_norm: float) -> float:
     with torch.no_grad():
         heads = compute_head_constants(cell)
     constants = [
-        2 * h.radius * h.beta * h.rate * (2 + (3 * h.beta + 2 / math.sqrt(3)) * h.rate) if h.radius * h.beta else 0.0
+        2 * h.radius * h.beta * h.rotation_rate * (2 + (3 * h.beta + 2 / math.sqrt(3)) * h.rotation_rate)
+        if h.radius * h.beta
+        else 0.0
         for h in heads
     ]
     return max(constants) / smallest_norm

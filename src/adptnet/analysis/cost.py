@@ -73,7 +73,7 @@ class _Counter(TorchDispatchMode):
 def cost(system: Any) -> Cost:
     """Count the multiply-accumulates of one step, of its preparation and of its linearizations, for one sequence.
 
-    They are counted by running them: matrix products, and elementwise products, quotients, squares, powers,
+    The operations are run and counted: matrix products, and elementwise products, quotients, squares, powers,
     reciprocals, reciprocal square roots and vector norms. Sums and other functions are not counted. Values that are
     constant along a sequence (the eigenvalues, an orthogonal weight) are not counted. For a real spectrum, the diagonal
     of M is the extra cost of Forward-DEER in table:conv_forward_flops; Conv-DEER has none.
@@ -88,20 +88,22 @@ def cost(system: Any) -> Cost:
     position = torch.zeros(1, 1, dtype=torch.int64, device=state.device)
     drive = cell.prepare(inputs, position)
     step = cell.stepper()
-    several = 8  # linearizations recompute their constants in every call; the difference of two calls removes them
-    states, drives = state.expand(several, -1), drive[:, 0].expand(several, -1)
+    # Every call also computes values that are constant along a sequence. The difference between 8 states and 1 cancels
+    # them.
+    count = 8
+    states, drives = state.expand(count, -1), drive[:, 0].expand(count, -1)
 
     def per_state(function: Any) -> int:
-        more, one = macs(lambda: function(states, drives)), macs(lambda: function(states[:1], drives[:1]))
-        return math.ceil((more - one) / (several - 1))
+        macs_of_all, macs_of_one = macs(lambda: function(states, drives)), macs(lambda: function(state, drive[:, 0]))
+        return math.ceil((macs_of_all - macs_of_one) / (count - 1))
 
     diagonal = None
     if isinstance(cell, ADPTCell):
         diagonal = macs(cell.conjugate(state, drive[:, 0]).diagonal)
-    prepared = inputs.expand(1, several, features), position.expand(1, several)
-    whole, single = macs(lambda: cell.prepare(*prepared)), macs(lambda: cell.prepare(inputs, position))
+    sequence = inputs.expand(1, count, features), position.expand(1, count)
+    macs_of_all, macs_of_one = macs(lambda: cell.prepare(*sequence)), macs(lambda: cell.prepare(inputs, position))
     return Cost(
-        prepare=math.ceil((whole - single) / (several - 1)),
+        prepare=math.ceil((macs_of_all - macs_of_one) / (count - 1)),
         step=macs(lambda: step(state, drive[:, 0])),
         conjugate_diagonal=diagonal,
         jacobian_diagonal=per_state(cell.jacobian_blocks),

@@ -1,6 +1,7 @@
-"""Constants of the bounds, for each head: the width of the spectrum, and how fast key and value rotate with the state.
+"""Per-head constants in the bound on ‖J - M‖: the radius of the spectrum, and how fast key and value can rotate.
 
-Proofs are in docs/explanation/bounds.md.
+J is the Jacobian of the step and M = Q Λ̄ Q' its conjugate (docs/reference/notation.md). Proofs are in
+docs/explanation/bounds.md.
 """
 
 import itertools
@@ -22,27 +23,31 @@ from ..recurrence.spectra import BlockDiagonal
 __all__ = [
     "HeadConstants",
     "bound_deviation",
-    "bound_displacement",
+    "bound_singular_value_shift",
     "compute_head_constants",
     "enclosing_radius",
-    "joint_condition",
+    "joint_condition_number",
 ]
 
-_SLOPES = 33  # supporting lines in `joint_condition`: more tighten it by less than a percent
+_LINES = 33  # number of supporting lines in `joint_condition_number`; more lines tighten it by less than 1 %
 
 
 class HeadConstants(NamedTuple):
-    """Constants of one head of a cell: of its eigenvalues, β, and of its matrices K and V."""
+    """Constants of one head of a cell, computed from its eigenvalues, its β and its matrices K and V."""
 
     moduli: Tensor  # (n / heads,), float64: |λ̄|
-    radius: float  # of the smallest disc, centred on the real axis, that contains the eigenvalues
+    radius: float  # r: that of the smallest disc, centred on the real axis, that contains the eigenvalues
     beta: float
-    rate: float  # upper bound of ‖x‖ (‖dk/dx‖ + ‖dv/dx‖), summed over the planes; infinite for singular K or V
-    conditions: tuple[float, ...]  # κ(K), κ(V) of each plane
+    # s: upper bound on ‖x‖ (‖dk/dx‖ + ‖dv/dx‖), summed over the rotation planes, each of which has its own K and V; the
+    # joint condition number of K and V for one plane; infinite for singular K or V
+    rotation_rate: float
+    condition_numbers: tuple[float, ...]  # κ(K), κ(V) of each plane
 
 
 def compute_head_constants(cell: ADPTCell) -> list[HeadConstants]:
-    """Return the constants of each head. Directions from the input have rate 0: they do not depend on the state.
+    """Return the constants of each head.
+
+    With `directions.FromInput` the rotation rate is 0, because key and value do not depend on the state.
 
     Args:
         cell: The cell.
@@ -50,37 +55,43 @@ def compute_head_constants(cell: ADPTCell) -> list[HeadConstants]:
     blocks: BlockDiagonal = cell.spectrum()
     heads = cell.spec.heads
     blocks = _to_float64(blocks).split_heads(heads)
-    betas = cell.beta.report()["used"]
+    betas = cell.beta.report()["used"]  # after clipping; one value, or one for each head
     betas = betas * heads if len(betas) == 1 else betas
     planes = (
         [] if isinstance(cell.spec.direction, FromInput) else [_split_projections(d, heads) for d in cell.directions]
     )
     constants = []
     for head in range(heads):
-        conditions = tuple(float(part.condition_number()) for plane in planes for part in plane[head])
-        rates = [_rotation_rate(*plane[head]) for plane in planes]
-        own = BlockDiagonal(blocks.real[head], None if blocks.imag is None else blocks.imag[head])
-        constants.append(HeadConstants(own.modulus(), enclosing_radius(own), betas[head], sum(rates), conditions))
+        condition_numbers = tuple(float(part.condition_number()) for plane in planes for part in plane[head])
+        rates = [_bound_rotation_rate(*plane[head]) for plane in planes]
+        eigenvalues = BlockDiagonal(blocks.real[head], None if blocks.imag is None else blocks.imag[head])
+        constants.append(
+            HeadConstants(
+                eigenvalues.modulus(), enclosing_radius(eigenvalues), betas[head], sum(rates), condition_numbers
+            )
+        )
     return constants
 
 
 def bound_deviation(spec: ADPTSpec, head: HeadConstants) -> float:
-    """Return the upper bound 2rβs of ‖J - M‖, where s is `head.rate`, at most κ(K) + κ(V) per plane.
+    """Return the upper bound 2rβs on ‖J - M‖, where r is `head.radius` and s is `head.rotation_rate`.
 
-    For `Taylor(2)` it is larger by the factor 1 + 2β.
+    s is at most κ(K) + κ(V) for each plane. For `Taylor(2)` the bound is larger by the factor 1 + 2β.
 
     Args:
         spec: The spec of the cell.
         head: The constants of one head.
     """
-    if head.beta == 0 or head.radius == 0 or head.rate == 0:
+    if head.beta == 0 or head.radius == 0 or head.rotation_rate == 0:
         return 0.0
     second_order = 1 + 2 * head.beta if spec.conjugate == Taylor(2) else 1.0
-    return 2 * head.radius * head.beta * head.rate * second_order
+    return 2 * head.radius * head.beta * head.rotation_rate * second_order
 
 
-def bound_displacement(spec: ADPTSpec, head: HeadConstants) -> float:
-    """Return the bound of |σ_i(M) - |λ̄|_(i)|, which is nonzero only for a Taylor form.
+def bound_singular_value_shift(spec: ADPTSpec, head: HeadConstants) -> float:
+    """Return an upper bound on |σ_i(M) - |λ̄|_(i)|, where |λ̄|_(i) is the i-th largest modulus.
+
+    It is 0 unless the conjugate is `Taylor`: the other forms of M have the singular values |λ̄|.
 
     Args:
         spec: The spec of the cell.
@@ -104,19 +115,22 @@ def enclosing_radius(eigenvalues: BlockDiagonal) -> float:
     if eigenvalues.imag is None:
         return (high - low) / 2
     squares = eigenvalues.imag.detach().double().square()
-    for _ in range(100):  # the largest distance is convex in the centre; any centre gives a valid radius
+    # Bisection on the centre: the largest distance is a convex function of it. A centre that is not optimal gives a
+    # larger radius, which is still valid.
+    for _ in range(100):
         centre = (low + high) / 2
         furthest = int(((real - centre).square() + squares).argmax())
         low, high = (low, centre) if float(real[furthest]) < centre else (centre, high)
     return math.sqrt(float(((real - (low + high) / 2).square() + squares).max()))
 
 
-def joint_condition(key: Tensor, value: Tensor) -> float:
-    """Return an upper bound of ‖K‖‖x‖/‖Kx‖ + ‖V‖‖x‖/‖Vx‖ over all states x. Up to rounding, it is at most κ(K) + κ(V).
+def joint_condition_number(key: Tensor, value: Tensor) -> float:
+    """Return an upper bound on ‖K‖‖x‖/‖Kx‖ + ‖V‖‖x‖/‖Vx‖ over all states x. Up to rounding, it is at most κ(K) + κ(V).
 
-    The worst state of K is rarely the worst state of V. With a = (‖Kx‖/‖K‖)² and b = (‖Vx‖/‖V‖)² over unit x, the sum
-    is a^(-1/2) + b^(-1/2), convex and decreasing in both. (a, b) lies above every line p a + q b = h, where h is the
-    smallest eigenvalue of p K'K/‖K‖² + q V'V/‖V‖². So the maximum is at a corner between two such lines.
+    The x that K shrinks most is rarely the x that V shrinks most. With a = (‖Kx‖/‖K‖)² and b = (‖Vx‖/‖V‖)² over unit x,
+    the sum is a^(-1/2) + b^(-1/2), convex and decreasing in both. For all weights p, q >= 0 with p + q = 1,
+    p a + q b >= h, where h is the smallest eigenvalue of p K'K/‖K‖² + q V'V/‖V‖². So (a, b) lies in a polygon above
+    finitely many such lines, over which the sum is largest at a corner between neighbouring lines.
 
     Args:
         key: K, (n, n).
@@ -125,31 +139,36 @@ def joint_condition(key: Tensor, value: Tensor) -> float:
     key, value = (
         matrix.detach().double() / torch.linalg.matrix_norm(matrix.detach().double(), 2) for matrix in (key, value)
     )
-    smallest = [float(_bound_smallest_singular_value(matrix)) for matrix in (key, value)]
+    smallest = [float(_smallest_singular_value_bound(matrix)) for matrix in (key, value)]  # of matrices of norm 1
     if min(smallest) == 0:
         return math.inf
-    separate = 1 / smallest[0] + 1 / smallest[1]
-    ends = math.log10(smallest[0] ** 2 / 100), math.log10(100 / smallest[1] ** 2)
-    slopes = torch.logspace(*ends, _SLOPES, dtype=torch.float64, device=key.device).reshape(-1, 1, 1)
+    sum_of_condition_numbers = 1 / smallest[0] + 1 / smallest[1]
+    # The slopes q/p at which p a = q b range from smallest[0]², where K shrinks x most, to 1 / smallest[1]², where V
+    # does; the range of slopes goes beyond both by a factor of 100.
+    log_slope_range = math.log10(smallest[0] ** 2 / 100), math.log10(100 / smallest[1] ** 2)
+    slopes = torch.logspace(*log_slope_range, _LINES, dtype=torch.float64, device=key.device).reshape(-1, 1, 1)
     weights = torch.cat((1 / (1 + slopes), slopes / (1 + slopes)), -1)
     combined = torch.cat((weights[..., :1].sqrt() * key, weights[..., 1:].sqrt() * value), -2)
-    heights = _bound_smallest_singular_value(combined).square()
+    heights = _smallest_singular_value_bound(combined).square()
     lines = [
         (1.0, 0.0, smallest[0] ** 2),
         *((p, q, h) for (p, q), h in zip(weights.squeeze(1).tolist(), heights.tolist(), strict=True)),
         (0.0, 1.0, smallest[1] ** 2),
     ]
-    worst = 2.0
+    largest = 2.0  # both terms are at least 1
     for (p, q, h), (next_p, next_q, next_h) in itertools.pairwise(lines):
         determinant = p * next_q - next_p * q
         a = max((h * next_q - next_h * q) / determinant, smallest[0] ** 2)
         b = max((next_h * p - h * next_p) / determinant, smallest[1] ** 2)
-        worst = max(worst, a**-0.5 + b**-0.5)
-    return min(worst, separate)
+        largest = max(largest, a**-0.5 + b**-0.5)
+    return min(largest, sum_of_condition_numbers)
 
 
-def _bound_smallest_singular_value(matrices: Tensor) -> Tensor:
-    """Return the smallest singular value of matrices of norm at most 1, less its rounding error, and at least 0."""
+def _smallest_singular_value_bound(matrices: Tensor) -> Tensor:
+    """Return a lower bound on the smallest singular value of matrices of norm at most 1.
+
+    It is the computed value minus its rounding error, clamped at 0.
+    """
     rounding = 4 * matrices.shape[-1] * torch.finfo(torch.float64).eps
     smallest: Tensor = torch.linalg.svdvals(matrices)[..., -1]
     return (smallest - rounding).clamp(min=0)
@@ -160,10 +179,11 @@ def _to_float64(blocks: BlockDiagonal) -> BlockDiagonal:
     return BlockDiagonal(blocks.real.detach().double(), imag)
 
 
-def _rotation_rate(key: Projection, value: Projection) -> float:
+def _bound_rotation_rate(key: Projection, value: Projection) -> float:
+    """Return an upper bound on ‖x‖ (‖dk/dx‖ + ‖dv/dx‖) for one plane: the joint condition number of K and V."""
     if math.isinf(float(key.condition_number())) or math.isinf(float(value.condition_number())):
         return math.inf
-    return joint_condition(key.dense(), value.dense())
+    return joint_condition_number(key.dense(), value.dense())
 
 
 def _split_projections(directions: object, heads: int) -> list[tuple[Projection, Projection]]:

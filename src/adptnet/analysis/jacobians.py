@@ -49,8 +49,8 @@ def jacobians(
         (batch, time, n, n), or (time, n, n) for one sequence.
     """
     trajectory = make_trajectory(system, inputs, state, steps)
-    whole = torch.cat([chunk.jacobians for chunk in iterate_chunks(trajectory)], 1)
-    return whole if trajectory.batched else whole.squeeze(0)
+    matrices = torch.cat([chunk.jacobians for chunk in iterate_chunks(trajectory)], 1)
+    return matrices if trajectory.batched else matrices.squeeze(0)
 
 
 def propagators(
@@ -83,6 +83,13 @@ def multiply_windows(matrices: Tensor, span: int) -> Tensor:
     """Return the product of every `span` consecutive matrices of (..., time, n, n), later ones on the left.
 
     The products are computed by repeated squaring.
+
+    Args:
+        matrices: (..., time, n, n).
+        span: Number of factors, from 1 to the number of matrices.
+
+    Returns:
+        (..., time - span + 1, n, n).
     """
     power, width, product, taken = matrices, 1, None, 0
     while True:
@@ -122,7 +129,16 @@ def iterate_chunks(trajectory: Trajectory) -> Iterator[JacobianChunk]:
 
 
 def split_range(start: int, stop: int, length: int) -> list[tuple[int, int]]:
-    """Split [start, stop) into intervals of at most `length`."""
+    """Split [start, stop) into intervals of at most `length`.
+
+    Args:
+        start: The first index.
+        stop: One past the last index.
+        length: The largest length of an interval.
+
+    Returns:
+        (start, stop) of each interval, in order.
+    """
     return [(at, min(at + length, stop)) for at in range(start, stop, length)]
 
 
@@ -134,13 +150,24 @@ def _run_chunk(cell: Cell, step: Step, state: Tensor, drive: Tensor, start: int)
 
 
 def run_states(cell: Cell, step: Step, state: Tensor, drive: Tensor, start: int) -> Tensor:
-    """Run the steps of `drive` and return their states, the initial state first: (batch, time + 1, n)."""
+    """Run the steps of `drive` and return their states, the initial state first: (batch, time + 1, n).
+
+    Args:
+        cell: The cell.
+        step: The step function of `cell`.
+        state: The initial states, (batch, n).
+        drive: (batch, time, features).
+        start: Index of the first step, for the error message.
+
+    Raises:
+        NonFiniteError: A state is not finite; the message names the step.
+    """
     states = None if torch.is_grad_enabled() else cell.scan(drive, state)
     if states is None:
-        each = [state]
+        by_step = [state]
         for row in drive.unbind(1):
-            each.append(step(each[-1], row))
-        states = torch.stack(each[1:], 1)
+            by_step.append(step(by_step[-1], row))
+        states = torch.stack(by_step[1:], 1)
     _check(
         states, start, "the state is not finite after", "The trajectory diverges: check the step, or start elsewhere."
     )

@@ -12,14 +12,16 @@ __all__ = ["record_layer_inputs"]
 
 
 def record_layer_inputs(model: nn.Module, inputs: Tensor) -> dict[str, tuple[RecurrentLayer, Tensor]]:
-    """Run `model` once in evaluation mode and record the input of each recurrent layer.
+    """Run `model` once in evaluation mode and record the input of each recurrent layer of this package.
 
     Args:
-        model: Any module with recurrent layers in it.
+        model: A module that contains recurrent layers of this package (`RecurrentLayer`). Others, such as `nn.GRU`, are
+            not recorded.
         inputs: The inputs of the model.
 
     Returns:
-        The layers and their inputs, by the name of the layer in the model.
+        Each layer with its input, by its name in `model.named_modules()`; a model that is itself a recurrent layer is
+        named by its class. A layer that is called several times has the input of its last call.
     """
     recorded: dict[str, tuple[RecurrentLayer, Tensor]] = {}
     hooks = []

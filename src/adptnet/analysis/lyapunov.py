@@ -1,7 +1,8 @@
 """Lyapunov exponents by QR of the running product of Jacobians (Benettin; Engelken), and mean log singular values.
 
-The paper's listing (algo:stable_lyapunov_comp) is a copy of another algorithm, and its text sums the sorted singular
-values of single Jacobians. That is a different quantity with the same sum, here `mean_log_singular_values`.
+The paper's listing (algo:stable_lyapunov_comp) is a copy of another algorithm. Its text averages ln σ_i(J_t), of the
+sorted singular values of the individual Jacobians, over time. That is a different quantity, here
+`mean_log_singular_values`; only its sum over i equals that of the exponents.
 """
 
 import dataclasses
@@ -33,8 +34,8 @@ __all__ = [
 _MAX_BLOCKS = 32  # of time, for the standard error
 _MAX_INTERVAL = 64  # steps between two orthonormalizations: beyond it QR no longer dominates the cost
 _MARGIN = 0.8  # fraction of the longest safe interval: growth rates vary, and redoing steps costs more than one more QR
-_VECTORS = 2**15  # state entries processed at a time
-_MATRICES = 2**19  # Jacobian entries computed at a time: few enough to stay in cache until they are multiplied
+_STATE_ENTRIES = 2**15  # processed at a time
+_JACOBIAN_ENTRIES = 2**19  # computed at a time: few enough to stay in cache until they are multiplied
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +76,7 @@ class LyapunovSpectrum:
 
     @property
     def entropy_rate(self) -> Tensor:
-        """Sum of the positive exponents: the entropy rate in nats per step by Pesin's formula."""
+        """Kolmogorov-Sinai (metric) entropy rate in nats per step: the sum of positive exponents (Pesin's formula)."""
         if bool((self.exponents[..., -1] > 0).any()):  # then exponents omitted by `count` may be positive too
             self._require_all("entropy_rate")
         return self.exponents.clamp(min=0).sum(-1)
@@ -111,7 +112,8 @@ def lyapunov_exponents(
 
     The Jacobians propagate a random orthonormal frame, which is orthonormalized again by QR before its columns become
     numerically dependent. The number of steps in between adapts to the measured width of the spectrum. Memory is that
-    of a few Jacobians for any length. The result is differentiable: the backward pass runs the steps again.
+    of a few Jacobians for any length; with `solver`, also that of all states. The result is differentiable: the
+    backward pass runs the steps again.
 
     Args:
         system: A layer, a cell (of this package or of `torch.nn`), or a plain function of one state (n,): f(state)
@@ -122,8 +124,8 @@ def lyapunov_exponents(
             several states, every trajectory has that input.
         steps: Number of steps; required without inputs.
         count: Number of exponents, the largest ones; all by default.
-        transient: Initial steps that align the frame and are not averaged. By default 10 plus a tenth of the steps, at
-            most half of them.
+        transient: Number of initial steps to discard, in which the frame aligns. By default 10 plus a tenth of the
+            steps, at most half of them.
         solver: A parallel-in-time solver for the states, such as `solvers.ConvDEER()`; sequential by default. Only
             without gradients.
 
@@ -137,13 +139,13 @@ def lyapunov_exponents(
     transient = check_transient(transient, trajectory.steps)
     blocks = _cut_into_blocks(transient, trajectory.steps)
     frame = random_frame(size, count).to(trajectory.state).expand(len(trajectory.state), size, count)
-    tracks = _tracks_gradients(trajectory)
-    states = None if solver is None else _solve_states(trajectory, solver, tracks)
-    propagate = _FramePropagator(trajectory, tracks, states)
+    needs_grad = _needs_grad(trajectory)
+    states = None if solver is None else _solve_states(trajectory, solver, needs_grad)
+    propagate = _FramePropagator(trajectory, needs_grad, states)
     entering = trajectory.state
     sums = [trajectory.state.new_zeros(len(trajectory.state), count) for _ in (0, *blocks)]  # transient, blocks
     edges = [transient, *(stop for _, stop in blocks)]
-    for start, stop in split_range(0, trajectory.steps, min(1024, max(16, _VECTORS // trajectory.state.numel()))):
+    for start, stop in split_range(0, trajectory.steps, min(1024, max(16, _STATE_ENTRIES // trajectory.state.numel()))):
         pieces = _split_at_edges(start, stop, edges)
         entering, frame, growth = propagate(entering, frame, [(first, last) for _, first, last in pieces])
         for (block, _, _), grown in zip(pieces, growth.unbind(1), strict=True):
@@ -182,7 +184,7 @@ def mean_log_singular_values(
         inputs: (batch, time, features), or (time, features) for one sequence; None for an autonomous system.
         state: Initial states.
         steps: Number of steps, for a system without inputs.
-        transient: Initial steps that are not averaged; the default of `lyapunov_exponents`.
+        transient: Number of initial steps to discard; by default that of `lyapunov_exponents`.
 
     Returns:
         (batch, n), descending; (n,) for one sequence.
@@ -198,7 +200,7 @@ def mean_log_singular_values(
 
 
 def default_transient(steps: int) -> int:
-    """Return 10 plus a tenth of the steps, as in Engelken's program, but at most half of them.
+    """Return 10 plus a tenth of the steps, as in Engelken's code, but at most half of them.
 
     Args:
         steps: Number of steps of the trajectory.
@@ -207,11 +209,16 @@ def default_transient(steps: int) -> int:
 
 
 def check_transient(transient: int | None, steps: int) -> int:
-    """Return the transient to use, the default for None; raise `InputError` if it leaves nothing to measure."""
+    """Return the transient to use, the default for None; raise `InputError` if it leaves nothing to measure.
+
+    Args:
+        transient: Number of initial steps to leave out; None for the default.
+        steps: Number of steps of the trajectory.
+    """
     if transient is None:
         transient = default_transient(steps)
     if isinstance(transient, bool) or not isinstance(transient, int) or transient < 0:
-        raise InputError(f"transient={transient!r}: must be a number of steps, from 0.")
+        raise InputError(f"transient={transient!r}: must be a number of steps, an integer >= 0.")
     if transient >= steps:
         raise InputError(
             f"the trajectory ends after {steps} steps, within the transient of {transient}: nothing is left to "
@@ -223,16 +230,19 @@ def check_transient(transient: int | None, steps: int) -> int:
 class _FramePropagator:
     """Propagates state and frame along the trajectory and adapts the interval between orthonormalizations."""
 
-    def __init__(self, trajectory: Trajectory, tracks: bool, states: Tensor | None):
+    def __init__(self, trajectory: Trajectory, needs_grad: bool, states: Tensor | None):
         self.trajectory = trajectory
-        self.tracks = tracks
+        self.needs_grad = needs_grad
         self.states = states  # (batch, time + 1, n), or None to run the cell
         self.parameters = list_parameters(trajectory.cell)
         self.interval = self.longest = 1
 
     def __call__(self, state: Tensor, frame: Tensor, pieces: list[tuple[int, int]]) -> tuple[Tensor, ...]:
-        """Return the state and the frame after these pieces, and the log growth of each direction in each piece."""
-        begin, start, stop = self.interval, pieces[0][0], pieces[-1][1]
+        """Return the state and the frame after these pieces, and the log growth of each direction in each piece.
+
+        `pieces` are consecutive intervals of steps [first, last), none of which crosses the end of a block.
+        """
+        initial_interval, start, stop = self.interval, pieces[0][0], pieces[-1][1]
 
         def run(state: Tensor, frame: Tensor, drive: Tensor) -> tuple[Tensor, ...]:
             cell = self.trajectory.cell
@@ -243,7 +253,7 @@ class _FramePropagator:
             matrices = _LazyJacobians(
                 make_jacobian_function(cell, states, drive, start), stop - start, state.shape[1] * state.numel()
             )
-            self.interval, grown = begin, []
+            self.interval, grown = initial_interval, []  # the backward pass runs it again, with the same intervals
             for first, last in pieces:
                 frame, growth, self.interval = _propagate_frame(
                     matrices, first - start, last - start, frame, self.interval
@@ -253,7 +263,7 @@ class _FramePropagator:
             return states[:, -1], frame, torch.stack(grown, 1)
 
         arguments = (state, frame, self.trajectory.drive[:, start:stop])
-        if self.tracks:
+        if self.needs_grad:
             return run_recomputed(run, arguments, self.parameters)
         with torch.no_grad():
             return run(*arguments)
@@ -262,10 +272,10 @@ class _FramePropagator:
 class _LazyJacobians:
     """Jacobians along a chunk, computed for several neighbouring steps at a time."""
 
-    def __init__(self, make: Callable[[int, int], Tensor], steps: int, entries: int):
+    def __init__(self, make: Callable[[int, int], Tensor], steps: int, entries_per_step: int):
         self.make = make
         self.steps = steps
-        self.together = max(1, _MATRICES // max(1, entries))
+        self.steps_at_once = max(1, _JACOBIAN_ENTRIES // max(1, entries_per_step))
         self.start = self.stop = 0
         self.matrices: Tensor
 
@@ -273,7 +283,7 @@ class _LazyJacobians:
         """Return the frame after the steps [start, stop)."""
         while start < stop:
             if not self.start <= start < self.stop:
-                self.start, self.stop = start, min(start + self.together, self.steps)
+                self.start, self.stop = start, min(start + self.steps_at_once, self.steps)
                 self.matrices = self.make(self.start, self.stop)
             last = min(stop, self.stop)
             frame = matrix_chain(self.matrices[:, start - self.start : last - self.start], frame)
@@ -291,17 +301,20 @@ def _propagate_frame(
         span = min(interval, stop - at)
         orthonormal, upper = torch.linalg.qr(matrices.apply(frame, at, at + span))
         factors = _growth_factors(upper)
-        fit = _longest_safe_interval(factors, span)
-        if span > 1 and fit < span:  # the spectrum became wider and small directions lost digits: redo these steps
-            interval = max(1, int(fit))
+        safe = _longest_safe_interval(factors, span)
+        if span > 1 and safe < span:  # the spectrum became wider and small directions lost digits: redo these steps
+            interval = max(1, int(safe))
             continue
         frame, growth, at = orthonormal, growth + factors.log(), at + span
-        interval = max(1, min(int(_MARGIN * fit), 2 * interval, _MAX_INTERVAL))
+        interval = max(1, min(int(_MARGIN * safe), 2 * interval, _MAX_INTERVAL))
     return frame, growth, interval
 
 
 def _split_at_edges(start: int, stop: int, edges: list[int]) -> list[tuple[int, int, int]]:
-    """Split [start, stop) at the ends of the blocks; return (block, start, stop) of each piece."""
+    """Split [start, stop) at the ends of the blocks; return (block, start, stop) of each piece.
+
+    Block 0 is the transient.
+    """
     pieces = []
     for block, (first, last) in enumerate(itertools.pairwise([0, *edges])):
         if max(start, first) < min(stop, last):
@@ -341,13 +354,18 @@ def _cut_into_blocks(start: int, stop: int) -> list[tuple[int, int]]:
 
 
 def random_frame(size: int, count: int) -> Tensor:
-    """Return orthonormal directions (size, count), the same at every call and for every trajectory."""
+    """Return orthonormal directions (size, count), the same at every call and for every trajectory.
+
+    Args:
+        size: State dimension.
+        count: Number of directions.
+    """
     drawn = torch.randn(size, count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     orthonormal: Tensor = torch.linalg.qr(drawn).Q
     return orthonormal
 
 
-def _tracks_gradients(trajectory: Trajectory) -> bool:
+def _needs_grad(trajectory: Trajectory) -> bool:
     """Return whether the states require a gradient.
 
     One step is run to find out, because a plain function may hold parameters that cannot be listed.
@@ -357,18 +375,21 @@ def _tracks_gradients(trajectory: Trajectory) -> bool:
     return bool(trajectory.cell.stepper()(trajectory.state, trajectory.drive[:, 0]).requires_grad)
 
 
-def _solve_states(trajectory: Trajectory, solver: Solver, tracks: bool) -> Tensor:
+def _solve_states(trajectory: Trajectory, solver: Solver, needs_grad: bool) -> Tensor:
     """Return the states found by a parallel solver, the initial state first."""
     if not isinstance(solver, Parallel):
         raise InputError(f"solver={solver!r} is not parallel in time. Pass solvers.ConvDEER(), or drop it.")
-    if tracks:
+    if needs_grad:
         raise InputError("gradients are not supported with solver=. Call it under torch.no_grad(), or drop solver=.")
     with torch.no_grad():
         system = System(trajectory.cell.stepper(), (trajectory.drive,), trajectory.state, trajectory.state)
         search = solver.solve_system(trajectory.cell, system, None)
     worst = Result(int(search.results.max()))
     if worst > Result.FINISHED:
-        raise InputError(f"{solver} ended with {worst.name} and did not find the states. Drop on_failure=, or solver=.")
+        raise InputError(
+            f"{solver} ended with {worst.name} and did not find the states. Pass a solver with the default "
+            "on_failure=solvers.Finish(), or drop solver=."
+        )
     return torch.cat((trajectory.state.unsqueeze(1), search.states), 1)
 
 

@@ -63,7 +63,7 @@ class SolverReport:
         return self.result is Result.CONVERGED
 
     def gain(self, processors: float = math.inf) -> float:
-        """Return a rough upper bound of the speed-up over a sequential run.
+        """Return a rough upper bound on the speed-up over a sequential run.
 
         Args:
             processors: How many times the work of a single step the hardware does in parallel.
@@ -96,12 +96,14 @@ class Parallelizability:
             + (f"{lipschitz:.4g} for any input" if lipschitz < math.inf else "with no bound known for other inputs"),
             f"{'solver':<14}{'iterations':>12}{'predicted':>11}{'work':>9}{'gain ≤':>9}",
         ]
-        for each in self.solvers:
-            count = f"{float(each.iterations.double().mean()):.1f}" if each.converged else each.result.name.lower()
-            predicted = "–" if each.predicted is None else f"{float(each.predicted.double().mean()):.1f}"
-            gain = f"{each.gain():.1f}×" if each.converged else "–"
-            work = "–" if math.isnan(each.work) else f"{each.work:.1f}×"
-            lines.append(f"{each.name:<14}{count:>12}{predicted:>11}{work:>9}{gain:>9}")
+        for report in self.solvers:
+            count = (
+                f"{float(report.iterations.double().mean()):.1f}" if report.converged else report.result.name.lower()
+            )
+            predicted = "–" if report.predicted is None else f"{float(report.predicted.double().mean()):.1f}"
+            gain = f"{report.gain():.1f}×" if report.converged else "–"
+            work = "–" if math.isnan(report.work) else f"{report.work:.1f}×"
+            lines.append(f"{report.name:<14}{count:>12}{predicted:>11}{work:>9}{gain:>9}")
         lines += [f"{name:<14} does not apply: {why}" for name, why in self.rejected.items()]
         return "\n".join([*lines, self.recommendation])
 

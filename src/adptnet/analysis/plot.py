@@ -81,8 +81,9 @@ def spectra(
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis, name in zip(axes.flat, exponents, strict=False):
         eigenvalues = (log_eigenvalues or {}).get(name)
-        held = (certificates or {}).get(name)
-        _draw_spectrum(axis, exponents[name], eigenvalues, held.exponents if isinstance(held, Certificate) else held)
+        interval = (certificates or {}).get(name)
+        interval = interval.exponents if isinstance(interval, Certificate) else interval
+        _draw_spectrum(axis, exponents[name], eigenvalues, interval)
         axis.set_title(name, fontsize=10)
     for axis in axes.flat[len(exponents) :]:
         axis.set_visible(False)
@@ -103,7 +104,7 @@ def shifts(values: Mapping[str, Tensor], bounds: Mapping[str, float] | None = No
 
     Args:
         values: From `singular_value_shifts`, by name.
-        bounds: Certified upper bounds of |Δ|, by name; written into the panel.
+        bounds: Certified upper bounds on |Δ|, by name; written into the panel.
     """
     figure = new_figure(3.6 * len(values), 3.0)
     axes = figure.subplots(1, len(values), squeeze=False)[0]
@@ -139,8 +140,8 @@ def matrices(conjugates: Mapping[str, Tensor], *, pairs: bool = False) -> "Figur
     scale = LogNorm(min(max(smallest, 1e-8 * largest), 1e-2 * largest), largest, clip=True)
     for axis, (name, matrix) in zip(axes, conjugates.items(), strict=True):
         image = axis.imshow(matrix.detach().abs().cpu().numpy(), cmap="magma", norm=scale, interpolation="nearest")
-        alone = len(matrix) == 1 + pairs
-        entropy = math.nan if alone else float(offdiagonal_entropy(matrix.detach(), pairs=pairs))
+        has_one_block = len(matrix) == 1 + pairs
+        entropy = math.nan if has_one_block else float(offdiagonal_entropy(matrix.detach(), pairs=pairs))
         axis.set_title(f"{name}\nH = {entropy:.3f}" if not math.isnan(entropy) else f"{name}\ndiagonal", fontsize=10)
         axis.set(xticks=[], yticks=[])
     figure.colorbar(image, ax=list(axes), shrink=0.85, label="|M|")
@@ -229,7 +230,7 @@ def _low_end(matrix: Tensor) -> float:
 
 
 def _draw_spectrum(
-    axis: "Axes", exponents: Tensor, log_eigenvalues: Tensor | None, held: tuple[float, float] | None
+    axis: "Axes", exponents: Tensor, log_eigenvalues: Tensor | None, interval: tuple[float, float] | None
 ) -> None:
     rows = exponents.detach().double().cpu().reshape(-1, exponents.shape[-1])
     mean = rows.mean(0)
@@ -238,24 +239,24 @@ def _draw_spectrum(
     shown = [mean[finite]]
     if len(rows) > 1:
         axis.fill_between(place[finite], rows.amin(0)[finite], rows.amax(0)[finite], color=COLORS[0], alpha=0.25, lw=0)
-    lost = [(place[~finite], COLORS[1], "exponent −∞")]
+    infinite = [(place[~finite], COLORS[1], "exponent −∞")]
     if log_eigenvalues is not None:
         eigenvalues = log_eigenvalues.detach().double().cpu().reshape(-1).sort(descending=True).values
         alive = eigenvalues.isfinite()
         index = torch.linspace(1, rows.shape[-1], len(eigenvalues))
         axis.plot(index[alive], eigenvalues[alive], color="black", linewidth=1.2, label="ln |λ̄|")
         shown.append(eigenvalues[alive])
-        lost.append((index[~alive], "black", "ln |λ̄| = −∞"))
+        infinite.append((index[~alive], "black", "ln |λ̄| = −∞"))
     style = "o" if rows.shape[-1] <= 32 else "."
     axis.plot(place[finite], mean[finite], style, color=COLORS[0], markersize=4, label="Lyapunov exponents")
     values = torch.cat(shown)
     low, high = (float(values.min()), float(values.max())) if len(values) else (-1.0, 0.0)
     margin = max(0.12 * (high - low), 0.02 * max(abs(low), abs(high))) or 0.1
     limits = (low - margin, high + margin)
-    if held is not None and not all(math.isinf(edge) for edge in held):
-        bottom, top = (min(max(edge, limits[0] - 2 * margin), limits[1] + 2 * margin) for edge in held)
+    if interval is not None and not all(math.isinf(edge) for edge in interval):
+        bottom, top = (min(max(edge, limits[0] - 2 * margin), limits[1] + 2 * margin) for edge in interval)
         limits = (min(limits[0], bottom - margin / 2), max(limits[1], top + margin / 2))
-        cut = (held[0] < bottom, held[1] > top)
+        cut = (interval[0] < bottom, interval[1] > top)
         axis.axhspan(
             limits[0] if cut[0] else bottom,
             limits[1] if cut[1] else top,
@@ -264,14 +265,14 @@ def _draw_spectrum(
             lw=0,
             label="certified",
         )
-        below, above = (_format(edge) for edge in held)
+        below, above = (_format(edge) for edge in interval)
         axis.text(0.04, 0.09, f"certified [{below}, {above}]", transform=axis.transAxes, fontsize=7.5)
-    elif held is not None:
+    elif interval is not None:
         axis.text(0.04, 0.09, "no certificate", transform=axis.transAxes, fontsize=7.5)
-    for where, colour, label in lost:
-        if len(where):
+    for positions, colour, label in infinite:
+        if len(positions):
             floor = limits[0] - 0.5 * margin
-            axis.plot(where, torch.full((len(where),), floor), "v", color=colour, markersize=3, label=label)
+            axis.plot(positions, torch.full((len(positions),), floor), "v", color=colour, markersize=3, label=label)
             limits = (floor - 0.5 * margin, limits[1])
     if limits[0] < 0 < limits[1]:
         axis.axhline(0, color="black", linewidth=0.6, linestyle=":")

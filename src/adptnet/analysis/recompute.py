@@ -43,12 +43,12 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         arguments, parameters = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         with torch.enable_grad():
-            again = [a.detach().requires_grad_(a.requires_grad) for a in arguments]
-            outputs = ctx.run(*again)
+            leaves = [a.detach().requires_grad_(a.requires_grad) for a in arguments]
+            outputs = ctx.run(*leaves)
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad and g is not None]
-        sources = [tensor for tensor in (*again, *parameters) if tensor.requires_grad]
+        sources = [tensor for tensor in (*leaves, *parameters) if tensor.requires_grad]
         derivatives: Sequence[Tensor | None] = [None] * len(sources)
         if pairs and sources:
             derivatives = torch.autograd.grad([o for o, _ in pairs], sources, [g for _, g in pairs], allow_unused=True)
-        each = iter(derivatives)
-        return None, None, *(next(each) if tensor.requires_grad else None for tensor in (*again, *parameters))
+        remaining = iter(derivatives)
+        return None, None, *(next(remaining) if tensor.requires_grad else None for tensor in (*leaves, *parameters))

@@ -40,7 +40,13 @@ class Trajectory(NamedTuple):
 
 
 class MapCell(Cell):
-    """A cell that wraps a function of one state (n,), and of one input if the system is driven."""
+    """A cell that wraps a function of one state (n,), and of one input if the system is driven.
+
+    Args:
+        function: Maps (n,) to (n,); if driven, takes an input of one step as its second argument.
+        state_size: State dimension n.
+        driven: Whether `function` takes an input.
+    """
 
     def __init__(self, function: Callable[..., Tensor], state_size: int, driven: bool):
         super().__init__()
@@ -246,7 +252,7 @@ def _make_zero_inputs(cell: Cell, system: Any, rows: Tensor | None, steps: int |
     """Return zero inputs for an autonomous system."""
     if steps is None or isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise InputError(
-            f"steps={steps!r}: without inputs the number of steps is required, an int from 1. Pass inputs=x, or "
+            f"steps={steps!r}: without inputs the number of steps is required, an integer >= 1. Pass inputs=x, or "
             "steps=10_000."
         )
     if rows is None:

@@ -108,7 +108,9 @@ def deviation_bounds(system: Any, states: Tensor) -> Tensor:
             reached = (sources @ weight.mT).unflatten(-1, (spec.heads, -1)).norm(dim=-1)
             quotient = torch.stack(norms) * parts.norm(dim=-1) / reached
             total = total + torch.where(largest.squeeze(-1) == 0, 0.0, quotient)  # at zero nothing rotates, and J = M
-    factors = torch.tensor([bound_deviation(spec, head._replace(rate=1.0)) for head in heads], dtype=torch.float64)
+    factors = torch.tensor(
+        [bound_deviation(spec, head._replace(rotation_rate=1.0)) for head in heads], dtype=torch.float64
+    )
     return torch.where(factors == 0, 0.0, factors * total).amax(-1)
 
 

@@ -78,8 +78,8 @@ def verify(
     weights = _weights(x)
     slow = copy.deepcopy(layer).double()
     expected = _values_and_gradients(slow, x.double(), weights, None)
-    found = _values_and_gradients(layer, x, weights.to(x.dtype), solver or layer.solver)
-    errors = _errors(found, expected, "outputs")
+    actual = _values_and_gradients(layer, x, weights.to(x.dtype), solver or layer.solver)
+    errors = _errors(actual, expected, "outputs")
     if tolerance is None:
         stored = max(torch.finfo(p.dtype).eps for p in layer.parameters())  # gradients are rounded to it
         tolerance = max(_tolerance(x), 4 * stored)
@@ -111,12 +111,12 @@ def _verify_solvers(cell: Cell, x: Tensor, solver: Solver | None, tolerance: flo
     errors = {}
     for method in [kind() for kind in PARALLEL] if solver is None else [solver]:
         try:
-            found = _states_and_gradients(cell, solve_by(method), x, weights)
+            actual = _states_and_gradients(cell, solve_by(method), x, weights)
         except IncompatibleError:
             if solver is not None:
                 raise
             continue  # not every solver fits every cell
-        errors.update({f"{method}: {name}": error for name, error in _errors(found, expected, "states").items()})
+        errors.update({f"{method}: {name}": error for name, error in _errors(actual, expected, "states").items()})
     return Verification(errors, _tolerance(x) if tolerance is None else tolerance)
 
 
@@ -128,12 +128,12 @@ def _tolerance(x: Tensor) -> float:
     return 1000 * torch.finfo(x.dtype).eps * max(32, x.shape[-2])
 
 
-def _errors(found: dict[str, Tensor], expected: dict[str, Tensor], values: str) -> dict[str, float]:
+def _errors(actual: dict[str, Tensor], expected: dict[str, Tensor], values: str) -> dict[str, float]:
     """Return relative errors by name."""
     # A gradient far smaller than the others is compared at 1e-4 of their scale: its own digits are rounding errors.
     gradients = [value.abs().max() for name, value in expected.items() if name != values and value.numel()]
     floor = 1e-4 * max(map(float, gradients), default=0.0)
-    return {name: _error(found[name], expected[name], 0.0 if name == values else floor) for name in expected}
+    return {name: _error(actual[name], expected[name], 0.0 if name == values else floor) for name in expected}
 
 
 def _states_and_gradients(cell: Cell, run: Callable[[Tensor], Tensor], x: Tensor, weights: Tensor) -> dict[str, Tensor]:

@@ -134,12 +134,25 @@ class Bidirectional(nn.Module):
         reset_from_spec(self, self.spec)
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        """Raise `InputError`: a bidirectional layer needs the whole sequence."""
+        """Raise `InputError`: a bidirectional layer needs the whole sequence.
+
+        Args:
+            x: Not used.
+            state: Not used.
+
+        Raises:
+            InputError: Always.
+        """
         raise InputError("a bidirectional layer needs the whole sequence and has no step. Call the layer itself.")
 
 
 def check_batch_first(owner: ModuleSpec, layer: LayerSpec) -> None:
-    """Raise `SpecError` if `layer`, which `owner` contains, takes (time, batch, width)."""
+    """Raise `SpecError` if `layer`, which `owner` contains, takes (time, batch, width).
+
+    Args:
+        owner: The spec that contains `layer`, for the message.
+        layer: The spec of a layer.
+    """
     if not layer.batch_first:
         raise SpecError(
             f"{type(owner).__name__} is batch first, and so must its layer be. Build the layer with batch_first=True."
@@ -147,7 +160,12 @@ def check_batch_first(owner: ModuleSpec, layer: LayerSpec) -> None:
 
 
 def check_layer(owner: ModuleSpec, layer: object) -> None:
-    """Raise `SpecError` if `layer`, which `owner` contains, is not the spec of a layer that is batch first."""
+    """Raise `SpecError` if `layer`, which `owner` contains, is not the spec of a layer that is batch first.
+
+    Args:
+        owner: The spec that contains `layer`, for the message.
+        layer: The value to check.
+    """
     if not isinstance(layer, (LayerSpec, BidirectionalSpec, MixerSpec)):
         fix = "layer.spec instead of layer" if isinstance(layer, nn.Module) else "e.g. ADPTNet(64).spec"
         raise SpecError(

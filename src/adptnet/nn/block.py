@@ -133,6 +133,12 @@ class Norm(nn.Module):
         self.norm = kinds[name](width, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
+        """Normalize the features of each step.
+
+        Args:
+            x: (..., width); with `keep`, (batch, time, width).
+            keep: (batch, time) bool, False in the padding; None without padding.
+        """
         if not isinstance(self.norm, (nn.BatchNorm1d, nn.SyncBatchNorm)):
             normed: Tensor = self.norm(x)
             return normed

@@ -68,6 +68,15 @@ class RecurrentLayer(nn.Module, abc.ABC):
 
     A call returns outputs and the hidden state. Nothing is kept in the module between calls. `solver` and `adjoint`
     choose how a call is computed and are not part of the model; the constructor only sets their defaults.
+
+    Args:
+        cell: The cell.
+        width: Features of inputs and outputs.
+        readout: The map from the cell's output to `width`; None for the identity, or a dense map if the sizes differ.
+        spec: The spec of the layer; None if it was made from a cell.
+        solver: The default solver; `Sequential()` if None.
+        adjoint: The default adjoint; that of the solver if None.
+        batch_first: Whether inputs are (batch, time, width) rather than (time, batch, width).
     """
 
     spec: LayerSpec | None  # None if the layer was made from a cell rather than from its spec

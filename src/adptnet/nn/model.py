@@ -216,7 +216,7 @@ class SequenceModel(nn.Module):
         if prompt.dim() != 2 or prompt.shape[1] < 1:
             raise InputError(f"prompt is (batch, time) with at least one token each; got shape {tuple(prompt.shape)}.")
         if not temperature >= 0 or (top_k is not None and top_k < 1):
-            raise InputError(f"temperature={temperature}, top_k={top_k}: temperature is 0 or above, top_k from 1.")
+            raise InputError(f"temperature={temperature}, top_k={top_k}: temperature must be >= 0, top_k >= 1.")
         with evaluation_mode(self):
             logits, state = self(prompt)
             tokens, last = [prompt], logits[:, -1]

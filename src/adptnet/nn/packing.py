@@ -77,7 +77,7 @@ def _segment_lengths(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     total = x.shape[1]
     if bounds.is_floating_point() or bounds.dim() != 1 or len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != total:
         raise InputError(
-            f"cu_seqlens = {bounds.tolist()}; it must be whole numbers from 0 to the total length, {total}, "
+            f"cu_seqlens = {bounds.tolist()}; it must be integers from 0 to the total length, {total}, "
             "e.g. torch.tensor([0, 3, 8]) for sequences of 3 and 5."
         )
     lengths = bounds.diff()

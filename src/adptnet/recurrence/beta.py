@@ -45,13 +45,21 @@ BetaValue = float | tuple[float, ...] | TrainableBeta
 
 
 def count_heads(value: BetaValue) -> int | None:
-    """Return the number of heads that `value` lists; None if it is one number for all heads."""
+    """Return the number of heads that `value` lists; None if it is one number for all heads.
+
+    Args:
+        value: β of a spec.
+    """
     numbers = value.initial if isinstance(value, TrainableBeta) else value
     return len(numbers) if isinstance(numbers, tuple) else None
 
 
 def is_zero(value: BetaValue) -> bool:
-    """Return whether β is fixed at zero for every head."""
+    """Return whether β is fixed at zero for every head.
+
+    Args:
+        value: β of a spec.
+    """
     return not isinstance(value, TrainableBeta) and not any(value if isinstance(value, tuple) else (value,))
 
 

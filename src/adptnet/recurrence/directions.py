@@ -200,6 +200,11 @@ class Directions(nn.Module):
         return directions
 
     def forward(self, x: Vector) -> KeyValue:
+        """Return the key and value of a state.
+
+        Args:
+            x: (*b, n).
+        """
         return self.bind(x.dtype)(x)
 
 

@@ -77,7 +77,7 @@ class Checkpointed(LoopAdjoint):
 
     def __init__(self, segment_length: int | None = None):
         if segment_length is not None and (not isinstance(segment_length, int) or segment_length < 1):
-            raise InputError(f"Checkpointed(segment_length={segment_length}): must be a whole number from 1.")
+            raise InputError(f"Checkpointed(segment_length={segment_length}): must be an integer >= 1.")
         self.segment_length = segment_length
 
     def run(self, loop: Loop, state: Tensor, steps: int) -> Tensor:
@@ -117,9 +117,9 @@ class Implicit(Adjoint):
 
     def __init__(self, *, rtol: float | None = None, max_iterations: int | None = None):
         if rtol is not None and not rtol >= 0:
-            raise InputError(f"Implicit(rtol={rtol!r}): must be a number from 0.")
+            raise InputError(f"Implicit(rtol={rtol!r}): must be a number >= 0.")
         if max_iterations is not None and (not isinstance(max_iterations, int) or max_iterations < 0):
-            raise InputError(f"Implicit(max_iterations={max_iterations!r}): must be a whole number from 0.")
+            raise InputError(f"Implicit(max_iterations={max_iterations!r}): must be an integer >= 0.")
         self.rtol = rtol
         self.max_iterations = max_iterations
 

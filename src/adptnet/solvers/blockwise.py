@@ -37,7 +37,7 @@ class BlockWise(Parallel):
             raise InputError("BlockWise: pass one of num_blocks= and block_length=, for instance num_blocks=8.")
         for name, value in {"num_blocks": num_blocks, "block_length": block_length}.items():
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise InputError(f"BlockWise({name}={value!r}): must be a whole number from 1.")
+                raise InputError(f"BlockWise({name}={value!r}): must be an integer >= 1.")
         self.solver = solver
         self.num_blocks = num_blocks
         self.block_length = block_length

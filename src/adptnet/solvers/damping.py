@@ -84,7 +84,7 @@ class TrustRegion(Damping):
 
     def __init__(self, strength: float = 0.1):
         if not strength >= 0 or strength == float("inf"):
-            raise InputError(f"TrustRegion(strength={strength!r}): must be a finite number from 0.")
+            raise InputError(f"TrustRegion(strength={strength!r}): must be a finite number >= 0.")
         self.strength = float(strength)
 
     def begin(self, like: Tensor) -> Tensor:

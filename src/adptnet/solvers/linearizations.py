@@ -103,7 +103,7 @@ class JacobianDiagonal(Linearization):
 
     def __init__(self, probes: int | None = None, seed: int = 0):
         if probes is not None and (not isinstance(probes, int) or probes < 1):
-            raise InputError(f"QuasiDEER(probes={probes!r}): must be a whole number from 1, or None for the exact one.")
+            raise InputError(f"QuasiDEER(probes={probes!r}): must be an integer >= 1, or None for the exact one.")
         self.probes = probes
         self.seed = seed
 
@@ -207,7 +207,7 @@ class _Mean(Linearization):
 
     def __init__(self, means: int = 1):
         if not isinstance(means, int) or means < 1:
-            raise InputError(f"KoopmanDEER(means={means!r}): must be a whole number from 1.")
+            raise InputError(f"KoopmanDEER(means={means!r}): must be an integer >= 1.")
         self.means = means
 
     def transition(self, cell: Cell, system: System, entering: Tensor) -> Transition:

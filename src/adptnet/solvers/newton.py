@@ -93,14 +93,12 @@ class Newton(Parallel):
             _check(Damping, "solvers.Scale(0.99)", damping=damping)
         for name, value in {"atol": atol, "rtol": 0.0 if rtol is None else rtol}.items():
             if not (isinstance(value, (int, float)) and 0 <= value < float("inf")):
-                raise InputError(f"{linearization.solver_name}({name}={value!r}): must be a finite number from 0.")
+                raise InputError(f"{linearization.solver_name}({name}={value!r}): must be a finite number >= 0.")
         counts = {"max_iterations": max_iterations, "patience": patience, "fixed_iterations": fixed_iterations}
         counts["tiles"] = tiles
         for name, count in counts.items():
             if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-                raise InputError(
-                    f"{linearization.solver_name}({name}={count!r}): must be a whole number from 1, or None."
-                )
+                raise InputError(f"{linearization.solver_name}({name}={count!r}): must be an integer >= 1, or None.")
         if fixed_iterations is not None and max_iterations is not None:
             raise InputError(f"{linearization.solver_name}: pass one of max_iterations= and fixed_iterations=.")
         self.linearization = linearization

@@ -35,18 +35,30 @@ class Problem(NamedTuple):
         return self.drive.shape[-2]
 
     def zero_padding(self, states: Tensor) -> Tensor:
-        """Return the states with zeros past the end of each sequence."""
+        """Return the states with zeros past the end of each sequence.
+
+        Args:
+            states: (batch, time, state_size).
+        """
         return states if self.valid is None else torch.where(self.valid.unsqueeze(-1), states, 0.0)
 
     def repeat_last_state(self, states: Tensor) -> Tensor:
-        """Return the states with the last state of each sequence repeated past its end."""
+        """Return the states with the last state of each sequence repeated past its end.
+
+        Args:
+            states: (batch, time, state_size).
+        """
         if self.lengths is None:
             return states
         last = torch.arange(self.steps, device=states.device).minimum(self.lengths.unsqueeze(-1) - 1)
         return states.gather(1, last.unsqueeze(-1).expand_as(states))
 
     def make_system(self, cell: Cell) -> System:
-        """Return the equations of these steps of `cell`."""
+        """Return the equations of these steps of `cell`.
+
+        Args:
+            cell: The cell.
+        """
         return System(
             cell.stepper(),
             (self.drive,),
@@ -59,7 +71,14 @@ class Problem(NamedTuple):
         )
 
     def final_state(self, states: Tensor) -> Tensor:
-        """Return a copy of the state at the true end of each sequence."""
+        """Return a copy of the state at the true end of each sequence.
+
+        Args:
+            states: (batch, time, state_size).
+
+        Returns:
+            (batch, state_size).
+        """
         if not self.steps:
             return self.state.clone()
         if self.lengths is None:
@@ -78,7 +97,17 @@ class Problem(NamedTuple):
         converged_steps: Tensor,
         history: History | None = None,
     ) -> Solution:
-        """Return the `Solution`, without a batch dimension if the inputs had none."""
+        """Return the `Solution`, without a batch dimension if the inputs had none.
+
+        Args:
+            solver: The solver that was used.
+            states: (batch, time, state_size).
+            results: (batch,) int64, one `Result` per sequence.
+            iterations: (batch,) int64, the number of iterations.
+            residual: (batch,), max |f(s_{t-1}) - s_t|.
+            converged_steps: (batch,) int64, the number of leading steps that have converged.
+            history: The residuals of each iteration; None for solvers that do not iterate.
+        """
         final, states = self.final_state(states), self.zero_padding(states)
         return Solution(
             states=states if self.batched else states.squeeze(0),
@@ -166,7 +195,11 @@ def _position_after(start: Tensor, positions: Tensor, lengths: Tensor | None) ->
 
 
 def check_cell(cell: Cell) -> None:
-    """Raise `InputError` with conversion hints if `cell` is not a `Cell`."""
+    """Raise `InputError` with conversion hints if `cell` is not a `Cell`.
+
+    Args:
+        cell: The value to check.
+    """
     if not isinstance(cell, Cell):
         raise InputError(
             f"a solver runs a cell; this is {type(cell).__name__}. Pass layer.cell of a layer, cells.from_torch(cell) "

@@ -230,6 +230,10 @@ def _check_step_result(before: Tensor, after: Tensor, version: int | None) -> No
 
 
 def chunk_length(states: Tensor) -> int:
-    """Return how many steps of `states` (batch, time, n) to process at a time."""
+    """Return how many steps of `states` (batch, time, n) to process at a time.
+
+    Args:
+        states: (batch, time, n).
+    """
     elements = WORKING_SET if states.device.type == "cpu" else LARGE_WORKING_SET
     return max(16, elements // max(1, states.shape[0] * states.shape[2]))

@@ -40,7 +40,13 @@ class Attention(MixerSpec):
 
 
 class AttentionMixer(Mixer):
-    """Module of `Attention`: y_t = W Σ_s softmax_s(q_t · k_s / √d) v_s over the steps s ≤ t of the sequence."""
+    """Module of `Attention`: y_t = W Σ_s softmax_s(q_t · k_s / √d) v_s over the steps s ≤ t of the sequence.
+
+    Args:
+        spec: The spec of the layer.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+    """
 
     def __init__(self, spec: Attention, *, device: Device = None, dtype: DType = None):
         super().__init__()

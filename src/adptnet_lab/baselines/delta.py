@@ -80,7 +80,13 @@ class _DeltaRuleInputs(nn.Module):
 
 
 class DeltaNetMixer(Mixer):
-    """Module of `DeltaNet`: y_t = W norm(S_t' q_t)."""
+    """Module of `DeltaNet`: y_t = W norm(S_t' q_t).
+
+    Args:
+        spec: The spec of the layer.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+    """
 
     def __init__(self, spec: DeltaNet, *, device: Device = None, dtype: DType = None):
         super().__init__()
@@ -98,7 +104,13 @@ class DeltaNetMixer(Mixer):
 
 
 class GatedDeltaNetMixer(Mixer):
-    """Module of `GatedDeltaNet`: y_t = W (norm(S_t' q_t) ⊙ SiLU(G x_t)), α_t = exp(-a softplus(U x_t + b)) per head."""
+    """Module of `GatedDeltaNet`: y_t = W (norm(S_t' q_t) ⊙ SiLU(G x_t)), α_t = exp(-a softplus(U x_t + b)) per head.
+
+    Args:
+        spec: The spec of the layer.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+    """
 
     def __init__(self, spec: GatedDeltaNet, *, device: Device = None, dtype: DType = None):
         super().__init__()

@@ -49,6 +49,11 @@ class GatedLinearAttentionMixer(Mixer):
     """Module of `GatedLinearAttention`: y_t = W (norm(S_t' q_t / √d) ⊙ SiLU(G x_t)).
 
     The decay is α_t = sigmoid(U V x_t + b)^(1/16).
+
+    Args:
+        spec: The spec of the layer.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
     """
 
     def __init__(self, spec: GatedLinearAttention, *, device: Device = None, dtype: DType = None):

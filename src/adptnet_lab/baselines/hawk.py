@@ -54,6 +54,11 @@ class HawkMixer(Mixer):
     """Module of `Hawk`: h_t = a_t ⊙ h_{t-1} + √(1 - a_t²) ⊙ i_t ⊙ x_t, a_t = a^(8 r_t).
 
     A sequence begins with h_0 = i_0 ⊙ x_0.
+
+    Args:
+        spec: The spec of the layer.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
     """
 
     def __init__(self, spec: Hawk, *, device: Device = None, dtype: DType = None):

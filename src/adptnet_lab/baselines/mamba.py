@@ -48,7 +48,13 @@ class Mamba(MixerSpec):
 
 
 class MambaMixer(Mixer):
-    """Module of `Mamba`: h_t = exp(Δ_t A) h_{t-1} + Δ_t u_t B_t, y_t = C_t · h_t + D u_t, between two gated maps."""
+    """Module of `Mamba`: h_t = exp(Δ_t A) h_{t-1} + Δ_t u_t B_t, y_t = C_t · h_t + D u_t, between two gated maps.
+
+    Args:
+        spec: The spec of the layer.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+    """
 
     def __init__(self, spec: Mamba, *, device: Device = None, dtype: DType = None):
         super().__init__()

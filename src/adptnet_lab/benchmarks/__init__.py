@@ -1,22 +1,23 @@
-"""Benchmarks: `adptnet bench`, its subjects, and the goals that they are measured against.
+"""Benchmarks: `adptnet bench`, the suite that it runs, and the goals that the times are compared with.
 
-A subject is one benchmark: programs that are compared at several sizes. A side is one of these programs.
+A `Benchmark`, such as `recurrence`, is one entry of the suite. At each of its sizes it makes a `Case`: the functions to
+time (`Side`), and the goals on their times.
 """
 
+from .benchmark import Benchmark, Case, Size
 from .command import Bench, run
 from .goals import Goal, GoalVerdict, Measurements, fit_slope, judge_goals
-from .subject import Case, Size, Subject
 from .timing import Side, Timing, time_interleaved
 
 __all__ = [
     "Bench",
+    "Benchmark",
     "Case",
     "Goal",
     "GoalVerdict",
     "Measurements",
     "Side",
     "Size",
-    "Subject",
     "Timing",
     "fit_slope",
     "judge_goals",

@@ -15,9 +15,9 @@ from adptnet.spec import suggest_name
 
 from ..paper import svg
 from . import checks, machine, report, result_files, summary_figure
+from .benchmark import Benchmark, Size, parse_size
 from .goals import Measurements, judge_goals
-from .subject import Size, Subject, parse_size
-from .subjects import SUBJECTS
+from .suite import BENCHMARKS
 from .timing import time_interleaved
 
 __all__ = ["Bench", "run"]
@@ -32,18 +32,18 @@ class Bench:
 
     Every operation is first compared with its reference: values, and gradients where it has a backward pass. One that
     disagrees is not timed.
-    Results are JSON and Markdown for each subject, and a figure. Earlier results in the folder are kept if they are of
-    the same machine and versions.
+    Results are JSON and Markdown for each benchmark, and a figure. Earlier results in the folder are kept if they are
+    of the same machine and versions.
     """
 
-    subjects: Positional[tuple[str, ...]] = ()
-    """Subjects to measure; all if none is named. --list shows them."""
+    benchmarks: Positional[tuple[str, ...]] = ()
+    """Benchmarks to measure; all if none is named. --list shows them."""
     list: bool = False
-    """Show the subjects and measure nothing."""
+    """Show the benchmarks and measure nothing."""
     fast: bool = False
     """Small sizes, three repeats, and nothing that takes minutes: for a first impression."""
     sizes: tuple[str, ...] = ()
-    """Sizes to measure at, each batch,steps,state (8,1024,128), instead of the subject's own."""
+    """Sizes to measure at, each batch,steps,state (8,1024,128), instead of the benchmark's own."""
     repeats: int | None = None
     """Repeats of each side. By default at least 7, and more until 20 seconds have passed; 3 with --fast."""
     threads: tuple[int, ...] = (1, 2)
@@ -53,60 +53,62 @@ class Bench:
 
 
 def run(options: Bench) -> None:
-    """Measure the subjects, write the results and print the verdicts.
+    """Measure the benchmarks, write the results and print the verdicts.
 
     Args:
         options: The options.
 
     Raises:
-        InputError: A subject, a size or a number is not valid.
-        WrongResultError: An operation disagrees with its reference; the other subjects were measured.
+        InputError: A benchmark, a size or a number is not valid.
+        WrongResultError: An operation disagrees with its reference; the other benchmarks were measured.
     """
     if options.list:
-        for name, subject in SUBJECTS.items():
-            print(f"{name}: {subject.about}\n  sizes {'; '.join(map(str, subject.sizes))}")
+        for name, benchmark in BENCHMARKS.items():
+            print(f"{name}: {benchmark.about}\n  sizes {'; '.join(map(str, benchmark.sizes))}")
         return
-    chosen = {name: _find_subject(name) for name in options.subjects or SUBJECTS}
+    chosen = {name: _find_benchmark(name) for name in options.benchmarks or BENCHMARKS}
     sizes = [parse_size(size) for size in options.sizes]
     if (options.repeats is not None and options.repeats < 1) or not options.threads or min(options.threads) < 1:
-        raise InputError(f"--repeats {options.repeats} --threads {options.threads}: both are whole numbers from 1.")
+        raise InputError(f"--repeats {options.repeats} --threads {options.threads}: both are integers >= 1.")
     options.output.mkdir(parents=True, exist_ok=True)
     description = machine.describe_machine()  # once, because writing a result may change the state of the repository
     rejected: dict[str, str] = {}
     errors: dict[str, str | None] = {}  # by operation, each of which is checked once
-    for name, subject in chosen.items():
-        print(f"{name}: {subject.about}", flush=True)
-        for operation in subject.operations:
+    for name, benchmark in chosen.items():
+        print(f"{name}: {benchmark.about}", flush=True)
+        for operation in benchmark.operations:
             if operation not in errors:
                 errors[operation] = checks.find_missing_kernel(operation) or checks.find_error(operation)
-        reason = "; ".join(f"{operation}: {errors[operation]}" for operation in subject.operations if errors[operation])
+        reason = "; ".join(
+            f"{operation}: {errors[operation]}" for operation in benchmark.operations if errors[operation]
+        )
         if reason:
             print(f"  not timed: {reason}", flush=True)
             rejected[name] = reason
-            result_files.write_results(options.output, name, subject.about, [], refused=reason)
+            result_files.write_results(options.output, name, benchmark.about, [], refused=reason)
             _write_page(options.output, name)
             continue
-        for size in sizes or (subject.fast_sizes if options.fast else subject.sizes):
-            _measure(name, subject, size, options, description)
+        for size in sizes or (benchmark.fast_sizes if options.fast else benchmark.sizes):
+            _measure(name, benchmark, size, options, description)
     for path in _write_summary(options.output):
         print(f"wrote {path}")
     if rejected:
         raise WrongResultError("not timed: " + "; ".join(f"{name}: {reason}" for name, reason in rejected.items()))
 
 
-def _find_subject(name: str) -> Subject:
-    if name not in SUBJECTS:
-        raise InputError(f"there is no subject {name!r}.{suggest_name(name, SUBJECTS)}")
-    return SUBJECTS[name]
+def _find_benchmark(name: str) -> Benchmark:
+    if name not in BENCHMARKS:
+        raise InputError(f"there is no benchmark {name!r}.{suggest_name(name, BENCHMARKS)}")
+    return BENCHMARKS[name]
 
 
-def _measure(name: str, subject: Subject, size: Size, options: Bench, description: dict[str, Any]) -> None:
+def _measure(name: str, benchmark: Benchmark, size: Size, options: Bench, description: dict[str, Any]) -> None:
     """Measure one case, write it and print its verdicts."""
-    threads = [count for count in options.threads if subject.threads is None or count in subject.threads]
+    threads = [count for count in options.threads if benchmark.threads is None or count in benchmark.threads]
     repeats = options.repeats or (FAST_REPEATS if options.fast else REPEATS)
     seconds = 0.0 if options.repeats or options.fast else SECONDS
     with machine.watch_load() as load, _default_float32():
-        case = subject.make_case(size, options.fast)
+        case = benchmark.make_case(size, options.fast)
         times = time_interleaved(case.sides, repeats=repeats, seconds=seconds, threads=threads or [1])
     measurements = Measurements(times, case.numbers)
     verdicts = judge_goals(case.goals, measurements, load.others)
@@ -115,7 +117,7 @@ def _measure(name: str, subject: Subject, size: Size, options: Bench, descriptio
     new = result_files.describe_case(size, measurements, verdicts, dict(case.skipped), load, description, **how)
     before = result_files.read_results(options.output, name)
     cases = result_files.merge_cases(before["cases"] if before else [], new)
-    result_files.write_results(options.output, name, subject.about, cases)
+    result_files.write_results(options.output, name, benchmark.about, cases)
     _write_page(options.output, name)
     print(report.format_case(size, new["verdicts"]), flush=True)
 
@@ -138,7 +140,7 @@ def _write_page(folder: Path, name: str) -> None:
 
 def _write_summary(folder: Path) -> list[Path]:
     """Write the page and the figure of all results in the folder, and return their paths."""
-    results = [result for name in SUBJECTS if (result := result_files.read_results(folder, name)) is not None]
+    results = [result for name in BENCHMARKS if (result := result_files.read_results(folder, name)) is not None]
     page, figure = folder / "summary.md", folder / "summary.svg"
     write_atomic(page, (report.render_summary(results) + "\n").encode())
     try:

@@ -1,10 +1,10 @@
-"""Results as Markdown: a page for each subject and one for all of them, with the machine beside the numbers."""
+"""Results as Markdown: a page for each benchmark and one for all of them, with the machine beside the numbers."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .subject import Size
+from .benchmark import Size
 
 __all__ = ["format_case", "render_page", "render_summary"]
 
@@ -15,12 +15,12 @@ NOTE = (
 
 
 def render_page(result: Mapping[str, Any]) -> str:
-    """Return the page of a subject: its verdicts, then all numbers and times.
+    """Return the page of a benchmark: its verdicts, then all numbers and times.
 
     Args:
         result: The content of its file, as `read_results` returns it.
     """
-    lines = [f"# {result['subject']}", "", result["about"], "", f"`adptnet bench {result['subject']}`", ""]
+    lines = [f"# {result['benchmark']}", "", result["about"], "", f"`adptnet bench {result['benchmark']}`", ""]
     if result["refused"]:
         return "\n".join([*lines, f"**Not timed: {result['refused']}**", ""])
     lines += [*_describe_machines(result["cases"]), ""]
@@ -32,17 +32,21 @@ def render_page(result: Mapping[str, Any]) -> str:
 
 
 def render_summary(results: Sequence[Mapping[str, Any]]) -> str:
-    """Return the page of all subjects: for every goal what was expected and what was measured.
+    """Return the page of all benchmarks: for every goal what was expected and what was measured.
 
     Args:
         results: The contents of their files, as `read_results` returns them.
     """
     every = Counter(v["outcome"] for result in results for case in result["cases"] for v in case["verdicts"])
-    lines = ["# Benchmarks", "", "Written by `adptnet bench`; a page and a JSON file for each subject beside this one."]
+    lines = [
+        "# Benchmarks",
+        "",
+        "Written by `adptnet bench`, with a page and a JSON file for each benchmark.",
+    ]
     lines += ["**Measured on a CPU. The speed on GPUs is not measured.**", "", "![Goals and times](summary.svg)", ""]
     lines += [", ".join(f"{count} {outcome}" for outcome, count in every.most_common()) + ".", ""]
     for result in results:
-        lines += [f"## [{result['subject']}]({result['subject']}.md)", "", result["about"], ""]
+        lines += [f"## [{result['benchmark']}]({result['benchmark']}.md)", "", result["about"], ""]
         if result["refused"]:
             lines += [f"**Not timed: {result['refused']}**", ""]
             continue

@@ -1,13 +1,13 @@
-"""Results as files: one JSON file for each subject, in a folder for one machine.
+"""Results as files: one JSON file for each benchmark, in a folder for one machine.
 
-A file holds the subject and its cases, one case per line, and in each case one list per side:
+A file holds the benchmark and its cases, one case per line, and in each case one list per side:
 
-    {"version": 2, "subject": "widths", ..., "machines": [...], "columns": ["side", "threads", ...], "cases": [
+    {"version": 2, "benchmark": "widths", ..., "machines": [...], "columns": ["side", "threads", ...], "cases": [
     {"size": {"batch": 1, ...}, "repeats": 627, "machine": 0, "sides": [["forward, 50", 1, ...], ...], ...}
     ]}
 
 Of the samples only the least and the median are kept, and their number, `repeats`. Version 1 had all samples, and the
-machine in every case; it can still be read.
+machine in every case; it can still be read. The name of a benchmark is that of its file; older files call it "subject".
 """
 
 import json
@@ -20,9 +20,9 @@ from adptnet._io.files import write_atomic
 from adptnet._io.json_values import from_json_value, to_json_value
 from adptnet.errors import DataError
 
+from .benchmark import Size
 from .goals import GoalVerdict, Measurements
 from .machine import MachineLoad
-from .subject import Size
 from .timing import Samples
 
 __all__ = ["describe_case", "merge_cases", "read_results", "write_results"]
@@ -91,18 +91,18 @@ def merge_cases(old: Sequence[dict[str, Any]], new: dict[str, Any]) -> list[dict
 
 
 def write_results(
-    folder: Path, subject: str, about: str, cases: Sequence[dict[str, Any]], refused: str | None = None
+    folder: Path, benchmark: str, about: str, cases: Sequence[dict[str, Any]], refused: str | None = None
 ) -> Path:
-    """Write the file of a subject and return its path.
+    """Write the file of a benchmark and return its path.
 
     Args:
         folder: The folder of the results.
-        subject: The name of the subject.
+        benchmark: The name of the benchmark.
         about: What it compares.
         cases: The cases.
-        refused: Why the subject was not measured; None if it was.
+        refused: Why the benchmark was not measured; None if it was.
     """
-    path = folder / f"{subject}.json"
+    path = folder / f"{benchmark}.json"
     machines: list[dict[str, Any]] = []
     lines = []
     for case in cases:
@@ -110,7 +110,7 @@ def write_results(
             machines.append(case["machine"])
         sides = [_flatten_side(side) for side in case["sides"]]
         lines.append(_encode({**case, "machine": machines.index(case["machine"]), "sides": sides}))
-    head = {"version": VERSION, "subject": subject, "about": about, "refused": refused}
+    head = {"version": VERSION, "benchmark": benchmark, "about": about, "refused": refused}
     head |= {"machines": machines, "columns": COLUMNS}
     body = ",\n".join(lines)
     write_atomic(path, f'{_encode(head)[:-1]},"cases":[\n{body}\n]}}\n'.encode())
@@ -134,25 +134,27 @@ def _encode(value: Any) -> str:
     return json.dumps(to_json_value(value, digits=DIGITS), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
-def read_results(folder: Path, subject: str) -> dict[str, Any] | None:
-    """Return the content of the file of a subject; None if there is no file.
+def read_results(folder: Path, benchmark: str) -> dict[str, Any] | None:
+    """Return the content of the file of a benchmark; None if there is no file.
 
     Args:
         folder: The folder of the results.
-        subject: The name of the subject.
+        benchmark: The name of the benchmark.
 
     Returns:
-        `subject`, `about`, `refused` and `cases`, which are as `describe_case` made them.
+        `benchmark`, `about`, `refused` and `cases`, which are as `describe_case` made them.
 
     Raises:
         DataError: The file is not a result of `adptnet bench`.
     """
-    path = folder / f"{subject}.json"
+    path = folder / f"{benchmark}.json"
     if not path.exists():
         return None
     try:
         content: dict[str, Any] = from_json_value(json.loads(path.read_text()))
         version = content.pop("version")
+        content["benchmark"] = benchmark
+        content.pop("subject", None)
         if version == 1:
             for case in content["cases"]:
                 _discard_samples(case)

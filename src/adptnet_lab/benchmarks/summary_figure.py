@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from adptnet.analysis import plot
 
+from .benchmark import Size
 from .goals import QUIET
-from .subject import Size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,11 +21,11 @@ def draw_summary(results: Sequence[Mapping[str, Any]]) -> "Figure":
     """Draw the goals on the left; on the right layers and growth, if they were measured.
 
     Args:
-        results: The contents of the files of subjects, as `read_results` returns them.
+        results: The contents of the files of benchmarks, as `read_results` returns them.
     """
-    cases_of = {result["subject"]: result["cases"] for result in results if result["cases"]}
+    cases_of = {result["benchmark"]: result["cases"] for result in results if result["cases"]}
     goals = _collect_goals(cases_of)
-    right = [(draw, cases_of[subject]) for subject, draw in PANELS.items() if subject in cases_of]
+    right = [(draw, cases_of[benchmark]) for benchmark, draw in PANELS.items() if benchmark in cases_of]
     figure = plot.new_figure(13 if right else 9, max(3.6, 3.0 * len(right), 0.22 * len(goals) + 1.6))
     if not right:
         _draw_goals(figure.subplots(), goals)
@@ -43,11 +43,11 @@ def draw_summary(results: Sequence[Mapping[str, Any]]) -> "Figure":
 def _collect_goals(cases_of: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[Mapping[str, Any]]]:
     """Return the verdicts on goals that are not claims of the paper, by goal."""
     rows: dict[str, list[Mapping[str, Any]]] = {}
-    for subject, cases in cases_of.items():
+    for benchmark, cases in cases_of.items():
         for case in cases:
             for verdict in case["verdicts"]:
                 if verdict["claim"] is None and verdict["share"]:
-                    rows.setdefault(f"{subject}: {verdict['goal']}", []).append(verdict)
+                    rows.setdefault(f"{benchmark}: {verdict['goal']}", []).append(verdict)
     return rows
 
 

@@ -22,12 +22,13 @@ Clocks = Callable[[], tuple[float, float]]  # CPU and wall time, in seconds
 
 @dataclass(frozen=True)
 class Side:
-    """One of the programs that are compared.
+    """One side of a comparison: a function to time, such as the kernel, the eager loop or `torch.mm`.
 
     Attributes:
-        name: Its name in the results.
-        run: The program.
-        scale: The work that is reported over the work that is run; a slow loop is run for some of its steps.
+        name: Its name in the results, such as "fused, forward".
+        run: The function. It takes no arguments, and its result is discarded.
+        scale: Factor on the measured times: the work that is reported over the work that is run. It is above 1 for a
+            slow loop of which only the first steps are run.
         threads: The only number of threads to run it with; None for every requested number.
         warm: Whether to run it once more before each sample, because sides of other sizes have taken its workspaces.
     """
@@ -83,7 +84,7 @@ def time_interleaved(
     before the first repeat and not until the end, because the collector would evict the caches.
 
     Args:
-        sides: The programs to compare.
+        sides: The functions to time.
         repeats: The least number of repeats.
         seconds: Repeat until this much time has passed; a disturbance may last longer than a few short repeats.
         threads: The numbers of threads.

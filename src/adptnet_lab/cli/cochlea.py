@@ -59,7 +59,7 @@ def run(options: Listen) -> int:
     if options.seconds is not None and not 0 < options.seconds < math.inf:
         raise InputError(f"--seconds {options.seconds:g}: must be a positive length.")
     if options.seed < 0:
-        raise InputError(f"--seed {options.seed}: must be a whole number from 0.")
+        raise InputError(f"--seed {options.seed}: must be an integer >= 0.")
     cochlea = Cochlea(rate=options.rate, loudness=options.loudness)
     if len(words) == 1 < len(files):
         _warn_of_one_word(options, files[0][0], words[0], len(files))

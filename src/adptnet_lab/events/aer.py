@@ -48,7 +48,7 @@ class PixelEvents(NamedTuple):
         """Return the arrays as int64, so that products do not overflow.
 
         Raises:
-            InputError: The arrays differ in length, or do not hold whole numbers from 0.
+            InputError: The arrays differ in length, or do not hold integers >= 0.
         """
         for name, values in zip(self._fields, map(np.asarray, self), strict=True):
             if values.shape != (np.size(self.x),):
@@ -56,10 +56,10 @@ class PixelEvents(NamedTuple):
                     f"{name} has shape {values.shape}, x has {np.shape(self.x)}; each event needs one of each."
                 )
             if values.size and not (np.issubdtype(values.dtype, np.integer) or values.dtype == bool):
-                raise InputError(f"{name} is {values.dtype}; it must hold whole numbers.")
+                raise InputError(f"{name} is {values.dtype}; it must hold integers.")
             if values.size and (values.min() < 0 or (name == "polarity" and values.max() > 1)):
                 hint = " Pass (polarity > 0).astype(int)." if name == "polarity" else ""
-                needed = "0 and 1" if name == "polarity" else "whole numbers from 0"
+                needed = "0 and 1" if name == "polarity" else "integers >= 0"
                 raise InputError(f"{name} ranges from {values.min()} to {values.max()}; it must hold {needed}.{hint}")
             if values.size and int(values.max()) >= 2**63:
                 raise InputError(f"{name} has the value {values.max()}; it must fit into 63 bits.")

@@ -14,7 +14,7 @@ from adptnet.errors import InputError
 
 from .aer import PixelEvents
 from .dataset import Example
-from .stream import Events, to_whole_numbers
+from .stream import Events, to_int64
 
 __all__ = ["FrameFile", "PixelFile", "open_archive"]
 
@@ -66,7 +66,7 @@ class PixelFile:
         self.path = path
         self.width, self.height = width, height
         x, y, p, t, lengths = (arrays[name] for name in EVENTS)
-        lengths = to_whole_numbers(lengths, f"{path}: lengths")
+        lengths = to_int64(lengths, f"{path}: lengths")
         total = sum(lengths.ravel().tolist())  # Python integers, which do not overflow
         if not x.shape == y.shape == p.shape == t.shape == (total,) or lengths.ndim != 1:
             raise InputError(
@@ -126,8 +126,8 @@ def _read_metadata(
         if arrays[name].shape != (count,):
             raise InputError(f"{path}: {name} has shape {arrays[name].shape}; there are {count} recordings.")
         if arrays[name].dtype.kind not in "iub" and name != "label":
-            raise InputError(f"{path}: {name} is {arrays[name].dtype}; it must hold whole numbers.")
-    labels = to_whole_numbers(arrays["label"], f"{path}: labels")
+            raise InputError(f"{path}: {name} is {arrays[name].dtype}; it must hold integers.")
+    labels = to_int64(arrays["label"], f"{path}: labels")
     if not labels.size:
         raise InputError(f"{path} holds no recordings.")
     speakers, is_test = (arrays.get(name) for name in OPTIONAL)

@@ -65,7 +65,7 @@ class ChannelShift(Augmentation):
 
     def __post_init__(self) -> None:
         if not isinstance(self.most, int) or self.most < 0:
-            raise SpecError(f"ChannelShift(most={self.most!r}): must be a whole number from 0.")
+            raise SpecError(f"ChannelShift(most={self.most!r}): must be an integer >= 0.")
 
     def __call__(self, events: Events, channels: int, generator: np.random.Generator) -> Events:
         units = events.units + generator.integers(-self.most, self.most + 1)

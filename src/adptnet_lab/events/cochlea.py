@@ -45,11 +45,9 @@ class Cochlea:
 
     def __post_init__(self) -> None:
         if not isinstance(self.rate, (int, np.integer)) or not 8000 <= self.rate <= 192_000:
-            raise InputError(
-                f"Cochlea(rate={self.rate}): must be a whole number from 8000 to 192000 samples per second."
-            )
+            raise InputError(f"Cochlea(rate={self.rate}): must be an integer from 8000 to 192000 samples per second.")
         if not isinstance(self.channels, (int, np.integer)) or self.channels < 2 or self.channels * 40 > 2**16:
-            raise InputError(f"Cochlea(channels={self.channels}): must be a whole number from 2 to 1638.")
+            raise InputError(f"Cochlea(channels={self.channels}): must be an integer from 2 to 1638.")
         if not 0 < self.loudness < math.inf or (self.ramp is not None and not self.ramp >= 0):
             raise InputError(
                 f"Cochlea(loudness={self.loudness}, ramp={self.ramp}): loudness must be above 0, ramp at least 0."
@@ -199,7 +197,7 @@ class _Nerve:
         self.dt = cochlea.dt
         self.hair = HairCells(cochlea.channels, cochlea.dt)
         if seed < 0:
-            raise InputError(f"seed={seed}: a seed must be a whole number from 0.")
+            raise InputError(f"seed={seed}: a seed must be an integer >= 0.")
         self.bushy = BushyCells(cochlea.channels, cochlea.dt, np.random.default_rng(seed))
         self.pending = np.zeros((0, cochlea.channels), np.float32)
 
@@ -226,6 +224,15 @@ class CochleaStream:
     """Conversion of sound to spikes chunk by chunk; make one with `Cochlea.listen`.
 
     The spikes do not depend on how the sound is divided into chunks.
+
+    Args:
+        cochlea: The cochlea.
+        level: Root mean square of the whole sound.
+        piece: Seconds per filtered piece.
+        seed: Seed of the nerve fibres.
+
+    Raises:
+        InputError: `level` or `piece` is out of range.
     """
 
     def __init__(self, cochlea: Cochlea, level: float, piece: float, seed: int):
@@ -275,9 +282,7 @@ def _import_fft() -> Any:
 
 def _resample(samples: Sound, rate: int, new_rate: int) -> Sound:
     if not 1000 <= rate < math.inf or rate != int(rate):
-        raise InputError(
-            f"rate={rate}: samples per second are a whole number from 1000. Pass the rate of the recording."
-        )
+        raise InputError(f"rate={rate}: samples per second are an integer >= 1000. Pass the rate of the recording.")
     from scipy import signal
 
     common = math.gcd(int(rate), new_rate)

@@ -77,7 +77,11 @@ class EventDataset(Dataset[Example]):
             self._prepare_cache(self.cache)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which changes the random augmentations."""
+        """Set the epoch, which changes the random augmentations.
+
+        Args:
+            epoch: Number of the epoch.
+        """
         self.epoch = epoch
 
     def __len__(self) -> int:

@@ -19,7 +19,7 @@ from adptnet._io.files import replace_file
 from adptnet._io.untrusted import limit_exceeded, unpacked_limit
 from adptnet.errors import AdptnetError, InputError
 
-from .stream import Events, to_whole_numbers
+from .stream import Events, to_int64
 
 __all__ = ["SpikeFile", "write_spikes"]
 
@@ -59,7 +59,7 @@ class SpikeFile:
             times, units, labels = (self._dataset(name) for name in ("spikes/times", "spikes/units", "labels"))
             if not len(times) == len(units) == len(labels):
                 raise InputError(f"{self.path} has {len(times)} times, {len(units)} units and {len(labels)} labels.")
-            self.labels = to_whole_numbers(np.asarray(labels), f"{self.path}: labels")
+            self.labels = to_int64(np.asarray(labels), f"{self.path}: labels")
             words, speakers = (self._dataset(f"extra/{name}", needed=False) for name in ("keys", "speaker"))
             if words is not None and len(words) > MOST_WORDS:
                 raise InputError(f"{self.path} has {len(words):,} words; there are at most {MOST_WORDS:,}.")
@@ -165,7 +165,7 @@ def write_spikes(
                         f"{where}: an event at {ordered.times[-1]:g}; are these seconds? The largest float16 is 65504."
                     )
                 if isinstance(label, bool) or not isinstance(label, (int, np.integer)) or not 0 <= label < 2**16:
-                    raise InputError(f"{where}: the label is {label!r}; labels are whole numbers from 0 to 65535.")
+                    raise InputError(f"{where}: the label is {label!r}; labels are integers from 0 to 65535.")
                 times.resize((len(labels) + 1,))
                 units.resize((len(labels) + 1,))
                 times[-1], units[-1] = ordered.times.astype(np.float16), ordered.units.astype(np.uint16)

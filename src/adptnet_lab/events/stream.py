@@ -8,14 +8,14 @@ import numpy.typing as npt
 from adptnet.errors import InputError, SpecError
 from adptnet.spec import Spec, check_positive, check_size, spec, suggest_name
 
-__all__ = ["Bins", "Events", "to_whole_numbers"]
+__all__ = ["Bins", "Events", "to_int64"]
 
 BinRule = Literal["floor", "silif"]
 Late = Literal["drop", "clamp", "raise"]
 
 
-def to_whole_numbers(values: npt.ArrayLike, what: str, *, hint: str = "") -> npt.NDArray[np.int64]:
-    """Return `values` as int64, after checking that they are whole numbers from 0 that fit.
+def to_int64(values: npt.ArrayLike, what: str, *, hint: str = "") -> npt.NDArray[np.int64]:
+    """Return `values` as int64, after checking that they are integers >= 0 that fit.
 
     Args:
         values: The numbers.
@@ -26,10 +26,10 @@ def to_whole_numbers(values: npt.ArrayLike, what: str, *, hint: str = "") -> npt
     if not array.size:
         return np.zeros(array.shape, np.int64)
     if not np.issubdtype(array.dtype, np.integer):
-        raise InputError(f"{what} are {array.dtype}; they must be whole numbers from 0.{hint}")
+        raise InputError(f"{what} are {array.dtype}; they must be integers >= 0.{hint}")
     if array.min() < 0 or array.max() >= 2**63:
         raise InputError(
-            f"{what} are {array.dtype} from {array.min()} to {array.max()}; they must be whole numbers from 0 "
+            f"{what} are {array.dtype} from {array.min()} to {array.max()}; they must be integers >= 0 "
             "that fit into 63 bits."
         )
     return array.astype(np.int64)
@@ -63,7 +63,7 @@ class Events(NamedTuple):
         if t.ndim != 1 or u.shape != t.shape:
             raise InputError(f"{where}: {t.shape} times and {u.shape} units; there must be one unit for each time.")
         if u.size and not np.issubdtype(u.dtype, np.integer):
-            raise InputError(f"{where}: units are {u.dtype}; they must be whole numbers. Pass units.astype(int).")
+            raise InputError(f"{where}: units are {u.dtype}; they must be integers. Pass units.astype(int).")
         if u.size and u.max() >= 2**63:
             raise InputError(f"{where}: units go up to {u.max()}; they must fit into 63 bits.")
         u = u.astype(np.int64)
@@ -136,7 +136,11 @@ class Bins(Spec):
         return self.channels // self.pool
 
     def indices(self, times: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-        """Return the frame of each event; `steps` for events that are late."""
+        """Return the frame of each event; `steps` for events that are late.
+
+        Args:
+            times: Times of the events in seconds.
+        """
         if self.rule == "silif":
             return np.digitize(times, np.linspace(0, self.duration, self.steps)).astype(np.int64)
         index = np.minimum(np.floor(times * self.steps / self.duration), self.steps).astype(np.int64)
@@ -144,6 +148,9 @@ class Bins(Spec):
 
     def frames(self, events: Events) -> npt.NDArray[np.uint8]:
         """Return the counts of events, (steps, features).
+
+        Args:
+            events: Events of one recording.
 
         Raises:
             InputError: Events are invalid or late, or a count exceeds 255.
@@ -175,7 +182,11 @@ class Bins(Spec):
         return flat.astype(np.uint8).reshape(self.steps, self.features)
 
     def length(self, events: Events) -> int:
-        """Return the number of frames up to the last event that is not dropped, at least 1."""
+        """Return the number of frames up to the last event that is not dropped, at least 1.
+
+        Args:
+            events: Events of one recording.
+        """
         index = self.indices(events.times)
         index = np.minimum(index, self.steps - 1) if self.late == "clamp" else index[index < self.steps]
         return int(index.max()) + 1 if index.size else 1

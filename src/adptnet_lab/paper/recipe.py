@@ -80,7 +80,11 @@ class Row(NamedTuple):
 
 
 class Rows(Sequence[Row]):
-    """The rows of one result at one scale, in the order of its points."""
+    """The rows of one result at one scale, in the order of its points.
+
+    Args:
+        rows: The rows.
+    """
 
     def __init__(self, rows: Sequence[Row]):
         self._rows = list(rows)

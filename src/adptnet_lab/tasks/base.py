@@ -32,7 +32,11 @@ class Batch(NamedTuple):
 
 
 def make_generator(*numbers: int) -> torch.Generator:
-    """Return a generator seeded by all of `numbers`, so that nearby seeds and steps share no draws."""
+    """Return a generator seeded by all of `numbers`, so that nearby seeds and steps share no draws.
+
+    Args:
+        *numbers: Integers >= 0, such as a seed and a step.
+    """
     seed = int(np.random.SeedSequence([*numbers]).generate_state(1, np.uint64)[0])
     return torch.Generator().manual_seed(seed)
 
@@ -90,6 +94,9 @@ class Task(Spec, abc.ABC):
 
     def spiking_model(self, network: SpikingModelSpec) -> SpikingModelSpec:
         """Return `network` with the input channels and classes of this task.
+
+        Args:
+            network: The spec of a spiking network.
 
         Raises:
             IncompatibleError: The inputs are tokens, or the task asks for an output at every step.
@@ -163,7 +170,11 @@ class FiniteTask(Task):
 
     @abc.abstractmethod
     def size(self, split: Split) -> int:
-        """Return the number of sequences in `split`."""
+        """Return the number of sequences in `split`.
+
+        Args:
+            split: "train", "validation" or "test".
+        """
 
     @abc.abstractmethod
     def examples(self, split: Split, indices: Tensor, *, length: int | None = None) -> Batch:

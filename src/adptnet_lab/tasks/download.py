@@ -80,6 +80,9 @@ FILES = {
 def get_data_file(name: str) -> DataFile:
     """Return the data file called `name`.
 
+    Args:
+        name: Name of the data file.
+
     Raises:
         DataError: There is none; the message suggests the nearest name.
     """
@@ -140,7 +143,11 @@ def _iterate_candidates(file: DataFile, places: tuple[Path, ...]) -> Iterator[Pa
 
 
 def compute_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's content, in hexadecimal."""
+    """Return the SHA-256 of a file's content, in hexadecimal.
+
+    Args:
+        path: The file.
+    """
     with open(path, "rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 

@@ -46,15 +46,34 @@ class DynamicalSystem(abc.ABC):
 
     @abc.abstractmethod
     def start(self, count: int, generator: np.random.Generator) -> Numbers:
-        """Draw `count` different initial states."""
+        """Draw `count` different initial states.
+
+        Args:
+            count: Number of trajectories.
+            generator: Source of randomness.
+
+        Returns:
+            (count, n).
+        """
 
     @abc.abstractmethod
     def step(self, state: Numbers) -> Numbers:
-        """Return the states one sample later."""
+        """Return the states one sample later.
+
+        Args:
+            state: (trajectories, n).
+
+        Returns:
+            (trajectories, n).
+        """
 
     @abc.abstractmethod
     def sample(self, state: Numbers) -> Numbers:
-        """Return the observed variables of the states, (trajectories, observed)."""
+        """Return the observed variables of the states, (trajectories, observed).
+
+        Args:
+            state: (trajectories, n).
+        """
 
 
 class ODESystem(DynamicalSystem):

@@ -100,7 +100,11 @@ class Forecast(Task):
         return 1 / exponent
 
     def trajectories(self, split: Split) -> Tensor:
-        """Return all trajectories of a split, (count, samples, observed) float64."""
+        """Return all trajectories of a split, (count, samples, observed) float64.
+
+        Args:
+            split: "train", "validation" or "test".
+        """
         return _standardised_trajectories(self.system, self.dt, self.count, self.samples, self.seed, split)
 
     def batch(self, size: int, generator: torch.Generator, *, length: int | None = None) -> Batch:

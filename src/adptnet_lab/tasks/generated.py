@@ -38,7 +38,11 @@ class GeneratedTask(FiniteTask):
         self.check_length(self.length)
 
     def check_length(self, length: int) -> None:
-        """Raise `SpecError` if a sequence cannot have `length` steps."""
+        """Raise `SpecError` if a sequence cannot have `length` steps.
+
+        Args:
+            length: Steps per sequence.
+        """
         if length < self.minimum_length:
             raise SpecError(
                 f"{type(self).__name__}(length={length}): a sequence needs at least {self.minimum_length} steps."

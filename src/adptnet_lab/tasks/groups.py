@@ -49,7 +49,11 @@ def format_product_table(table: Tensor) -> str:
 
 @functools.lru_cache(maxsize=32)
 def shared_product_table(name: str) -> Tensor:
-    """Return the cached table of `product_table`. Callers share it and must not write to it."""
+    """Return the cached table of `product_table`. Callers share it and must not write to it.
+
+    Args:
+        name: As for `product_table`.
+    """
     text = str(name)
     if re.fullmatch(r"[\d\s;]+", text) and text.strip():
         return _parse_table(text)

@@ -108,8 +108,7 @@ def _from_npz(path: Path) -> Images:
             or int(y.max()) >= 2**63
         ):
             raise DataError(
-                f"{path}: y_{split} is {y.dtype} of shape {y.shape}; it must hold {len(x)} labels, whole numbers "
-                "from 0."
+                f"{path}: y_{split} is {y.dtype} of shape {y.shape}; it must hold {len(x)} labels, integers >= 0."
             )
         images = torch.from_numpy(x)
         parts += [images.unsqueeze(-1) if x.ndim == 3 else images, torch.from_numpy(y.astype(np.int64))]

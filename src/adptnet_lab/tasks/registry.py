@@ -44,6 +44,9 @@ TASKS: dict[str, type[Task]] = {
 def get_task(name: str) -> type[Task]:
     """Return the class of the task called `name`, e.g. `get_task("word-problem")("S5", length=16)`.
 
+    Args:
+        name: Name of the task.
+
     Raises:
         InputError: There is none; the message suggests the nearest name.
     """

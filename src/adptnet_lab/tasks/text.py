@@ -61,6 +61,12 @@ class Text(Task):
     def encode(self, text: str) -> Tensor:
         """Return the tokens of a text, e.g. of a prompt.
 
+        Args:
+            text: The text.
+
+        Returns:
+            (time,) int64.
+
         Raises:
             InputError: The text has a character that the file does not have.
         """
@@ -73,13 +79,24 @@ class Text(Task):
         return torch.tensor([number[character] for character in text], dtype=torch.int64)
 
     def decode(self, tokens: Tensor) -> str:
-        """Return the text of (time,) tokens."""
+        """Return the text of (time,) tokens.
+
+        Args:
+            tokens: (time,) integers.
+        """
         if self.symbols == "bytes":
             return bytes(tokens.tolist()).decode(errors="replace")
         return "".join(self._alphabet[token] for token in tokens.tolist())
 
     def part(self, split: Split) -> Tensor:
-        """Return the tokens of a split, in order."""
+        """Return the tokens of a split, in order.
+
+        Args:
+            split: "train", "validation" or "test".
+
+        Returns:
+            (time,) tokens.
+        """
         whole = _read_tokens(self._path, self.symbols)[0]
         ends = [0, *(int(len(whole) * share) for share in (1 - self.validation - self.test, 1 - self.test)), len(whole)]
         i = ("train", "validation", "test").index(split)

@@ -109,7 +109,7 @@ def _read_manifest(folder: Path) -> dict[str, str]:
         raise CheckpointError(f"{path} is not a manifest: {error}.") from None
     version = manifest.get("adptnet_checkpoint") if isinstance(manifest, dict) else None
     if type(version) is not int or version < 1:
-        raise CheckpointError(f'{path} is not a manifest: it has no "adptnet_checkpoint", a whole number from 1.')
+        raise CheckpointError(f'{path} is not a manifest: it has no "adptnet_checkpoint", an integer >= 1.')
     if version > VERSION:
         raise CheckpointError(
             f"{folder} has version {str(version)[:20]}; this adptnet reads versions up to {VERSION}. "

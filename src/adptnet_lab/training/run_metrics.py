@@ -83,7 +83,11 @@ class MetricsFile:
         self._sum = hashlib.sha256(content)
 
     def add(self, **numbers: Any) -> None:
-        """Add a line, which must have a `step`. It is written by the next `flush`."""
+        """Add a line, which must have a `step`. It is written by the next `flush`.
+
+        Args:
+            **numbers: Values of the line by name, among them `step`.
+        """
         self._waiting.append(json.dumps(to_json_value(numbers), allow_nan=False) + "\n")
 
     @property

@@ -16,7 +16,7 @@ from adptnet.analysis import (
     mean_log_singular_values,
     singular_value_shifts,
 )
-from adptnet.analysis.head_constants import compute_head_constants, enclosing_radius, joint_condition
+from adptnet.analysis.head_constants import compute_head_constants, enclosing_radius, joint_condition_number
 from adptnet.analysis.trajectory import make_trajectory
 from adptnet.errors import IncompatibleError, InputError
 from adptnet.recurrence.spectra import BlockDiagonal
@@ -226,12 +226,12 @@ def test_the_enclosing_radius_is_that_of_a_fine_grid():
         assert enclosing_radius(blocks) <= float(grid) + 1e-12
 
 
-def test_the_joint_condition_is_above_every_state_and_below_the_sum_of_condition_numbers():
+def test_the_joint_condition_number_is_above_every_state_and_below_the_sum_of_condition_numbers():
     ratios = []
     for seed in range(60):
         torch.manual_seed(seed)
         key, value = (ill_conditioned(5) for _ in range(2)) if seed % 2 else torch.randn(2, 5, 5)
-        found = joint_condition(key, value)
+        found = joint_condition_number(key, value)
         states = torch.randn(2000, 5)
         for i, matrix in enumerate((key, value)):
             states[i::3] = (
@@ -243,19 +243,19 @@ def test_the_joint_condition_is_above_every_state_and_below_the_sum_of_condition
         assert found <= float(torch.linalg.cond(key) + torch.linalg.cond(value)) * ROUNDING
         ratios.append(reached / found)
     assert max(ratios) > 0.99  # it is not only valid but nearly attained
-    assert joint_condition(eye(5), torch.linalg.qr(torch.randn(5, 5)).Q) == pytest.approx(2, abs=1e-12)
-    assert joint_condition(torch.diag(torch.tensor([1.0, 0.01])), eye(2)) == pytest.approx(101, rel=0.01)
-    assert joint_condition(torch.diag(torch.tensor([1.0, 0.0])), eye(2)) == math.inf
+    assert joint_condition_number(eye(5), torch.linalg.qr(torch.randn(5, 5)).Q) == pytest.approx(2, abs=1e-12)
+    assert joint_condition_number(torch.diag(torch.tensor([1.0, 0.01])), eye(2)) == pytest.approx(101, rel=0.01)
+    assert joint_condition_number(torch.diag(torch.tensor([1.0, 0.0])), eye(2)) == math.inf
 
 
 @pytest.mark.parametrize("condition", [1e6, 1e8, 1e10, 1e13])
-def test_the_joint_condition_holds_to_the_end_of_floating_point(condition):
+def test_the_joint_condition_number_holds_to_the_end_of_floating_point(condition):
     for seed in range(4):
         torch.manual_seed(seed)
         left, right = torch.linalg.qr(torch.randn(2, 5, 5)).Q
         key = left @ torch.diag(torch.logspace(0, -math.log10(condition), 5)) @ right
         for value in (eye(5), torch.linalg.qr(torch.randn(5, 5)).Q @ key):  # the second has the same worst state
-            found = joint_condition(key, value)
+            found = joint_condition_number(key, value)
             worst = torch.linalg.svd(key).Vh[-1]
             states = worst + 10 ** (-16 * torch.rand(500, 1)) * torch.randn(500, 5)
             each = [norm(m) * states.norm(dim=-1) / (states @ m.mT).norm(dim=-1) for m in (key, value)]
@@ -301,7 +301,7 @@ def check_certified(layer, held):
     """
     beyond = {"memory", "|λ̄| >= 1", f"conjugate={conjugates.Taylor(2)}"}
     outside = set(layer.spec.cell.outside_lemmas) - beyond
-    singular = any(math.isinf(turning.rate) for turning in compute_head_constants(adpt_cell(layer)))
+    singular = any(math.isinf(head.rotation_rate) for head in compute_head_constants(adpt_cell(layer)))
     assert held.holds == (not outside and not singular)
     if not held.holds:
         assert held.deviation == held.lipschitz == math.inf

@@ -36,7 +36,7 @@ BAD_CALLS = {
     "a list for a solve": (lambda f: f.solve([[1.0, 2.0]]), "x must be a tensor; got list"),
     "a list for a model": (lambda f: SequenceModel(f.spec, vocabulary=5)([[1, 2]]), "x must be a tensor; got list"),
     "a sequence for a step": (lambda f: f.step(torch.randn(2, 5, 6)), "step takes one time step"),
-    "whole numbers": (lambda f: f(torch.ones(2, 5, 6, dtype=torch.int64)), "Pass inputs.float()"),
+    "integers": (lambda f: f(torch.ones(2, 5, 6, dtype=torch.int64)), "Pass inputs.float()"),
     "too many digits": (lambda f: f.float()(torch.randn(2, 5, 6)), "inputs are torch.float64 but the cell computes in"),
     "state of another dtype": (
         lambda f: f(torch.randn(2, 5, 6), f.initial_state(2, dtype=torch.float32)),
@@ -73,7 +73,7 @@ BAD_CALLS = {
         "inputs have 3 features (shape (2, 5, 3)), but ADPTCell takes 6",
     ),
     "a vector to a solver": (lambda f: solvers.Sequential()(f.cell, torch.randn(6)), "(batch, time, features)"),
-    "segments of no step": (lambda f: adjoints.Checkpointed(0), "must be a whole number from 1"),
+    "segments of no step": (lambda f: adjoints.Checkpointed(0), "must be an integer >= 1"),
 }
 
 
@@ -135,7 +135,7 @@ def test_a_model_rejects_wrong_input_with_the_right_shape():
         vectors.generate(torch.zeros(1, 1, dtype=torch.int64), 3)
     with pytest.raises(InputError, match="at least one token"):
         tokens.generate(torch.zeros(1, 0, dtype=torch.int64), 3)
-    with pytest.raises(InputError, match="temperature is 0 or above"):
+    with pytest.raises(InputError, match="temperature must be >= 0"):
         tokens.generate(torch.zeros(1, 1, dtype=torch.int64), 3, temperature=-1.0)
 
 

@@ -27,7 +27,7 @@ from adptnet_lab.benchmarks import (
     time_interleaved,
     timing,
 )
-from adptnet_lab.benchmarks.subjects import SUBJECTS
+from adptnet_lab.benchmarks.suite import BENCHMARKS
 from adptnet_lab.benchmarks.timing import Samples
 from adptnet_lab.paper import svg
 
@@ -37,7 +37,7 @@ SLOW = {"memory"}  # starts processes
 needs_kernels = pytest.mark.skipif(
     not adpt_scan_kernel.has_kernel(torch.float32), reason="nothing to time: no compiler, or ADPTNET_BACKEND=reference"
 )
-QUICK = [name for name in SUBJECTS if name not in SLOW]
+QUICK = [name for name in BENCHMARKS if name not in SLOW]
 TINY = {"batch": 2, "steps": 4, "state": 4}
 
 
@@ -158,7 +158,7 @@ def test_slopes_and_doublings():
 
 
 def test_growth_is_judged_from_times():
-    case = SUBJECTS["growth-time"].make_case(Size(1, 256, 3), True)
+    case = BENCHMARKS["growth-time"].make_case(Size(1, 256, 3), True)
     lengths = [4, 8, 16, 32, 64, 128, 256]
     assert [side.name for side in case.sides if side.name.startswith("forward")] == [f"forward, {t}" for t in lengths]
     times = {(f"{kind}, {t}", 1): make_timing(1e-6 * t) for kind in ("forward", "training") for t in lengths}
@@ -173,7 +173,7 @@ def test_growth_is_judged_from_times():
 
 
 @pytest.mark.parametrize(
-    ("subject", "size", "pass_instead"),
+    ("benchmark", "size", "pass_instead"),
     [
         ("growth-time", Size(4, 1, 3), "4,2,3"),
         ("growth-time", Size(4, 100, 3), "4,64,3"),
@@ -182,20 +182,20 @@ def test_growth_is_judged_from_times():
         ("growth-batch", Size(12, 8, 3), "8,8,3"),
     ],
 )
-def test_a_size_that_doublings_do_not_reach_is_explained(subject, size, pass_instead):
+def test_a_size_that_doublings_do_not_reach_is_explained(benchmark, size, pass_instead):
     with pytest.raises(InputError, match=f"--sizes {','.join(map(str, size))}: .*Pass --sizes {pass_instead}$"):
-        SUBJECTS[subject].make_case(size, True)
-    SUBJECTS[subject].make_case(Size(*map(int, pass_instead.split(","))), True)
+        BENCHMARKS[benchmark].make_case(size, True)
+    BENCHMARKS[benchmark].make_case(Size(*map(int, pass_instead.split(","))), True)
 
 
 def test_a_length_may_be_a_multiple_of_the_largest_doubling():
-    case = SUBJECTS["growth-time"].make_case(Size(1, 192, 3), True)
+    case = BENCHMARKS["growth-time"].make_case(Size(1, 192, 3), True)
     lengths = [side.name for side in case.sides if side.name.startswith("forward")]
     assert lengths == [f"forward, {3 * 2**k}" for k in range(7)]
 
 
 def test_products_are_the_faster_of_both():
-    case = SUBJECTS["recurrence"].make_case(Size(8, 3, 4), True)
+    case = BENCHMARKS["recurrence"].make_case(Size(8, 3, 4), True)
     names = [side.name for side in case.sides]
     times = {(name, 1): make_timing(1.0) for name in names}
     times |= {("products of the forward, our tiles", 1): make_timing(0.5), ("forward", 1): make_timing(0.55)}
@@ -205,13 +205,13 @@ def test_products_are_the_faster_of_both():
     assert verdicts["training / products"].value == pytest.approx(3.0 / 2.5)
     assert verdicts["forward, one thread / two"].outcome == "missed"  # 1.375, and the goal is 1.4
     assert verdicts["training, one thread / two"].outcome == "not measured"
-    alone = SUBJECTS["recurrence"].make_case(Size(1, 3, 4), True)
+    alone = BENCHMARKS["recurrence"].make_case(Size(1, 3, 4), True)
     assert [goal.at_most for goal in alone.goals] == [1.25, 1.6, 1.4]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Return the folder with the results of every subject that starts no processes."""
+    """Return the folder with the results of every benchmark that starts no processes."""
     folder = tmp_path_factory.mktemp("bench")
     size = ",".join(str(number) for number in TINY.values())
     arguments = ["bench", *QUICK, "--fast", "--sizes", size, "--repeats", "2", "--threads", "1", "2"]
@@ -224,7 +224,7 @@ def results(tmp_path_factory):
 
 @needs_kernels
 @pytest.mark.parametrize("name", QUICK)
-def test_every_subject_runs_and_its_numbers_are_complete(name, results):
+def test_every_benchmark_runs_and_its_numbers_are_complete(name, results):
     (case,) = result_files.read_results(results, name)["cases"]
     assert case["size"] == TINY
     assert case["fast"]
@@ -232,7 +232,7 @@ def test_every_subject_runs_and_its_numbers_are_complete(name, results):
     assert {"adptnet", "torch", "python", "processor", "cores", "kernels", "git"} <= set(case["machine"])
     assert not [what for what in case["machine"]["kernels"].values() if "/" in what]  # no path of this machine
     assert {"load_before", "load_after", "others"} == set(case["neighbours"])
-    assert {side["threads"] for side in case["sides"]} == set(SUBJECTS[name].threads or (1, 2))
+    assert {side["threads"] for side in case["sides"]} == set(BENCHMARKS[name].threads or (1, 2))
     for side, kind in itertools.product(case["sides"], ("cpu", "wall")):
         assert 0 <= side[kind]["least"] <= side[kind]["median"]
     text = (results / f"{name}.md").read_text()
@@ -261,7 +261,7 @@ def test_memory_is_that_of_a_process_of_its_own(tmp_path):
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("kernel", "function", "operation", "subject"),
+    ("kernel", "function", "operation", "benchmark"),
     [
         (adpt_scan_kernel, "forward", "adpt_scan", "widths"),
         (adpt_scan_kernel, "backward", "adpt_scan", "widths"),
@@ -269,7 +269,7 @@ def test_memory_is_that_of_a_process_of_its_own(tmp_path):
     ],
 )
 def test_a_wrong_operation_is_not_timed_and_the_others_are(  # without a figure, which takes seconds
-    kernel, function, operation, subject, tmp_path, capsys, monkeypatch
+    kernel, function, operation, benchmark, tmp_path, capsys, monkeypatch
 ):
     right = getattr(kernel, function)
 
@@ -281,15 +281,15 @@ def test_a_wrong_operation_is_not_timed_and_the_others_are(  # without a figure,
 
     monkeypatch.setattr(kernel, function, wrong)
     monkeypatch.setattr(svg, "render_svg", lambda figure, name: "<svg>")
-    arguments = ["bench", subject, "rotations", "--fast", "--sizes", "2,5,4", "--repeats", "1", "--threads", "1"]
+    arguments = ["bench", benchmark, "rotations", "--fast", "--sizes", "2,5,4", "--repeats", "1", "--threads", "1"]
     assert cli.main([*arguments, "--output", str(tmp_path)]) == 1
     printed = capsys.readouterr()
     assert operation in printed.err
     assert "differs from the reference" in printed.err
-    content = json.loads((tmp_path / f"{subject}.json").read_text())
+    content = json.loads((tmp_path / f"{benchmark}.json").read_text())
     assert content["cases"] == []
     assert operation in content["refused"]
-    assert "Not timed" in (tmp_path / f"{subject}.md").read_text()
+    assert "Not timed" in (tmp_path / f"{benchmark}.md").read_text()
     assert "Not timed" in (tmp_path / "summary.md").read_text()
     assert json.loads((tmp_path / "rotations.json").read_text())["cases"]
 
@@ -322,17 +322,17 @@ def test_results_survive_their_file_and_those_of_version_1_can_be_read(tmp_path)
     about = {"adptnet": "0.1.0"}
     load = machine.MachineLoad(0.5, 0.25, None)
     case = result_files.describe_case(Size(1, 2, 3), measurements, verdicts, {"b": "absent"}, load, about, repeats=3)
-    path = result_files.write_results(tmp_path, "subject", "a test", [case, case])
+    path = result_files.write_results(tmp_path, "benchmark", "a test", [case, case])
     assert len(path.read_text().splitlines()) == 4  # one line per case
-    written = result_files.read_results(tmp_path, "subject")
+    written = result_files.read_results(tmp_path, "benchmark")
     assert written["cases"][0] == written["cases"][1] == {**case, "numbers": {"bytes": 0.333333333, "error": math.inf}}
     assert written["cases"][0]["sides"][0]["cpu"] == {"least": 1.0, "median": 2.0}
     for clock in ("cpu", "wall"):
         case["sides"][0][clock]["every"] = list(getattr(timing, clock).values)
-    earlier = {"version": 1, "subject": "subject", "about": "a test", "refused": None, "cases": [case]}
+    earlier = {"version": 1, "subject": "benchmark", "about": "a test", "refused": None, "cases": [case]}
     case["numbers"]["error"] = "inf"
     path.write_text(json.dumps(earlier))
-    assert result_files.read_results(tmp_path, "subject")["cases"] == [
+    assert result_files.read_results(tmp_path, "benchmark")["cases"] == [
         {**written["cases"][0], "numbers": {"bytes": 1 / 3, "error": math.inf}}
     ]
 
@@ -346,10 +346,10 @@ def test_results_that_change_the_repository_are_of_one_version(tmp_path, monkeyp
     assert len(result_files.read_results(tmp_path, "widths")["cases"]) == 2
 
 
-def test_the_list_names_every_subject(capsys):
+def test_the_list_names_every_benchmark(capsys):
     assert cli.main(["bench", "--list"]) == 0
     printed = capsys.readouterr().out
-    assert all(f"{name}: {subject.about}" in printed for name, subject in SUBJECTS.items())
+    assert all(f"{name}: {benchmark.about}" in printed for name, benchmark in BENCHMARKS.items())
 
 
 @pytest.mark.parametrize(
@@ -360,7 +360,7 @@ def test_the_list_names_every_subject(capsys):
         (["widths", "--sizes", "8,0,2"], "batch,steps,state"),
         (["widths", "--repeats", "-1"], "--repeats -1"),
         (["widths", "--repeats", "0"], "--repeats 0"),
-        (["widths", "--threads", "0"], "whole numbers from 1"),
+        (["widths", "--threads", "0"], "integers >= 1"),
     ],
 )
 def test_a_wrong_call_is_explained(arguments, message, tmp_path, capsys):
@@ -377,6 +377,6 @@ def test_a_file_that_is_not_a_result_is_an_error(tmp_path, capsys):
     assert (tmp_path / "rotations.json").read_text() == "{}"
 
 
-def test_every_operation_of_a_subject_has_a_check():
-    assert {name for subject in SUBJECTS.values() for name in subject.operations} <= set(checks.CHECKS)
+def test_every_operation_of_a_benchmark_has_a_check():
+    assert {name for benchmark in BENCHMARKS.values() for name in benchmark.operations} <= set(checks.CHECKS)
     assert command.Bench().threads == (1, 2)

@@ -87,7 +87,7 @@ def test_labels_of_a_spike_file_are_whole_numbers_from_zero(tmp_path, labels):
     with h5py.File(tmp_path / "a.h5", "a") as file:
         del file["labels"]
         file["labels"] = labels
-    with pytest.raises(InputError, match=r"labels are .*; they must be whole numbers from 0"):
+    with pytest.raises(InputError, match=r"labels are .*; they must be integers >= 0"):
         SpikeFile(tmp_path / "a.h5")
 
 
@@ -131,7 +131,7 @@ def test_an_empty_recording_has_length_one():
         (lambda: Events.of([0.1], [1, 2]), "one unit for each time"),
         (lambda: Events.of([0.1, np.nan], [1, 2]), r"times\[1\] = nan"),
         (lambda: Events.of([0.1, -0.2], [1, 2]), r"times\[1\] = -0.2"),
-        (lambda: Events.of([0.1], [0.5]), "whole numbers"),
+        (lambda: Events.of([0.1], [0.5]), "integers"),
         (lambda: Bins().frames(Events.of([0.1, 0.2], [5, 700])), r"units\[1\] = 700; units range from 0 to 699"),
         (lambda: Events.of([0.1], [-1]), r"units\[0\] = -1"),
         (lambda: Bins(2).frames(Events.of(np.zeros(300), np.zeros(300, int))), "counts to 255"),
@@ -217,7 +217,7 @@ def test_a_truncated_or_foreign_file_raises(spike_file, tmp_path):
     ("recordings", "speakers", "words"),
     [
         ([(Events.of([0.1], [1]), 0), (Events.of([0.1], [1]), -1)], None, "recording 1: the label is -1"),
-        ([(Events.of([0.1], [1]), 0.5)], None, "recording 0: the label is 0.5; labels are whole numbers"),
+        ([(Events.of([0.1], [1]), 0.5)], None, "recording 0: the label is 0.5; labels are integers"),
         ([(Events.of([0.1, 1e5], [1, 1]), 0)], None, r"recording 0: an event at 100000; are these seconds\?"),
         ([(Events.of([0.1], [1]), 0), (Events.of([0.1], [1]), 1)], [4], "1 speakers for 2 recordings"),
     ],
@@ -425,7 +425,7 @@ def test_pixels_of_eight_bits_do_not_overflow(tmp_path):
     [
         (([1], [1], [-1], [5]), r"polarity ranges from -1 to -1; it must hold 0 and 1. Pass \(polarity > 0\)"),
         (([1], [1], [2], [5]), "polarity ranges from 2 to 2"),
-        (([-1], [1], [1], [5]), "x ranges from -1 to -1; it must hold whole numbers from 0"),
+        (([-1], [1], [1], [5]), "x ranges from -1 to -1; it must hold integers >= 0"),
         (([1], [1], [1], [0.5]), "microseconds is float64"),
         (([1, 2], [1], [1], [5]), r"y has shape \(1,\), x has \(2,\)"),
         (([40], [1], [1], [5]), r"the camera has width=34. Pass width=41"),

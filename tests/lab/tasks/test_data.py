@@ -319,7 +319,7 @@ def objects(path):
         (functools.partial(write_npz, y_test=None), "has no array 'y_test'; it has x_test, x_train, y_train"),
         (functools.partial(write_npz, x_train=np.zeros((4, 3))), "x_train is float64 of shape"),
         (functools.partial(write_npz, y_train=np.zeros(3, int)), "must hold 40 labels"),
-        (functools.partial(write_npz, y_test=np.full(12, -1)), "whole numbers from 0"),
+        (functools.partial(write_npz, y_test=np.full(12, -1)), "integers >= 0"),
         (objects, "Save plain arrays of numbers"),
     ],
 )
@@ -364,10 +364,10 @@ def test_options_that_do_not_fit_the_images_raise(tmp_path, options, message):
     ("make", "message"),
     [
         (lambda: SequentialImage(data=""), "pass data='cifar10'"),
-        (lambda: SequentialImage(side=0), "side must be a whole number from 1"),
-        (lambda: SequentialImage(permutation=-1), "permutation must be a whole number from 0"),
+        (lambda: SequentialImage(side=0), "side must be an integer >= 1"),
+        (lambda: SequentialImage(permutation=-1), "permutation must be an integer >= 0"),
         (lambda: SequentialImage(validation=1.0), "validation must be in"),
-        (lambda: Text(length=0), "length must be a whole number from 1"),
+        (lambda: Text(length=0), "length must be an integer >= 1"),
         (lambda: Text(symbols="words"), 'pass symbols="characters"'),
         (lambda: Text(validation=0.6, test=0.4), "something must be left to train on"),
     ],

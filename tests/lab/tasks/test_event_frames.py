@@ -218,7 +218,7 @@ def test_the_trainer_accepts_real_recordings(tmp_path, monkeypatch):
         ({"frames": np.ones((3, 4, 5), np.uint8)}, "arrays frames; it must have label, and frames or x, y"),
         ({"frames": np.ones((3, 4)), "label": np.arange(3)}, "frames are float64 of shape \\(3, 4\\)"),
         ({"frames": np.ones((3, 4, 5), np.uint8), "label": np.arange(2)}, "label has shape \\(2,\\); there are 3"),
-        ({"frames": np.ones((3, 4, 5), np.uint8), "label": np.arange(3) - 1}, "whole numbers from 0"),
+        ({"frames": np.ones((3, 4, 5), np.uint8), "label": np.arange(3) - 1}, "integers >= 0"),
         ({"frames": np.asarray([{}]), "label": np.arange(1)}, "cannot be read: Object arrays"),
         ({**dict.fromkeys("xyp", np.zeros(4)), "t_us": np.zeros(4), "lengths": np.asarray([2, 1]), "label": [0, 1]},
          "lengths that sum to 3"),

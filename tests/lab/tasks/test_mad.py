@@ -304,7 +304,7 @@ def test_a_score_is_the_best_run_of_each_setting_averaged():
         (lambda: MadMemorisation(vocabulary=2), "need at least 3"),
         (lambda: MadMemorisation(noise=0.1), "Pass noise_vocabulary=16 and vocabulary=272"),
         (lambda: MadMemorisation(noise=1.0, noise_vocabulary=2), "nothing but noise"),
-        (lambda: MadMemorisation(noise_vocabulary=-1), "must be a whole number from 0"),
+        (lambda: MadMemorisation(noise_vocabulary=-1), "must be an integer >= 0"),
         (lambda: MadMemorisation(vocabulary=40_000), "at most 32768"),
         (lambda: MadSelectiveCopying(length=33), "Pass length=34 or more"),
         (lambda: MadCompression(length=1), "at least 2 steps"),

@@ -851,9 +851,9 @@ def test_what_cannot_run_raises_before_the_first_step(tmp_path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SaveOptions(steps=0), "SaveOptions.steps=0.: steps must be a whole number from 1"),
-        (lambda: SaveOptions(checkpoints=0), "checkpoints must be a whole number from 1"),
-        (lambda: SaveOptions(minutes=-1), "minutes must be a number, zero or above"),
+        (lambda: SaveOptions(steps=0), "SaveOptions.steps=0.: steps must be an integer >= 1"),
+        (lambda: SaveOptions(checkpoints=0), "checkpoints must be an integer >= 1"),
+        (lambda: SaveOptions(minutes=-1), "minutes must be a finite number >= 0"),
         (lambda: TrainConfig(schedule=ReduceOnPlateau()), "schedule=ReduceOnPlateau.* waits for evaluations"),
         (lambda: detect_strategy(device="gpu"), "device 'gpu' cannot be used here: .* Pass --device cpu"),
         (lambda: detect_strategy(device="cuda:63"), "device 'cuda:63' cannot be used here: .* Pass --device cpu"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from adptnet import ADPTNet, SequenceModel, Spec, cells, nn
-from adptnet.errors import SpecError
+from adptnet.errors import InputError, SpecError
 from adptnet.spec import rename_fields
 from adptnet_lab._json_files import write_json
 from adptnet_lab._runtime import describe_environment
@@ -62,6 +62,16 @@ def test_evaluation_repeats_and_restores_the_mode():
     assert model.training
 
 
+def test_a_frozen_norm_stays_frozen_after_evaluation():
+    model = SequenceModel(ADPTNet(4).spec, vocabulary=2, norm="batch").train()
+    model.norm.eval()
+    evaluate(model, WordProblem("Z2", length=4), [4], size=8)
+    assert model.training
+    assert not model.norm.norm.training
+    with pytest.raises(InputError, match="both must be at least 1"):
+        evaluate(model, WordProblem("Z2"), [4], size=0)
+
+
 def test_on_step_is_called_after_every_step():
     seen = []
     record = train(small(), PARITY, TrainConfig(steps=4, batch_size=4), on_step=lambda n, loss: seen.append((n, loss)))
@@ -89,14 +99,14 @@ def test_a_loss_that_is_not_finite_stops_the_run():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"steps": 0}, "steps must be a whole number from 1"),
+        ({"steps": 0}, "steps must be an integer >= 1"),
         ({"batch_size": -1}, "batch_size must be"),
         ({"learning_rate": 0.0}, "learning_rate must be a positive number"),
         ({"clip": 0.0}, "clip must be a positive number"),
         ({"schedule": "cosine"}, "schedule must be a Schedule"),
         ({"optimizer": AdamW}, r"Pass optimizer=AdamW\(\)"),
         ({"precision": "bf17"}, "Perhaps you meant 'bf16'"),
-        ({"lengths": (8, 0)}, "lengths must be a whole number from 1"),
+        ({"lengths": (8, 0)}, "lengths must be an integer >= 1"),
         ({"patience": 3}, "waits for evaluations"),
     ],
 )

@@ -88,7 +88,13 @@ class ALIF(LeakySpec):
 
 
 class ALIFCell(_AdaptiveCell):
-    """The cell of `ALIF`."""
+    """The cell of `ALIF`.
+
+    Args:
+        spec: The spec of the neurons.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+    """
 
     def __init__(self, spec: ALIF, *, device: Device = None, dtype: DType = None):
         super().__init__(spec)
@@ -148,7 +154,13 @@ class AdLIF(LeakySpec):
 
 
 class AdLIFCell(_AdaptiveCell):
-    """The cell of `AdLIF`."""
+    """The cell of `AdLIF`.
+
+    Args:
+        spec: The spec of the neurons.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+    """
 
     def __init__(self, spec: AdLIF, *, device: Device = None, dtype: DType = None):
         super().__init__(spec)
@@ -206,7 +218,13 @@ class SiLIF(NeuronSpec):
 
 
 class SiLIFCell(_AdaptiveCell):
-    """The cell of `SiLIF`."""
+    """The cell of `SiLIF`.
+
+    Args:
+        spec: The spec of the neurons.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+    """
 
     def __init__(self, spec: SiLIF, *, device: Device = None, dtype: DType = None):
         super().__init__(spec)

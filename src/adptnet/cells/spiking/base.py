@@ -199,12 +199,24 @@ class Rates(NoDecay):
 
 
 def draw_parameter(size: int, low: float, high: float, device: Device, dtype: DType) -> nn.Parameter:
-    """Return a parameter with one value for each neuron, drawn uniformly from [low, high)."""
+    """Return a parameter with one value for each neuron, drawn uniformly from [low, high).
+
+    Args:
+        size: Number of neurons.
+        low: Lower end of the interval.
+        high: Upper end of the interval.
+        device: Device of the parameter.
+        dtype: Dtype of the parameter.
+    """
     return nn.Parameter(torch.empty(size, device=device, dtype=dtype).uniform_(low, high))
 
 
 def to_compute_dtype(parameter: Tensor) -> Tensor:
-    """Return a parameter in the dtype of the recurrence, which is at least float32."""
+    """Return a parameter in the dtype of the recurrence, which is at least float32.
+
+    Args:
+        parameter: The parameter.
+    """
     return parameter.to(compute_dtype(parameter.dtype))
 
 

@@ -50,7 +50,13 @@ class LIF(LeakySpec):
 
 
 class LIFCell(SpikingCell):
-    """The cell of `LIF`. The state is the membrane."""
+    """The cell of `LIF`. The state is the membrane.
+
+    Args:
+        spec: The spec of the neurons.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+    """
 
     def __init__(self, spec: LIF, *, device: Device = None, dtype: DType = None):
         super().__init__(spec.width, 1, spec.spike, spec.initial)
@@ -102,7 +108,7 @@ class DelayedLIF(LeakySpec):
         for end in self.delays:
             check_size(self, delay=end)
         if len(self.delays) != 2 or self.delays[0] > self.delays[1]:
-            raise SpecError(f"DelayedLIF(delay={self.delay!r}): must be a whole number from 1, or a range (low, high).")
+            raise SpecError(f"DelayedLIF(delay={self.delay!r}): must be an integer >= 1, or a range (low, high).")
 
     @property
     def delays(self) -> tuple[int, int]:
@@ -114,7 +120,13 @@ class DelayedLIF(LeakySpec):
 
 
 class DelayedLIFCell(SpikingCell):
-    """The cell of `DelayedLIF`. The state is the membrane, then the spikes of the last steps, the newest first."""
+    """The cell of `DelayedLIF`. The state is the membrane, then the spikes of the last steps, the newest first.
+
+    Args:
+        spec: The spec of the neurons.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+    """
 
     delays: Tensor
 
@@ -185,7 +197,13 @@ class LeakyIntegrator(CellSpec):
 
 
 class LeakyIntegratorCell(Cell):
-    """The cell of `LeakyIntegrator`."""
+    """The cell of `LeakyIntegrator`.
+
+    Args:
+        spec: The spec of the neurons.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+    """
 
     def __init__(self, spec: LeakyIntegrator, *, device: Device = None, dtype: DType = None):
         super().__init__()

@@ -78,7 +78,13 @@ class CSiLIF(NeuronSpec):
 
 
 class CSiLIFCell(_ResonantCell):
-    """The cell of `CSiLIF`."""
+    """The cell of `CSiLIF`.
+
+    Args:
+        spec: The spec of the neurons.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+    """
 
     def __init__(self, spec: CSiLIF, *, device: Device = None, dtype: DType = None):
         decay, frequency = (spec.decay, spec.decay), (spec.frequency, spec.frequency)
@@ -125,7 +131,13 @@ class ResonateAndFire(NeuronSpec):
 
 
 class ResonateAndFireCell(_ResonantCell):
-    """The cell of `ResonateAndFire`."""
+    """The cell of `ResonateAndFire`.
+
+    Args:
+        spec: The spec of the neurons.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+    """
 
     def __init__(self, spec: ResonateAndFire, *, device: Device = None, dtype: DType = None):
         dt, decay, frequency = (spec.dt, spec.dt), spec.decay, spec.frequency

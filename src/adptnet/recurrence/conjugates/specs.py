@@ -47,7 +47,13 @@ class ConjugateSpec(Spec, abc.ABC):
     ) -> Matrix:
         """Return M computed from its definition with dense matrices.
 
-        This is the slow reference that tests and `adptnet.verify` compare `operator` with. Arguments as for `operator`.
+        This is the slow reference that tests and `adptnet.verify` compare `operator` with.
+
+        Args:
+            eigen: Λ̄, or Q₀ Λ̄ Q₀'.
+            planes: A key-value pair for each plane.
+            beta: β; a tensor is (*b, 1).
+            retraction: The map from key and value to a rotation.
         """
 
 

@@ -62,6 +62,12 @@ class Gain(NoDecay):
             self.imag = None if start.imag is None else _make_parameter(start.imag[:: self.pair], dtype)
 
     def forward(self, spectrum: Spectrum, dt: Tensor | None = None) -> BlockDiagonal:
+        """Return the gain of each state dimension.
+
+        Args:
+            spectrum: The spectrum that a tied gain is a function of.
+            dt: The length of each step, (*b, 1), or None. A free gain does not depend on it.
+        """
         if self.real is None:
             return self.spec.evaluate(spectrum, dt)
         return BlockDiagonal(self._expand(self.real), None if self.imag is None else self._expand(self.imag))

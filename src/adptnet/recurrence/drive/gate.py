@@ -56,6 +56,11 @@ class Gate(nn.Module):
         self.bias = nn.Parameter(torch.full((state_size,), at_one, device=device, dtype=dtype))
 
     def forward(self, u: Vector) -> Vector:
+        """Return the gate of each state dimension.
+
+        Args:
+            u: The projected input, (*b, n).
+        """
         up, down, bias = (part.to(u.dtype) for part in (self.up, self.down, self.bias))
         gate: Tensor = functional.softplus(u @ down.mT @ up.mT + bias)
         return gate

@@ -88,6 +88,14 @@ class Projection(nn.Module, abc.ABC):
         return lambda x: x @ transposed
 
     def forward(self, x: Tensor) -> Tensor:
+        """Apply the map to the last dimension.
+
+        Args:
+            x: (..., in_features).
+
+        Returns:
+            (..., out_features).
+        """
         return self.bind(x.dtype)(x)
 
     @property

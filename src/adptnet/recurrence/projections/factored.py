@@ -208,9 +208,9 @@ def square_factors(size: int) -> tuple[int, int]:
     """Return the two factors of `size` that are closest to each other, the larger first.
 
     Args:
-        size: A whole number from 1.
+        size: An integer >= 1.
     """
     if not isinstance(size, int) or size < 1:
-        raise SpecError(f"a width of {size!r}: must be a whole number from 1.")
+        raise SpecError(f"a width of {size!r}: must be an integer >= 1.")
     smaller = next(d for d in range(math.isqrt(size), 0, -1) if size % d == 0)
     return size // smaller, smaller

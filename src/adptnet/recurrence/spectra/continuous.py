@@ -262,7 +262,14 @@ class S4DInv(_Pairs):
 
 
 def s4d_inv_frequencies(pairs: int) -> Tensor:
-    """Return (N/π)(N/(2k + 1) - 1) for k = 0 … N/2 - 1, N = 2·pairs: from the highest down, all positive."""
+    """Return (N/π)(N/(2k + 1) - 1) for k = 0 … N/2 - 1, N = 2·pairs: from the highest down, all positive.
+
+    Args:
+        pairs: Number of complex pairs.
+
+    Returns:
+        (pairs,), float64.
+    """
     size = 2 * pairs
     return size / math.pi * (size / (2 * torch.arange(pairs, dtype=torch.float64) + 1) - 1)
 

@@ -30,7 +30,13 @@ Array = Any  # of JAX
 
 
 def step(state: Array, x: Array, weights: tuple[Array, ...]) -> Array:
-    """Return the next state of the GRU."""
+    """Return the next state of the GRU.
+
+    Args:
+        state: (n,).
+        x: Input of this step, (n,).
+        weights: Input and recurrent weights, and their biases, in the order of `torch.nn.GRUCell`.
+    """
     into, inside, bias_in, bias_inside = weights
     reset, update, new = jnp.split(into @ x + bias_in, 3)
     reset_inner, update_inner, new_inner = jnp.split(inside @ state + bias_inside, 3)
@@ -40,7 +46,11 @@ def step(state: Array, x: Array, weights: tuple[Array, ...]) -> Array:
 
 
 def make_implementations(problem: GRUProblem) -> list[Implementation]:
-    """Return `lax.scan` and deer."""
+    """Return `lax.scan` and deer.
+
+    Args:
+        problem: The GRU and its input.
+    """
     weights = tuple(jnp.asarray(w.numpy()) for w in problem.weights)
     x, start = jnp.asarray(problem.x.numpy()), jnp.zeros(problem.x.shape[-1])
     found = []

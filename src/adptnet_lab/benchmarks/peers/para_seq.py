@@ -18,7 +18,11 @@ from .gru_comparison import GRUProblem, Implementation, compare
 
 
 def take_repository(arguments: list[str]) -> Path:
-    """Return the folder of Para-Seq and remove --repository from the arguments; exit with a hint if there is none."""
+    """Return the folder of Para-Seq and remove --repository from the arguments; exit with a hint if there is none.
+
+    Args:
+        arguments: The command line; changed in place.
+    """
     folder = os.environ.get("PARA_SEQ")
     if "--repository" in arguments[:-1]:
         place = arguments.index("--repository")
@@ -35,7 +39,11 @@ def take_repository(arguments: list[str]) -> Path:
 
 
 def make_implementations(problem: GRUProblem) -> list[Implementation]:
-    """Return its DEER and its quasi-DEER."""
+    """Return its DEER and its quasi-DEER.
+
+    Args:
+        problem: The GRU and its input.
+    """
     from src.algos import deer_alg_batched
 
     into, inside, bias_in, bias_inside = problem.weights

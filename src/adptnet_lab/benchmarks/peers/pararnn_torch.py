@@ -36,7 +36,12 @@ class Cell(nn.Module):
         self.input_size = self.d_in = cell.input_size
 
     def step(self, state: Tensor, x: Tensor) -> Tensor:
-        """Return the next state."""
+        """Return the next state.
+
+        Args:
+            state: (..., n).
+            x: Input of this step, (..., n).
+        """
         gates, inner = x @ self.cell.weight_ih.mT + self.cell.bias_ih, state @ self.cell.weight_hh.mT
         reset, update, new = gates.chunk(3, -1)
         reset_inner, update_inner, new_inner = (inner + self.cell.bias_hh).chunk(3, -1)
@@ -46,7 +51,11 @@ class Cell(nn.Module):
 
 
 def make_implementations(problem: GRUProblem) -> list[Implementation]:
-    """Return its solver with both Jacobians."""
+    """Return its solver with both Jacobians.
+
+    Args:
+        problem: The GRU and its input.
+    """
     found = []
     cell = Cell(problem.cell)
     kinds: list[tuple[str, dict[str, str]]] = [("dense", {"jac_structure": "dense"}), ("its default", {})]

@@ -35,7 +35,15 @@ METHODS: dict[str, Any] = {
 def count_iterations(
     method: str, layer: adptnet.ADPTNet, x: torch.Tensor, lengths: list[int], most: int
 ) -> dict[int, list[int]]:
-    """Return the numbers of iterations of each sample, by length; -1 where censored."""
+    """Return the numbers of iterations of each sample, by length; -1 where censored.
+
+    Args:
+        method: A name in `METHODS`.
+        layer: The layer.
+        x: (samples, time, width).
+        lengths: The lengths to solve, at most that of `x`.
+        most: The maximum number of iterations.
+    """
     solver = METHODS[method](rtol=RTOL, max_iterations=most, patience=None, on_failure=solvers.Return())
     found = {}
     with torch.no_grad():
@@ -98,6 +106,9 @@ def average(row: dict[str, Any]) -> tuple[dict[str, float], int]:
     """Return the mean of each method over the samples where all converged, and the number of those samples.
 
     The means are empty if there is no such sample.
+
+    Args:
+        row: Numbers of iterations by method, one per sample; -1 where censored.
     """
     samples = zip(*(row[m] for m in METHODS), strict=True)
     converged = [sample for sample in samples if min(sample) > 0]
@@ -108,7 +119,11 @@ def average(row: dict[str, Any]) -> tuple[dict[str, float], int]:
 
 
 def format_row(row: dict[str, Any]) -> str:
-    """Return the line of a table."""
+    """Return the line of a table.
+
+    Args:
+        row: The settings and the numbers of iterations by method.
+    """
     means, count = average(row)
     shown = [f"{means[m]:.1f}" if means else "–" for m in METHODS]
     censored = ["/".join(str(sum(value < 0 for value in row[m])) for m in METHODS)]
@@ -118,7 +133,12 @@ def format_row(row: dict[str, Any]) -> str:
 
 
 def render_page(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
-    """Return the page with the table of all rows."""
+    """Return the page with the table of all rows.
+
+    Args:
+        rows: The rows of the table.
+        arguments: The command line.
+    """
     names = " | ".join(METHODS)
     order = "/".join(METHODS)
     head = f"| Δt_min | β | T | {names} | samples in the mean | most ({order}) | censored ({order}) |"

@@ -137,23 +137,43 @@ EXPERIMENTS = {
 
 
 def make_command(name: str, sweep: str, output: pathlib.Path) -> list[str]:
-    """Return the words of an `adptnet sweep`."""
+    """Return the words of an `adptnet sweep`.
+
+    Args:
+        name: Name of the experiment.
+        sweep: Arguments of `adptnet sweep`.
+        output: The folder of all runs.
+    """
     return ["adptnet", "sweep", *shlex.split(sweep), "--output", str(output / name)]
 
 
 def list_finished(name: str, output: pathlib.Path) -> list[pathlib.Path]:
-    """Return the folders of the runs that have finished."""
+    """Return the folders of the runs that have finished.
+
+    Args:
+        name: Name of the experiment.
+        output: The folder of all runs.
+    """
     return sorted(path for path in (output / name).glob("*") if training.read_result(path))
 
 
 def get_cell(experiment: training.Experiment) -> Any:
-    """Return the spec of the cell in the blocks, or of the layer if it has no cell."""
+    """Return the spec of the cell in the blocks, or of the layer if it has no cell.
+
+    Args:
+        experiment: The settings of a run.
+    """
     layer = experiment.block.layer
     return getattr(layer, "cell", layer)
 
 
 def make_rows(name: str, output: pathlib.Path) -> list[dict[str, Any]]:
-    """Return a row for each run that has finished."""
+    """Return a row for each run that has finished.
+
+    Args:
+        name: Name of the experiment.
+        output: The folder of all runs.
+    """
     found = []
     for folder in list_finished(name, output):
         result, experiment = training.read_result(folder), read_experiment(folder)
@@ -176,14 +196,23 @@ def make_rows(name: str, output: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def describe_cell(cell: Any) -> str:
-    """Return its name, β, and whether it has a gate."""
+    """Return its name, β, and whether it has a gate.
+
+    Args:
+        cell: The spec of a cell or layer.
+    """
     if isinstance(cell, ADPTSpec):
         return f"ADPTNet, β = {cell.beta:g}" + (", gate" if cell.gate else "")
     return type(cell).__name__
 
 
 def render_table(title: str, rows: list[dict[str, Any]]) -> str:
-    """Return a table with the mean over seeds of every score, and the scores of the seeds in brackets."""
+    """Return a table with the mean over seeds of every score, and the scores of the seeds in brackets.
+
+    Args:
+        title: Heading of the table.
+        rows: Rows of one experiment, at least one.
+    """
     columns = list(rows[0]["scores"])
     metric = rows[0]["metric"]
     head = [f"{metric} at {column}" if column.isdigit() else column for column in columns]
@@ -197,7 +226,12 @@ def render_table(title: str, rows: list[dict[str, Any]]) -> str:
 
 
 def format_scores(values: list[float], metric: str) -> str:
-    """Return the mean of scores as text, and the scores in brackets if there are several."""
+    """Return the mean of scores as text, and the scores in brackets if there are several.
+
+    Args:
+        values: The scores, one per seed.
+        metric: Name of the metric; accuracies are printed in percent.
+    """
     scale, digits = (100, 1) if metric == "accuracy" else (1, 3)
     each = [f"{scale * value:.{digits}f}" for value in values]
     mean = f"{scale * statistics.mean(values):.{digits}f}"
@@ -205,7 +239,15 @@ def format_scores(values: list[float], metric: str) -> str:
 
 
 def measure_step_times(experiment: training.Experiment, repeats: int = 5) -> tuple[float, float]:
-    """Return the CPU seconds of a training step with and without the kernels: the least of interleaved repeats."""
+    """Return the CPU seconds of a training step with and without the kernels: the least of interleaved repeats.
+
+    Args:
+        experiment: The settings of a run.
+        repeats: Number of counted steps per backend.
+
+    Returns:
+        Seconds with the kernels and without.
+    """
     task, settings = experiment.task, experiment.training
     model = experiment.model.build()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -224,7 +266,12 @@ def measure_step_times(experiment: training.Experiment, repeats: int = 5) -> tup
 
 
 def format_step_times(name: str, output: pathlib.Path) -> str:
-    """Return the times of a training step of the run with the largest β, as a line of a table."""
+    """Return the times of a training step of the run with the largest β, as a line of a table.
+
+    Args:
+        name: Name of the experiment.
+        output: The folder of all runs.
+    """
     every = [read_experiment(folder) for folder in list_finished(name, output)]
     ours = [experiment for experiment in every if isinstance(get_cell(experiment), ADPTSpec)]
     experiment = max(ours, key=lambda each: get_cell(each).beta)

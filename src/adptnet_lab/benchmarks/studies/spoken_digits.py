@@ -41,7 +41,12 @@ CANDIDATES = [{**COMMON, "threshold": threshold} for threshold in (1.0, 0.5)]
 
 
 def make_task(path: Path, stage: str) -> tasks.EventFrames:
-    """Return the task of a stage, "choose" or "test"; only the first one has validation data."""
+    """Return the task of a stage, "choose" or "test"; only the first one has validation data.
+
+    Args:
+        path: The file of recordings.
+        stage: "choose" or "test".
+    """
     validation = 0.2 if stage == "choose" else 0.0  # of 45 speakers
     return tasks.EventFrames(
         str(path), test_speakers=tuple(range(46, 61)), validation=validation, merge=(MERGED, 1), masked=False
@@ -49,7 +54,12 @@ def make_task(path: Path, stage: str) -> tasks.EventFrames:
 
 
 def make_model(network: str, setting: dict[str, Any]) -> Any:
-    """Return the spec of a network with the parameter count of SiLIF, or the closest that its width allows."""
+    """Return the spec of a network with the parameter count of SiLIF, or the closest that its width allows.
+
+    Args:
+        network: "silif", "spiking-adpt", "gru", "lif" or "adlif".
+        setting: Hyperparameters by name.
+    """
     dropout = setting["dropout"]
     common = {"input_size": 140, "output_size": 10, "dropout": dropout}
     silif = nn.silif_for_speech(WIDTH, dt=DT, **common)
@@ -86,7 +96,12 @@ class ValidationCurve(NullRecorder):
 
 
 def run(path: Path, point: dict[str, Any]) -> dict[str, Any]:
-    """Train one network and return its row."""
+    """Train one network and return its row.
+
+    Args:
+        path: The file of recordings.
+        point: Stage, network, setting and seed.
+    """
     task, setting, seed = make_task(path, point["stage"]), point["setting"], point["seed"]
     epoch = task.training_size // BATCH
     settings = training.TrainConfig(
@@ -123,7 +138,11 @@ def run(path: Path, point: dict[str, Any]) -> dict[str, Any]:
 
 
 def list_points(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the points to run that the rows determine; those of the test once all settings are chosen."""
+    """Yield the points to run that the rows determine; those of the test once all settings are chosen.
+
+    Args:
+        rows: The rows so far.
+    """
     rotating = [{**candidate, "beta": 0.125} for candidate in CANDIDATES]
     for network, settings in (("silif", CANDIDATES), ("spiking-adpt", rotating)):
         yield from ({"stage": "choose", "network": network, "setting": each, "seed": 0} for each in settings)
@@ -142,7 +161,13 @@ def list_points(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def choose_setting(rows: list[dict[str, Any]], network: str, settings: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the setting with the best final accuracy on validation speakers; None if some have not run yet."""
+    """Return the setting with the best final accuracy on validation speakers; None if some have not run yet.
+
+    Args:
+        rows: The rows so far.
+        network: Name of the network.
+        settings: The settings to choose from.
+    """
     found = [find_row(rows, "choose", network, setting) for setting in settings]
     if None in found:
         return None
@@ -150,13 +175,25 @@ def choose_setting(rows: list[dict[str, Any]], network: str, settings: list[dict
 
 
 def find_row(rows: list[dict[str, Any]], stage: str, network: str, setting: Any, seed: int = 0) -> Any:
-    """Return the row of a point; None if it has not run yet."""
+    """Return the row of a point; None if it has not run yet.
+
+    Args:
+        rows: The rows so far.
+        stage: "choose" or "test".
+        network: Name of the network.
+        setting: Hyperparameters by name.
+        seed: Seed of the run.
+    """
     point = {"stage": stage, "network": network, "setting": setting, "seed": seed}
     return next((row for row in rows if all(row[name] == value for name, value in point.items())), None)
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """Print the table of the test results."""
+    """Print the table of the test results.
+
+    Args:
+        rows: The rows so far.
+    """
     print("| network | β | parameters | accuracy | seeds | spikes | additions | K, V MACs | CPU s an epoch |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     groups: dict[str, list[dict[str, Any]]] = {}

@@ -18,7 +18,11 @@ REPEATS = 20
 
 
 def measure_rate(draw: Callable[[], tasks.Batch]) -> float:
-    """Return the tokens (steps, for floating-point inputs) per second of CPU time that `draw` generates."""
+    """Return the tokens (steps, for floating-point inputs) per second of CPU time that `draw` generates.
+
+    Args:
+        draw: Function that generates a batch.
+    """
     draw()
     start, steps = time.process_time(), 0
     for _ in range(REPEATS):

@@ -31,12 +31,15 @@ class MadTask(GeneratedTask):
         GeneratedTask.__post_init__(self)
 
     def check_noise(self, noise: float, noise_vocabulary: int) -> None:
-        """Raise `SpecError` unless `noise` is a fraction and has tokens to draw from."""
+        """Raise `SpecError` unless `noise` is a fraction and has tokens to draw from.
+
+        Args:
+            noise: Fraction of the tokens that are noise.
+            noise_vocabulary: Number of tokens reserved for noise.
+        """
         check_fraction(self, below="at 1 nothing but noise would be left", noise=noise)
         if isinstance(noise_vocabulary, bool) or not isinstance(noise_vocabulary, int) or noise_vocabulary < 0:
-            raise SpecError(
-                f"{type(self).__name__}(noise_vocabulary={noise_vocabulary!r}): must be a whole number from 0."
-            )
+            raise SpecError(f"{type(self).__name__}(noise_vocabulary={noise_vocabulary!r}): must be an integer >= 0.")
         if noise and not noise_vocabulary:
             raise SpecError(
                 f"{type(self).__name__}(noise={noise}, noise_vocabulary=0): noise needs tokens. "
@@ -44,7 +47,12 @@ class MadTask(GeneratedTask):
             )
 
     def check_vocabulary(self, tokens: int, what: str) -> None:
-        """Raise `SpecError` unless the vocabulary has at least `tokens` tokens, which `what` describes."""
+        """Raise `SpecError` unless the vocabulary has at least `tokens` tokens, which `what` describes.
+
+        Args:
+            tokens: The smallest vocabulary.
+            what: What needs it, for the message.
+        """
         if self.vocabulary < tokens:
             raise SpecError(
                 f"{type(self).__name__}(vocabulary={self.vocabulary}): {what} need at least {tokens} tokens."

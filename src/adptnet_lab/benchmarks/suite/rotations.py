@@ -11,8 +11,8 @@ from torch import Tensor
 from adptnet.ops._linalg import solve_linear
 from adptnet.ops.plane_rotation import cayley, exponential, plane_rotation, skew
 
+from ..benchmark import Benchmark, Case, Size
 from ..goals import Goal
-from ..subject import Case, Size, Subject
 from ..timing import Side
 
 __all__ = ["ROTATIONS"]
@@ -185,7 +185,7 @@ def _make_case(size: Size, fast: bool) -> Case:
     return Case(sides, goals, numbers)
 
 
-ROTATIONS = Subject(
+ROTATIONS = Benchmark(
     "The paper's ways to compute Q Λ̄ Q' x (2 x 2 core, Woodbury, dense Cayley, matrix_exp): cost and rounding error.",
     tuple(Size(1, 1024, n) for n in (16, 64, 256)),
     (Size(1, 128, 32),),

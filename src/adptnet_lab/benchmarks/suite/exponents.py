@@ -7,8 +7,8 @@ from adptnet import analysis
 from adptnet.analysis.lyapunov import random_frame
 from adptnet.nn import ADPTNet
 
+from ..benchmark import Benchmark, Case, Size
 from ..goals import Goal
-from ..subject import Case, Size, Subject
 from ..timing import Side
 
 __all__ = ["EXPONENTS"]
@@ -86,7 +86,7 @@ def _make_sides(name: str, layer: ADPTNet, x: Tensor, few: int) -> list[Side]:
     ]
 
 
-EXPONENTS = Subject(
+EXPONENTS = Benchmark(
     "All Lyapunov exponents of a layer, against jacrev with a QR at every step.",
     (Size(1, 4096, 128),),
     (Size(1, 256, 16),),

@@ -8,8 +8,8 @@ from torch import nn
 from adptnet import conjugates
 from adptnet.nn import ADPTNet
 
+from ..benchmark import STANDARD_SIZES, Benchmark, Case, Size
 from ..goals import Goal
-from ..subject import STANDARD_SIZES, Case, Size, Subject
 from ..timing import Side
 
 __all__ = ["LAYERS"]
@@ -55,7 +55,7 @@ def _make_goal(name: str, kind: str, at_most: float, claim: str | None = None) -
     )
 
 
-LAYERS = Subject(
+LAYERS = Benchmark(
     "A layer with its input projection, forward and training, against torch's recurrent layers and a diagonal SSM.",
     STANDARD_SIZES,
     (Size(1, 512, 64), Size(8, 128, 128)),

@@ -1,7 +1,7 @@
 """State dimensions that are not multiples of 16, against the next multiple."""
 
+from ..benchmark import Benchmark, Case, Size
 from ..goals import Goal
-from ..subject import Case, Size, Subject
 from ..timing import Side
 from .workload import RecurrenceWorkload
 
@@ -27,7 +27,7 @@ def _make_case(size: Size, fast: bool) -> Case:
     return Case(sides, goals)
 
 
-WIDTHS = Subject(
+WIDTHS = Benchmark(
     "The fused recurrence at widths that are not multiples of 16, against the next multiple.",
     tuple(Size(batch, steps, n) for batch, steps in ((1, 4096), (16, 512)) for n in (50, 97, 200)),
     tuple(Size(16, 64, n) for n in (50, 97, 200)),

@@ -6,8 +6,8 @@ from functools import partial
 
 from adptnet.errors import InputError
 
+from ..benchmark import Benchmark, Case, Size
 from ..goals import Goal, Measurements, fit_slope, largest_doubling
-from ..subject import Case, Size, Subject
 from ..timing import Side
 from .workload import RecurrenceWorkload
 
@@ -64,7 +64,7 @@ def _format_size(size: Size) -> str:
     return ",".join(map(str, size))
 
 
-GROWTH_TIME = Subject(
+GROWTH_TIME = Benchmark(
     "The fused recurrence at seven lengths, each twice the one before (1k to 64k steps at the default sizes).",
     (Size(1, 65536, 64), Size(8, 65536, 64)),
     (Size(1, 4096, 64),),
@@ -72,7 +72,7 @@ GROWTH_TIME = Subject(
     lambda size, fast: _make_case("steps", size, DOUBLINGS),
     threads=(1,),
 )
-GROWTH_BATCH = Subject(
+GROWTH_BATCH = Benchmark(
     "The fused recurrence at batch sizes from one sequence up, each twice the one before.",
     (Size(512, 4096, 64), Size(512, 128, 128)),
     (Size(32, 64, 64),),

@@ -1,6 +1,6 @@
-"""The subjects of `adptnet bench`, by name."""
+"""The benchmarks of `adptnet bench`, by name."""
 
-from ..subject import Subject
+from ..benchmark import Benchmark
 from .auto import AUTO
 from .exponents import EXPONENTS
 from .growth import GROWTH_BATCH, GROWTH_TIME
@@ -13,9 +13,9 @@ from .scans import SCANS
 from .solvers import SOLVERS
 from .widths import WIDTHS
 
-__all__ = ["SUBJECTS"]
+__all__ = ["BENCHMARKS"]
 
-SUBJECTS: dict[str, Subject] = {
+BENCHMARKS: dict[str, Benchmark] = {
     "recurrence": RECURRENCE,
     "loops": LOOPS,
     "layers": LAYERS,

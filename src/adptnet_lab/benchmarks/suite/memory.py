@@ -3,8 +3,8 @@
 import subprocess
 import sys
 
+from ..benchmark import Benchmark, Case, Size
 from ..goals import Goal
-from ..subject import Case, Size, Subject
 from .peak_memory import KINDS
 
 __all__ = ["MEMORY"]
@@ -25,7 +25,7 @@ def _make_case(size: Size, fast: bool) -> Case:
     return Case((), [goal], numbers, skipped)
 
 
-MEMORY = Subject(
+MEMORY = Benchmark(
     "Peak memory of a training step beyond drive and upstream gradient, in trajectories of the state.",
     (Size(16, 4096, 64), Size(64, 1024, 128)),
     (Size(4, 512, 64),),

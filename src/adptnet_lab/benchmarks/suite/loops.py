@@ -10,8 +10,8 @@ from adptnet.ops import _build
 from adptnet.ops.adpt_scan import Constants
 from adptnet.ops.adpt_scan.reference import adpt_scan as loop
 
+from ..benchmark import STANDARD_SIZES, Benchmark, Case, Size
 from ..goals import Goal
-from ..subject import STANDARD_SIZES, Case, Size, Subject
 from ..timing import Side
 from .workload import RecurrenceWorkload, use_reference_backend
 
@@ -78,7 +78,7 @@ def _compile_loop() -> Callable[..., Tensor]:
     return run
 
 
-LOOPS = Subject(
+LOOPS = Benchmark(
     "The fused recurrence against the eager loop that defines it, with and without torch.compile of its step.",
     STANDARD_SIZES,
     (Size(1, 256, 64), Size(8, 128, 128)),

@@ -1,4 +1,4 @@
-"""The recurrence that the benchmarks of the operation itself run: the same at every size and in every subject."""
+"""The recurrence that the benchmarks of the operation itself run: the same at every size and in every benchmark."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adptnet.ops.adpt_scan import DENSE, Constants, Form, adpt_scan, cpu
 
-from ..subject import Size
+from ..benchmark import Size
 
 __all__ = ["RecurrenceWorkload", "use_reference_backend"]
 

@@ -7,8 +7,8 @@ import torch
 from adptnet import solvers
 from adptnet.nn import ADPTNet
 
+from ..benchmark import Benchmark, Case, Size
 from ..goals import Goal
-from ..subject import Case, Size, Subject
 from ..timing import Side
 from .workload import use_reference_backend
 
@@ -95,7 +95,7 @@ def _run_reference(run: Callable[[], object]) -> None:
         run()
 
 
-SOLVERS = Subject(
+SOLVERS = Benchmark(
     "Parallel solvers against the fused sequential loop, at the default initialisation.",
     tuple(Size(*s) for s in [(1, 1024, 64), (8, 1024, 64), (1, 1024, 256), (1, 512, 512)]),
     (Size(1, 128, 32),),

@@ -1,6 +1,6 @@
 """Run one training step and print its peak memory in bytes, minus the memory in use just before it.
 
-python -m adptnet_lab.benchmarks.subjects.peak_memory lean 16 4096 64
+python -m adptnet_lab.benchmarks.suite.peak_memory lean 16 4096 64
 """
 
 import functools
@@ -15,7 +15,7 @@ from adptnet import solvers
 from adptnet.nn import ADPTNet
 from adptnet.ops.adpt_scan.reference import adpt_scan as loop
 
-from ..subject import Size
+from ..benchmark import Size
 from .workload import RecurrenceWorkload
 
 __all__ = ["KINDS", "main"]

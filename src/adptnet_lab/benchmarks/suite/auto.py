@@ -13,8 +13,8 @@ from adptnet import conjugates, solvers
 from adptnet.nn import ADPTNet
 from adptnet.solvers.auto import BLOCK
 
+from ..benchmark import Benchmark, Case, Size
 from ..goals import Goal, Measurements
-from ..subject import Case, Size, Subject
 from ..timing import Side
 from .workload import use_reference_backend
 
@@ -67,7 +67,7 @@ def _make_case(size: Size, fast: bool) -> Case:
     return Case(sides, goals, numbers)
 
 
-AUTO = Subject(
+AUTO = Benchmark(
     "Training by the sequential loop and by Conv-DEER in blocks of 1024, and the choice of solvers.Auto.",
     tuple(
         Size(*s)

@@ -9,9 +9,9 @@ from torch import Tensor
 from adptnet.ops.linear_scan import chunked, linear_scan
 from adptnet.ops.lti_convolution import lti_convolution
 
+from ..benchmark import Benchmark, Case, Size
 from ..goals import Goal
 from ..machine import last_cache_size
-from ..subject import Case, Size, Subject
 from ..timing import Side
 
 __all__ = ["SCANS"]
@@ -90,7 +90,7 @@ def _make_accelerated_scan(transition: Tensor, offset: Tensor, skipped: dict[str
     return run
 
 
-SCANS = Subject(
+SCANS = Benchmark(
     "The diagonal scan compared with copy_ of the same bytes and with other implementations of the same recurrence.",
     tuple(Size(*s) for s in [(64, 4096, 128), (512, 1024, 64), (1, 524288, 64), (1000, 335, 100), (8, 1024, 128)]),
     (Size(8, 256, 64),),

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from adptnet.ops.linear_scan import linear_scan
 
+from ..benchmark import STANDARD_SIZES, Benchmark, Case, Size
 from ..goals import Goal, Measurements
-from ..subject import STANDARD_SIZES, Case, Size, Subject
 from ..timing import Side
 from .workload import RecurrenceWorkload
 
@@ -83,7 +83,7 @@ def _training_products(measured: Measurements) -> float:
     return _forward_products(measured) + _faster_products(measured, "backward") + _faster_products(measured, "weights")
 
 
-RECURRENCE = Subject(
+RECURRENCE = Benchmark(
     "The fused recurrence, forward and training, against the faster of our tiles and torch.mm on the same products.",
     STANDARD_SIZES,
     (Size(1, 2048, 64), Size(8, 128, 128)),

@@ -1,4 +1,4 @@
-"""Benchmarks: the programs that are compared, and the sizes at which they are measured."""
+"""A benchmark: the functions that it compares, the goals on their times, and the sizes at which they are timed."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from adptnet.errors import InputError
 from .goals import Goal
 from .timing import Side
 
-__all__ = ["STANDARD_SIZES", "Case", "Size", "Subject", "parse_size"]
+__all__ = ["STANDARD_SIZES", "Benchmark", "Case", "Size", "parse_size"]
 
 
 class Size(NamedTuple):
@@ -42,24 +42,24 @@ def parse_size(text: str) -> Size:
         text: The size as text.
 
     Raises:
-        InputError: The text is not three whole numbers from 1.
+        InputError: The text is not three integers >= 1.
     """
     try:
         numbers = [int(number) for number in text.split(",")]
     except ValueError:
         numbers = []
     if len(numbers) != 3 or min(numbers) < 1:
-        raise InputError(f"--sizes {text}: a size is batch,steps,state, whole numbers from 1, such as 8,1024,128.")
+        raise InputError(f"--sizes {text}: a size is batch,steps,state, integers >= 1, such as 8,1024,128.")
     return Size(*numbers)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A subject at one size.
+    """A benchmark at one size, with the tensors allocated: the functions to time and the goals on their times.
 
     Attributes:
-        sides: The programs to time in turn.
-        goals: What is expected of them.
+        sides: The functions to time in turn.
+        goals: Bounds on ratios of their times, or on `numbers`.
         numbers: Measured values other than times, such as bytes, errors and iteration counts, by name.
         skipped: Sides that cannot be run here, and why.
     """
@@ -71,15 +71,15 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Subject:
-    """Programs that are compared with each other.
+class Benchmark:
+    """One entry of the suite, such as `rotations`: a comparison of functions (`Side`) that is timed at several sizes.
 
     Attributes:
-        about: What is compared with what.
+        about: One sentence that says what is compared with what.
         sizes: The sizes to measure at.
         fast_sizes: The sizes to measure at with --fast.
         operations: Operations that are checked against their references first; if a check fails, nothing is timed.
-        make_case: Function of a size and `fast` that returns the case; if `fast` is True, programs that take minutes
+        make_case: Function of a size and `fast` that returns the case; if `fast` is True, functions that take minutes
             are left out.
         threads: Thread counts this benchmark supports; None for any. If none of the requested ones is supported, one
             thread is used.
