@@ -5,12 +5,20 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .._typing import Positions, Vector
+from .._typing import Matrix, Positions, Vector
 from ..errors import IncompatibleError
+from ..ops._torch_state import has_dispatch_mode, is_transformed
+from ..recurrence.projections.base import is_hooked
+from ..recurrence.spectra import BlockDiagonal
 from ..spec import check_size
 from .base import Cell
+from .fused import has_stock_step
+from .torch_jacobian import compute_jacobian, compute_jacobian_diagonal
+from .torch_scan import run_layer
 
 __all__ = ["FunctionCell", "TorchCell", "from_function", "from_torch"]
+
+_STOCK = (nn.RNNCell, nn.GRUCell, nn.LSTMCell)
 
 
 def from_torch(cell: nn.RNNCellBase) -> Cell:
@@ -22,7 +30,7 @@ def from_torch(cell: nn.RNNCellBase) -> Cell:
     Raises:
         IncompatibleError: `cell` is not one of the three.
     """
-    if not isinstance(cell, (nn.RNNCell, nn.GRUCell, nn.LSTMCell)):
+    if not isinstance(cell, _STOCK):
         raise IncompatibleError(
             f"from_torch takes an nn.RNNCell, nn.GRUCell or nn.LSTMCell; got {type(cell).__name__}. "
             "For anything else: cells.from_function(lambda state, input: ..., state_size=n)."
@@ -32,6 +40,9 @@ def from_torch(cell: nn.RNNCellBase) -> Cell:
 
 class TorchCell(Cell):
     """A cell of `torch.nn`.
+
+    Jacobians are computed in closed form and sequential runs by torch's own layer, unless the module is of a subclass,
+    parametrized or hooked: then every step calls it.
 
     Args:
         cell: The module.
@@ -57,8 +68,44 @@ class TorchCell(Cell):
             flat = self.cell(inputs, flat)
         return flat.reshape(state.shape)
 
+    def scan(
+        self,
+        drive: Tensor,
+        state: Tensor,
+        *,
+        reset: Tensor | None = None,
+        lengths: Tensor | None = None,
+        lean: bool = False,
+    ) -> Tensor | None:
+        tensors = (drive, state, *self.cell.parameters())
+        recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        if drive.device.type != "cpu" or (recorded and lean) or not drive.numel() or not self._is_stock():
+            return None
+        if has_dispatch_mode() or is_transformed(*tensors):
+            return None
+        return run_layer(self.cell, drive, state, reset, lengths)
+
+    def jacobian(self, state: Vector, drive: Tensor) -> Matrix:
+        if not self._is_stock():
+            return super().jacobian(state, drive)
+        return compute_jacobian(self.cell, state, drive)
+
+    def jacobian_blocks(self, state: Vector, drive: Tensor) -> BlockDiagonal:
+        if not self._is_stock():
+            return super().jacobian_blocks(state, drive)
+        return BlockDiagonal(compute_jacobian_diagonal(self.cell, state, drive))
+
     def output(self, state: Tensor) -> Tensor:
         return state[..., : self.cell.hidden_size]
+
+    def _is_stock(self) -> bool:
+        """Return whether a step is that of the class in `torch.nn`, so that the module need not be called."""
+        cell = self.cell
+        if type(cell) not in _STOCK or is_hooked(cell) or cell._forward_pre_hooks:
+            return False
+        if isinstance(cell, nn.RNNCell) and cell.nonlinearity not in ("tanh", "relu"):
+            return False
+        return has_stock_step(self, TorchCell)
 
 
 def from_function(function: Callable[[Tensor, Tensor], Tensor], state_size: int, input_size: int | None = None) -> Cell:

@@ -90,7 +90,7 @@ class FullJacobian(Linearization):
 
 
 class JacobianDiagonal(Linearization):
-    """A = diag J_t (Quasi-DEER): in closed form for ADPT cells, otherwise by n exact directional derivatives.
+    """A = diag J_t (Quasi-DEER): closed form for ADPT cells and torch.nn cells, else n exact directional derivatives.
 
     Args:
         probes: If given, estimate the diagonal from this many random sign vectors z as the mean of z ⊙ J z
