@@ -217,7 +217,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 class _Entry(NamedTuple):
-    """What is known of a layer: its structure, and its preparation if the compiled call supports it."""
+    """Record of a layer: its structure, and its preparation if the compiled call supports it."""
 
     watch: ModuleWatch
     prepared: PreparedLayer | None

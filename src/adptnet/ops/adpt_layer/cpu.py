@@ -27,8 +27,8 @@ class _Layer(ctypes.Structure):
         ("spike_threshold", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in _POINTERS.split(" ")),
         ("source_count", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in "sources source_bytes source_copies".split(" ")),
-        *((name, ctypes.c_void_p) for name in "drive states final outputs workspace".split(" ")),
+        *((name, ctypes.c_void_p) for name in ["sources", "source_bytes", "source_copies"]),
+        *((name, ctypes.c_void_p) for name in ["drive", "states", "final", "outputs", "workspace"]),
     )
 
 
