@@ -25,6 +25,7 @@ from ..solvers.adjoints import Adjoint, Unrolled
 from ..solvers.parallel import Parallel
 from ..spec import ModuleSpec, check_kind, reject_unknown, reset_from_spec, spec
 from .packing import check_padded, run_packed, run_ragged
+from .short_calls import run_short_call
 
 __all__ = ["ADPTNet", "LayerSpec", "Recurrent", "RecurrentLayer"]
 
@@ -149,6 +150,11 @@ class RecurrentLayer(nn.Module, abc.ABC):
         if isinstance(x, Proxy):
             run = {"lengths": lengths, "reset": reset, "cu_seqlens": cu_seqlens, "dt": dt, "beta": beta}
             return record_call(self, x, state, run, solver=solver, adjoint=adjoint)
+        plain = lengths is None and reset is None and cu_seqlens is None and dt is None and beta is None
+        if plain and solver is None and adjoint is None and self._is_plain_sequence(x):
+            done = run_short_call(self, x, state)
+            if done is not None:
+                return done
         if isinstance(x, PackedSequence):
             _check_exclusive("a PackedSequence", lengths=lengths, reset=reset, cu_seqlens=cu_seqlens)
             _check_no_dt(dt)
@@ -187,6 +193,10 @@ class RecurrentLayer(nn.Module, abc.ABC):
                 f"step takes one time step, (batch, {self.width}) or ({self.width},); got {tuple(x.shape)}. "
                 "For a whole sequence call the layer itself."
             )
+        if dt is None and beta is None and x.dim() == 2:
+            done = run_short_call(self, x, state)
+            if done is not None:
+                return done
         cell = self.cell.with_arguments(dt=None if dt is None else torch.as_tensor(dt).unsqueeze(-1), beta=beta)
         outputs, final = self._run(cell, x.unsqueeze(-2), state, None, None, Sequential(), None)
         return outputs.squeeze(-2), final
@@ -296,6 +306,11 @@ class RecurrentLayer(nn.Module, abc.ABC):
             shown = self.cell.output(solution.states)
             outputs = shown if self.readout is None else apply_map(self.readout, shown)
         return outputs.to(x.dtype), ADPTState(solution.final, solution.position)
+
+    def _is_plain_sequence(self, x: Any) -> bool:
+        """Return whether `x` is a padded batch, batch first, that the default solver runs step by step."""
+        is_batch = isinstance(x, Tensor) and not x.is_nested and x.dim() == 3 and self.batch_first
+        return is_batch and type(self.solver) is Sequential and self.adjoint is None
 
     def _check_shape(self, x: Tensor) -> None:
         check_padded(x)

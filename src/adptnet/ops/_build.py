@@ -44,7 +44,7 @@ __all__ = [
 # No -ffast-math: GCC would link start-up code that flushes denormals to zero in the whole process.
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS += ["-ffp-contract=fast", "-fopenmp-simd", "-falign-loops=64"]
-OPERATIONS = ["adpt_scan", "adpt_step", "linear_scan", "matrix_chain", "plane_rotation"]
+OPERATIONS = ["adpt_layer", "adpt_scan", "adpt_step", "linear_scan", "matrix_chain", "plane_rotation"]
 SCALAR_TYPES = ["float", "double"]
 # Environment variables that make a compiler search for headers, libraries or programs elsewhere; an empty entry in most
 # of them means the current folder. The kernels need only the compiler's own.

@@ -1,0 +1,181 @@
+"""The CPU kernel of `adpt_layer`: the ctypes structure of a call, filled once and used for every call of a layer."""
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _buffers, _build
+from ..adpt_scan import Form, RetractionKind
+from .form import LayerVectors, LayerWeights
+
+__all__ = ["LayerCall", "has_kernel"]
+
+_SCALARS = {torch.float32: "float", torch.float64: "double"}
+_INTEGERS = "batch steps width heads size output_width complex_pairs rotates source retraction rotation_aware"
+_POINTERS = "x initial input_weight input_bias gain_real gain_imag real imag beta directions direction_biases"
+_POINTERS += " readout_weight readout_bias"
+
+
+class _Layer(ctypes.Structure):
+    """Mirror of `struct Layer` in kernel.cpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in _INTEGERS.split(" ")),
+        ("spike_threshold", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in _POINTERS.split(" ")),
+        ("source_count", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ["sources", "source_bytes", "source_copies"]),
+        *((name, ctypes.c_void_p) for name in ["drive", "states", "final", "outputs", "workspace"]),
+    )
+
+
+def has_kernel(dtype: torch.dtype) -> bool:
+    """Return whether there is a kernel for `dtype`. The first call builds it.
+
+    Args:
+        dtype: The dtype of the parameters.
+    """
+    return dtype in _SCALARS and _build.kernels_enabled() and _build.load("adpt_layer", _SCALARS[dtype]) is not None
+
+
+class LayerCall:
+    """A layer prepared for short calls. It is not safe for use by several threads at once.
+
+    All tensors are contiguous CPU tensors of one dtype, for which `has_kernel` is True. The weights and the sources are
+    read at every call; `is_valid` says if they still have the memory they had here.
+
+    Args:
+        form: The form of the recurrence: not `directions_in_drive`, `beta_in_drive`, `dot` or `norm_epsilon`.
+        weights: The matrices.
+        vectors: The evaluated vectors.
+        sources: The parameters that `vectors` was evaluated from.
+    """
+
+    def __init__(self, form: Form, weights: LayerWeights, vectors: LayerVectors, sources: list[Tensor]):
+        self.dtype = weights.input_weight.dtype
+        library = _declare_functions(_build.load("adpt_layer", _SCALARS[self.dtype]))
+        self._run = library.adpt_layer_forward
+        size, width = weights.input_weight.shape
+        self.state_size = size
+        self.input_size = width
+        self.output_size = size if weights.readout_weight is None else weights.readout_weight.shape[0]
+        self._memory = [*weights.tensors(), *sources]
+        # A tensor whose storage was replaced cannot get the same address again while these views are alive.
+        self._views = [t.detach() for t in self._memory]
+        self._addresses = [t.data_ptr() for t in self._memory]
+        self._dtypes = [t.dtype for t in self._memory]
+        directions, biases = _pointers(weights.directions), _pointers(weights.direction_biases)
+        self._sources = sources
+        source_addresses = _pointers(sources)
+        source_bytes = (ctypes.c_int64 * len(sources))(*(t.nbytes for t in sources))
+        self._arrays = directions, biases, source_addresses, source_bytes
+        self._call = _Layer(
+            width=width,
+            heads=form.heads,
+            size=size // form.heads,
+            output_width=self.output_size,
+            complex_pairs=vectors.imag is not None,
+            rotates=bool(weights.directions),
+            source=int(form.source),
+            retraction=int(form.retraction),
+            rotation_aware=form.rotation_aware
+            and form.retraction in (RetractionKind.EXPONENTIAL, RetractionKind.CAYLEY),
+            spike_threshold=form.spike_threshold,
+            input_weight=weights.input_weight.data_ptr(),
+            input_bias=_address(weights.input_bias),
+            directions=ctypes.addressof(directions),
+            direction_biases=ctypes.addressof(biases) if weights.direction_biases else None,
+            readout_weight=_address(weights.readout_weight),
+            readout_bias=_address(weights.readout_bias),
+            source_count=len(sources),
+            sources=ctypes.addressof(source_addresses),
+            source_bytes=ctypes.addressof(source_bytes),
+        )
+        self._reference = ctypes.byref(self._call)
+        self.set_vectors(vectors)
+        workspace = _buffers.Block(library.adpt_layer_workspace(self._reference))
+        self._call.workspace = workspace.address
+        self._workspace = workspace
+        self._scratch: tuple[int, int] = 0, 0
+        self._drive = self._states = torch.empty(0, dtype=self.dtype, device="cpu")
+
+    def set_vectors(self, vectors: LayerVectors) -> None:
+        """Replace the evaluated vectors by those of the present values of the sources.
+
+        Args:
+            vectors: The evaluated vectors.
+        """
+        real, imag, gain_real, gain_imag, beta = (None if t is None else t.detach().contiguous() for t in vectors)
+        kept = real, _negate_first_of_pairs(imag), gain_real, _negate_first_of_pairs(gain_imag), beta
+        copies = b"".join(ctypes.string_at(t.data_ptr(), t.nbytes) for t in self._sources)
+        self._kept = kept, copies  # keeps the memory alive
+        call = self._call
+        call.real, call.imag, call.gain_real, call.gain_imag, call.beta = map(_address, kept)
+        call.source_copies = ctypes.cast(ctypes.c_char_p(copies), ctypes.c_void_p)
+
+    def is_valid(self) -> bool:
+        """Return whether all parameters are still at the addresses that a call reads."""
+        memory = self._memory
+        return (
+            [t.data_ptr() for t in memory] == self._addresses
+            and [t.dtype for t in memory] == self._dtypes
+            and False not in [t.is_contiguous() for t in memory]
+        )
+
+    def run(self, x: Tensor, initial: Tensor | None, final: Tensor) -> Tensor | None:
+        """Run the layer.
+
+        Args:
+            x: (batch, steps, width), contiguous; (batch, width) for one step.
+            initial: The state before the first step, (batch, n), contiguous; None for zeros.
+            final: Receives the state after the last step, (batch, n); may be `initial`.
+
+        Returns:
+            The outputs, shaped as `x` but for the last dimension; None if a source has changed, which means that
+            `set_vectors` must be called first.
+        """
+        call = self._call
+        shape = x.shape
+        batch, steps = shape[0], shape[1] if len(shape) == 3 else 1
+        if self._scratch != (batch, steps):
+            self._scratch = call.batch, call.steps = batch, steps
+            rows = batch * steps * self.state_size
+            self._drive = torch.empty(rows, dtype=self.dtype, device="cpu")
+            call.drive = self._drive.data_ptr()
+            if call.readout_weight:
+                self._states = torch.empty(rows, dtype=self.dtype, device="cpu")
+                call.states = self._states.data_ptr()
+        outputs = torch.empty((*shape[:-1], self.output_size), dtype=self.dtype, device="cpu")
+        call.x = x.data_ptr()
+        call.initial = None if initial is None else initial.data_ptr()
+        call.final = final.data_ptr()
+        call.outputs = outputs.data_ptr()
+        if not call.readout_weight:
+            call.states = call.outputs
+        return outputs if self._run(self._reference) else None
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _pointers(tensors: Any) -> Any:
+    return (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
+
+
+def _negate_first_of_pairs(imag: Tensor | None) -> Tensor | None:
+    """Return `imag` as the kernel multiplies it with swapped pairs: negated in the first entry of each pair."""
+    return None if imag is None else torch.stack((-imag[::2], imag[1::2]), -1).flatten()
+
+
+@functools.cache
+def _declare_functions(library: Any) -> Any:
+    library.adpt_layer_layout.restype = library.adpt_layer_workspace.restype = ctypes.c_int64
+    library.adpt_layer_forward.restype = ctypes.c_int64
+    for function in (library.adpt_layer_workspace, library.adpt_layer_forward):
+        function.argtypes = [ctypes.POINTER(_Layer)]
+    assert library.adpt_layer_layout() == ctypes.sizeof(_Layer)
+    return library
