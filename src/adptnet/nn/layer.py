@@ -151,7 +151,7 @@ class RecurrentLayer(nn.Module, abc.ABC):
             run = {"lengths": lengths, "reset": reset, "cu_seqlens": cu_seqlens, "dt": dt, "beta": beta}
             return record_call(self, x, state, run, solver=solver, adjoint=adjoint)
         plain = lengths is None and reset is None and cu_seqlens is None and dt is None and beta is None
-        if plain and solver is None and adjoint is None and self._is_plain_sequence(x):
+        if plain and solver is None and adjoint is None and isinstance(x, Tensor) and self._is_plain_sequence(x):
             done = run_short_call(self, x, state)
             if done is not None:
                 return done
@@ -307,9 +307,9 @@ class RecurrentLayer(nn.Module, abc.ABC):
             outputs = shown if self.readout is None else apply_map(self.readout, shown)
         return outputs.to(x.dtype), ADPTState(solution.final, solution.position)
 
-    def _is_plain_sequence(self, x: Any) -> bool:
+    def _is_plain_sequence(self, x: Tensor) -> bool:
         """Return whether `x` is a padded batch, batch first, that the default solver runs step by step."""
-        is_batch = isinstance(x, Tensor) and not x.is_nested and x.dim() == 3 and self.batch_first
+        is_batch = not x.is_nested and x.dim() == 3 and self.batch_first
         return is_batch and type(self.solver) is Sequential and self.adjoint is None
 
     def _check_shape(self, x: Tensor) -> None:

@@ -33,6 +33,7 @@ from ..recurrence.projections.heads import Heads
 __all__ = ["ModuleWatch", "PreparedLayer", "find_prepared", "run_short_call"]
 
 MAX_WORK = 16_000_000  # multiplications up to which one thread is faster with unpacked weights
+MAX_STEPS = 16  # longer sequences are computed in the same order with and without autograd, and so round alike
 _GLOBAL_HOOKS = (
     torch_module._global_forward_hooks,
     torch_module._global_forward_pre_hooks,
@@ -158,10 +159,11 @@ def prepare_layer(layer: nn.Module, watch: ModuleWatch) -> PreparedLayer | None:
         return None
     if not all(type(part).__module__.startswith("adptnet.") for part in cell.spectrum.modules()):
         return None
-    weights = _find_weights(cell, layer.readout, rotates=form.rotates and not form.linear)
-    if weights is None:
+    readout: Any = layer.readout
+    weights = _find_weights(cell, readout, rotates=form.rotates and not form.linear)
+    if weights is None or dtype is None or not adpt_layer.has_kernel(dtype):
         return None
-    return PreparedLayer(cell, form, weights) if adpt_layer.has_kernel(dtype) else None
+    return PreparedLayer(cell, form, weights)
 
 
 class _Map(NamedTuple):
@@ -173,7 +175,7 @@ class _Map(NamedTuple):
 
 def _find_map(module: nn.Module) -> _Map | None:
     """Return a dense map as a matrix and a bias; None if the module is anything else."""
-    bias = None
+    bias: Any = None
     if type(module) is Biased:
         module, bias = module.projection, module.bias
     return _Map(module.weight, bias) if type(module) is DenseProjection else None
@@ -269,7 +271,7 @@ def run_short_call(layer: nn.Module, x: Tensor, state: ADPTState | None) -> tupl
     shape = x.shape
     batch, steps = shape[0], shape[1] if len(shape) == 3 else 1
     rows = batch * steps
-    if not rows or rows > MAX_WORK or x.layout is not torch.strided:
+    if not rows or steps > MAX_STEPS or rows > MAX_WORK or x.layout is not torch.strided:
         return None
     prepared = find_prepared(layer)
     if prepared is None or not _build.kernels_enabled() or not prepared.is_short(rows):

@@ -124,7 +124,7 @@ def solve(system: System, guess: Tensor, rule: UpdateRule, tolerance: Tolerance,
 
 @dataclasses.dataclass
 class _Sequences:
-    """What the loop remembers about each sequence that is still iterated, (batch,)."""
+    """Memory of the loop for each sequence that is still iterated, (batch,)."""
 
     strength: Tensor  # of the damping
     residual: Tensor  # of the last iterate

@@ -17,7 +17,7 @@ def general(layer, x, state=None):
 
 
 @pytest.mark.parametrize("axes", list(legal_layers()), ids=str)
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [0, 1, 3])
 def test_a_short_call_equals_the_general_path(axes, batch):
     layer = ADPTNet(**axes, dtype=torch.float64)
     x = torch.randn(batch, 5, axes["width"], dtype=torch.float64)
@@ -31,9 +31,10 @@ def test_a_short_call_equals_the_general_path(axes, batch):
     torch.testing.assert_close(tuple(state), tuple(end), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [1, 7, 64, 97])
-def test_the_default_layer_is_prepared_at_odd_sizes(size):
-    layer, x = ADPTNet(size), torch.randn(9, 2, size)
+def test_the_default_layer_is_prepared_at_odd_sizes(size, dtype):
+    layer, x = ADPTNet(size, dtype=dtype), torch.randn(9, 2, size, dtype=dtype)
     assert short_calls.find_prepared(layer) is not None
     with torch.no_grad():
         torch.testing.assert_close(layer(x)[0], general(layer, x)[0])
@@ -55,3 +56,9 @@ def test_every_change_of_the_layer_is_seen():
         handle.remove()
         layer.half().to(x.dtype)
         torch.testing.assert_close(layer(x)[0], general(layer, x)[0])
+
+
+def test_a_longer_sequence_rounds_as_in_training():
+    layer, x = ADPTNet(8), torch.randn(2, short_calls.MAX_STEPS + 1, 8)
+    with torch.no_grad():
+        assert torch.equal(layer(x)[0], general(layer, x)[0])
