@@ -50,12 +50,12 @@ def rounding_excess(tolerance: Tolerance, dtype: torch.dtype) -> float:
 class Contraction:
     """Estimate of the error of each step, from its change in the next iteration and the rate of convergence.
 
-    If every iteration multiplies the error by θ, the error of an iterate is 1 / (1 - θ) times the change of the next
-    iteration. That holds for every transition, whereas the change alone says nothing if the transition is far from the
-    Jacobian. θ is the rate at which the residual falls. It is measured for each step over the steps up to it, down to
-    the tolerance, or down to rounding if the first iterate was within tolerance. Below that, a fast θ is discarded once
-    the residual rises, because only rounding is left. A slow θ is kept, because residuals of the size of rounding add
-    up as well.
+    If every iteration multiplies the error by θ, the error after the next iteration is θ / (1 - θ) times its change.
+    The estimate is that, or the change itself if larger. It holds for every transition, whereas the change alone says
+    nothing if the transition is far from the Jacobian. θ is the rate at which the residual falls. It is measured for
+    each step over the steps up to it, down to the tolerance, or down to rounding if the first iterate was within
+    tolerance. Below that, a fast θ is discarded once the residual rises, because only rounding is left. A slow θ is
+    kept, because residuals of the size of rounding add up as well.
 
     "Excess" is a residual divided by its tolerance.
 

@@ -273,7 +273,7 @@ class _NewtonLoop:
 
 def _allowed_error(system: System, tolerance: Tolerance, steps: int, dtype: torch.dtype) -> float:
     """Return the error that a converged step may have, in tolerances."""
-    if system.total_steps is None:
+    if not system.total_steps:
         return allowed_drift(tolerance, steps, dtype)
     slack = allowed_drift(tolerance, system.total_steps, dtype)  # a block: the errors of all blocks add up
     return max(slack * math.sqrt(steps / system.total_steps), rounding_excess(tolerance, dtype))
