@@ -14,7 +14,6 @@ import adptnet
 from adptnet._io import cache
 from adptnet.errors import BuildError, IncompatibleError
 from adptnet.ops import _buffers, _build, _trusted_files
-from adptnet_lab import cli
 from support.kernels import SOURCES, needs_compiler, run_python
 
 LAYER = "import torch, adptnet; layer = adptnet.ADPTNet(5, beta=1.0); y, _ = layer(torch.randn(2, 7, 5)); "
@@ -76,18 +75,6 @@ def test_the_backend_variable_disables_the_kernels(monkeypatch, tmp_path):
     monkeypatch.setenv("ADPTNET_BACKEND", "gpu")
     with pytest.raises(IncompatibleError, match="must be auto, cpu or reference"):
         adptnet.backends()
-
-
-@needs_compiler
-def test_kernels_are_built_ahead_from_the_command_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("ADPTNET_CACHE", str(tmp_path))
-    assert cli.main(["kernels", "build"]) == 0
-    built = sorted(tmp_path.glob("*.so"))
-    assert sorted(capsys.readouterr().out.split()) == [str(path) for path in built]
-    assert len(built) == 2 * len(_build.OPERATIONS)
-    assert cli.main(["kernels"]) == 0
-    shown = capsys.readouterr().out
-    assert all(f"{operation}: " in shown for operation in _build.OPERATIONS)
 
 
 def test_a_cache_folder_that_cannot_be_written_is_replaced(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ import pytest
 import adptnet
 import adptnet_lab
 
-PROJECT = Path(__file__).parents[2]
+PROJECT = Path(__file__).parents[1]
 
 PUBLIC = [
     *("ADPTNet", "ADPTState", "Bidirectional", "CoupledADPTNet", "LinearADPTNet", "Recurrent", "SequenceModel"),
