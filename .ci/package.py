@@ -60,7 +60,9 @@ def check_contents(wheel: Path, sdist: Path, stem: str) -> None:
     in_wheel = set(zipfile.ZipFile(wheel).namelist())
     with tarfile.open(sdist) as archive:
         in_sdist = set(archive.getnames())
-    for name in ("py.typed", "__init__.py", "ops/adpt_scan/kernel.cpp"):
+    package = ROOT / "src" / "adptnet"
+    sources = [path for suffix in ("cpp", "h") for path in package.rglob(f"*.{suffix}")]
+    for name in ("py.typed", "__init__.py", *(path.relative_to(package).as_posix() for path in sources)):
         assert f"adptnet/{name}" in in_wheel, f"{wheel.name} lacks adptnet/{name}"
         assert f"{stem}/src/adptnet/{name}" in in_sdist, f"{sdist.name} lacks src/adptnet/{name}"
     for name in ("LICENSE", "README.md", "run.py", "constraints.txt", "tests"):

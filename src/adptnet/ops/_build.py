@@ -44,6 +44,7 @@ __all__ = [
 # No -ffast-math: GCC would link start-up code that flushes denormals to zero in the whole process.
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS += ["-ffp-contract=fast", "-fopenmp-simd", "-falign-loops=64"]
+SOURCES = Path(__file__).parent  # <operation>/csrc, and csrc with the headers that operations share
 OPERATIONS = ["adpt_layer", "adpt_scan", "adpt_step", "linear_scan", "matrix_chain", "plane_rotation"]
 SCALAR_TYPES = ["float", "double"]
 # Environment variables that make a compiler search for headers, libraries or programs elsewhere; an empty entry in most
@@ -161,8 +162,8 @@ def build(operation: str, scalar: str) -> BuiltLibrary:
     Raises:
         BuildError: There is no compiler, or it fails.
     """
-    source = Path(__file__).parent / operation / "kernel.cpp"
-    headers = sorted(source.parent.parent.rglob("*.h"))
+    source = SOURCES / operation / "csrc" / "kernel.cpp"
+    headers = sorted(SOURCES.rglob("*.h"))
     flags = [*FLAGS, f"-DSCALAR={scalar}", *instruction_set()]
     text = b"".join(path.read_bytes() for path in [*headers, source])
     key = hashlib.sha256(text + repr(flags).encode()).hexdigest()[:16]

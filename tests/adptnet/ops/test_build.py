@@ -233,7 +233,8 @@ def run_with_sanitizer(operation, program, folder, *, sanitizer="address", scala
     library = folder / f"{operation}.so"
     shared_flags = [flag for flag in _build.FLAGS if flag != "-O2"]
     command = [*compiler, *shared_flags, *flags, *checks[sanitizer], "-O1", "-g1", f"-DSCALAR={scalar}"]
-    subprocess.run([*command, "-o", library, SOURCES / operation / "kernel.cpp"], check=True, capture_output=True)
+    source = SOURCES / operation / "csrc" / "kernel.cpp"
+    subprocess.run([*command, "-o", library, source], check=True, capture_output=True)
     code = SANITIZED_PROCESS.format(
         operation=operation,
         scalar=scalar,

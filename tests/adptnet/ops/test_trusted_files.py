@@ -461,7 +461,7 @@ def test_the_compiler_takes_nothing_from_the_current_folder_or_its_environment(t
     """Headers that do not compile, and an assembler that creates a marker, lie where the compiler would search."""
     poisoned, marker = tmp_path / "poisoned", tmp_path / "run"
     write_program(poisoned / "as", f'touch "{marker}"; exit 1')
-    for header in ("cmath", "cstdint", "thread", "vector", "vectors.h", "algorithm"):
+    for header in ("cmath", "cstdint", "thread", "vector", "simd.h", "algorithm"):
         (poisoned / header).write_text("#error poisoned\n")
     poisoned.chmod(0o777)
     monkeypatch.chdir(poisoned)

@@ -20,7 +20,7 @@ _POINTERS += " readout_weight readout_bias"
 
 
 class _Layer(ctypes.Structure):
-    """Mirror of `struct Layer` in kernel.cpp, field by field."""
+    """Mirror of `struct Layer` in csrc/kernel.cpp, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in _INTEGERS.split(" ")),

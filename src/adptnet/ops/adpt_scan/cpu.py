@@ -16,7 +16,7 @@ __all__ = ["Inputs", "Plan", "backward", "forward", "has_kernel", "make_plan", "
 
 # Sequences per tile: two register tiles of four rows, two of six rows, and the largest tile.
 TILE_OF_EIGHT, TILE_OF_TWELVE, LARGEST_TILE = 8, 12, 64
-DOT_COUNT = 16  # dot products saved per row, beside its projections: `dot_count` in rotation.h
+DOT_COUNT = 16  # dot products saved per row, beside its projections: `dot_count` in plane.h
 SMALL_SIZE = 256  # state dimension up to which K and V fit well into the L2 cache
 MAX_PLANS = 64  # call signatures whose plans are cached
 MIN_WORK_PER_THREAD = 1_000_000  # multiplications
@@ -35,7 +35,7 @@ Inputs: TypeAlias = Sequence[Any]  # drive, state, constants, reset, lengths, fa
 
 
 class _Scan(ctypes.Structure):
-    """Mirror of `struct Scan` in kernel.cpp, field by field."""
+    """Mirror of `struct Scan` in csrc/kernel.cpp, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in _INTEGERS.split(" ")),

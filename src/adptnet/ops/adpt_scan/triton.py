@@ -41,7 +41,7 @@ def unit(x):
 
 @triton.jit
 def coefficients(s, CAYLEY: tl.constexpr):
-    """Return A(s) and B(s), the coefficients of S and S², and their derivatives with respect to s; see rotation.h."""
+    """Return A(s) and B(s), the coefficients of S and S², and their derivatives with respect to s; see csrc/plane.h."""
     if CAYLEY:
         linear = 1.0 / (1.0 + s / 4)
         quadratic = linear / 2

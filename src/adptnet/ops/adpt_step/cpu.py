@@ -25,7 +25,7 @@ _POINTERS += " residual excess scale move jacobians workspace"
 
 
 class _Step(ctypes.Structure):
-    """Mirror of `struct Step` in kernel.cpp, field by field."""
+    """Mirror of `struct Step` in csrc/kernel.cpp, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in _INTEGERS.split(" ")),

@@ -29,7 +29,7 @@ _POINTERS += " transition_gradients transition_sums"
 
 
 class _Scan(ctypes.Structure):
-    """Mirror of `struct Scan` in kernel.cpp, field by field."""
+    """Mirror of `struct Scan` in csrc/kernel.cpp, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in _INTEGERS.split(" ")),

@@ -19,7 +19,7 @@ _POINTERS = "matrices frame out workspace"
 
 
 class _Chain(ctypes.Structure):
-    """Mirror of `struct Chain` in kernel.cpp, field by field."""
+    """Mirror of `struct Chain` in csrc/kernel.cpp, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in _INTEGERS.split(" ")),

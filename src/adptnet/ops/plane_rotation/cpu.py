@@ -19,7 +19,7 @@ _POINTERS = f"{_INPUTS} rotated gradients {' '.join(f'{name}_gradients' for name
 
 
 class _Rotation(ctypes.Structure):
-    """Mirror of `struct Rotation` in kernel.cpp, field by field."""
+    """Mirror of `struct Rotation` in csrc/kernel.cpp, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "size", "threads")),

@@ -1,11 +1,11 @@
-// The ADPT recurrence, forward and backward, for float and double. The derivation is in the README beside this file.
+// The ADPT recurrence, forward and backward, for float and double. The derivation is in ../README.md.
 //
 // A task is one head of a tile of sequences. It runs all steps of these sequences on one thread, so there are no
 // barriers. In the memory of a task, state vectors are padded with zeros to `pad` entries, a whole number of panels.
 // Tensors of the caller are not padded, except the saved projections, which only this kernel reads. SIMD uses GCC and
 // Clang vector extensions only.
 //
-// Letters of one row (one sequence at one step), as in the README; see also the legend of rotation.h:
+// Letters of one row (one sequence at one step), as in the README; see also the legend of plane.h:
 //   x, u, L       the state before the step, the drive, the eigenvalues Λ
 //   p, q          the projections K x and V x; after a LayerNorm or a fixed dot product, what replaces them
 //   k, v, c, w    unit key and value, c = k.v, w = v - c k
@@ -21,8 +21,8 @@
 #include <algorithm>
 
 #include "factored.h"
-#include "products.h"
-#include "rotation.h"
+#include "../../csrc/panels.h"
+#include "plane.h"
 
 // Arguments of a call, mirrored field by field in cpu.py. A `void*` points to SCALAR, which is float or double.
 struct Scan {

@@ -1,4 +1,4 @@
-// x_t = a_t x_{t-1} + b_t and its backward, for float and double. The derivation is in the README beside this file.
+// x_t = a_t x_{t-1} + b_t and its backward, for float and double. The derivation is in ../README.md.
 //
 // A task is a range of columns of one sequence and runs all steps on one thread. Columns are independent, so results do
 // not depend on the number of threads. A reverse scan has negative strides in time.
@@ -10,7 +10,7 @@
 //   Part      the last vector of a row, of which only `part` columns exist
 //   s, q      the arguments of the call, `struct Scan`, and the rows of one sequence
 
-#include "../vectors.h"
+#include "../../csrc/simd.h"
 
 // Arguments of a call, mirrored field by field in cpu.py. A `void*` points to SCALAR, which is float or double.
 struct Scan {

@@ -1,6 +1,6 @@
 // A_T ... A_2 A_1 F: a frame of vectors multiplied by a sequence of matrices, for float and double.
 //
-// The frame is stored in panels, the format in which products.h reads its weights, so each product writes what the next
+// The frame is stored in panels, the format in which panels.h reads its weights, so each product writes what the next
 // one reads. Panels are independent: threads share them without synchronisation.
 //
 //   A, F      `matrices` and `frame`
@@ -8,7 +8,7 @@
 //   i, j, l   row, panel, and column within a panel
 //   c         the arguments of the call, `struct Chain`
 
-#include "../adpt_scan/products.h"
+#include "../../csrc/panels.h"
 
 // Arguments of a call, mirrored field by field in cpu.py. A `void*` points to SCALAR, which is float or double.
 struct Chain {

@@ -1,11 +1,11 @@
 // The step f(x) = M(x) x + u of an ADPT recurrence at many known states, for float and double: Jacobians, and a pass of
-// Newton's method over time. The derivation is in the README beside this file.
+// Newton's method over time. The derivation is in ../README.md.
 //
 // States are processed in tiles of consecutive steps, so that K x and V x are one matrix product and the rest of the
-// work stays in cache. State vectors are padded with zeros to `pad` entries, as in ../adpt_scan. Eigenvalues are real;
+// work stays in cache. State vectors are padded with zeros to `pad` entries, as in ../../adpt_scan. Eigenvalues are real;
 // key and value are computed from the state itself.
 //
-// Letters, as in the README and in ../adpt_scan/rotation.h:
+// Letters, as in the README and in ../../adpt_scan/csrc/plane.h:
 //   x, u, L         the state before the step, the drive, the eigenvalues Λ
 //   p, q, k, w, c   K x, V x, the unit key, the part of the unit value orthogonal to k, and k.v
 //   y1 y2 m1 m2     f(x) = L (x + y1 k + y2 w) + m1 k + m2 w + u
@@ -16,8 +16,8 @@
 //   r, t            row of a tile, and step
 //   s               the arguments of the call, `struct Step`
 
-#include "../adpt_scan/products.h"
-#include "../adpt_scan/rotation.h"
+#include "../../csrc/panels.h"
+#include "../../adpt_scan/csrc/plane.h"
 
 // Arguments of a call, mirrored field by field in cpu.py. A `void*` points to SCALAR, which is float or double.
 struct Step {
@@ -27,7 +27,7 @@ struct Step {
   int64_t diagonal;                   // the transition: 0 for the eigenvalues, 1 for the diagonal of M
   int64_t sweep;                      // whether the correction of a tile is propagated into the guess of the next
   int64_t states_batch, drive_batch;  // strides from one sequence to the next
-  double relative, absolute;          // the tolerance, see ../tolerance.py
+  double relative, absolute;          // the tolerance, see ../../tolerance.py
   double scale_decay;                 // factor by which the recent scale decays per step
   const void *real, *weight, *bias, *beta;
   const void *drive, *initial;

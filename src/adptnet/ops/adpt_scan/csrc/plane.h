@@ -1,6 +1,6 @@
 // The rotation of one row (one sequence at one step): its directions, its scalars, and their derivatives.
 //
-// Letters, as in the README beside this file; code writes L for Λ and ww for ω:
+// Letters, as in ../README.md; code writes L for Λ and ww for ω:
 //   x, u         the state before the step, and the drive; x' = Q L Q'x + u is the state after it
 //   L            the eigenvalues: a diagonal, or 2x2 blocks for complex pairs
 //   p, q         the projections K x and V x
@@ -18,7 +18,7 @@
 #include <cmath>
 #include <limits>
 
-#include "../vectors.h"
+#include "../../csrc/simd.h"
 
 namespace {
 

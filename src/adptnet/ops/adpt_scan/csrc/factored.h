@@ -7,7 +7,7 @@
 
 #pragma once
 
-#include "products.h"
+#include "../../csrc/panels.h"
 
 namespace {
 

@@ -10,7 +10,7 @@
 
 #include <algorithm>
 
-#include "../vectors.h"
+#include "simd.h"
 
 namespace {
 

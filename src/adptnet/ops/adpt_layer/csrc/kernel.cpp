@@ -1,11 +1,11 @@
 // A short call of an ADPT layer in one go: drive, recurrence and read-out, for float and double. Forward only.
 //
-// Weights are read as torch stores them, (out, in) in row-major order: packing them, as ../adpt_scan does, costs more
+// Weights are read as torch stores them, (out, in) in row-major order: packing them, as adpt_scan does, costs more
 // than a few steps. Nothing of the size of a matrix is kept between calls, so a weight that changed is always seen. The
 // vectors that are evaluated from other parameters (eigenvalues, gain, beta) come with those parameters (`sources`) and
 // a copy of their bytes: a call whose copy is out of date computes nothing.
 //
-// Letters, as in ../adpt_scan/rotation.h:
+// Letters, as in ../../adpt_scan/csrc/plane.h:
 //   x, u         the state before the step, and the drive
 //   p, q         the projections K x and V x; k and w are unit vectors along p and along the rest of q
 // Sizes and indices:
@@ -13,13 +13,13 @@
 //   r, t, l      sequence, step, and sequence within a group of as many sequences as a SIMD vector has lanes
 //   s            the arguments of the call, `struct Layer`
 
-#include "../adpt_scan/products.h"
-#include "../adpt_scan/rotation.h"
+#include "../../csrc/panels.h"
+#include "../../adpt_scan/csrc/plane.h"
 
 // Arguments of a call, mirrored field by field in cpu.py. A `void*` points to SCALAR, which is float or double.
 struct Layer {
   int64_t batch, steps, width, heads, size, output_width;  // size: state dimension of one head
-  int64_t complex_pairs, rotates, source, retraction, rotation_aware;  // booleans, and the enums of ../adpt_scan/form.py
+  int64_t complex_pairs, rotates, source, retraction, rotation_aware;  // booleans, and the enums of adpt_scan/form.py
   double spike_threshold;
   const void *x, *initial;                                             // initial: null for zeros
   const void *input_weight, *input_bias, *gain_real, *gain_imag;       // (n, width), (n); imaginary parts and biases may

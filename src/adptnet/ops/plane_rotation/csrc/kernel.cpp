@@ -8,7 +8,7 @@
 //   mu, nu       y = x + mu k + nu o with mu = kappa (k.x) + sigma (o.x), nu = rho (o.x) - sigma (k.x)
 //   g..          the gradient with respect to ..; g itself is that with respect to y
 
-#include "../vectors.h"
+#include "../../csrc/simd.h"
 
 // Arguments of a call, mirrored field by field in cpu.py. A `void*` points to SCALAR, which is float or double.
 struct Rotation {
