@@ -102,6 +102,10 @@ class RotatedConjugate(Conjugate):
         return x
 
     def diagonal(self) -> Vector:
+        """Return the diagonal of M (eq:diag_M), in O(n) for one rotation.
+
+        Undamped Forward-DEER on a CPU computes the same diagonal in `TransitionDiagonal` of `ops/adpt_step/kernel.cpp`.
+        """
         if len(self.rotations) > 1 or isinstance(self.eigen, RotatedBlocks):
             return self.dense().diagonal(dim1=-2, dim2=-1)
         # Q = I + F G F' with F = [key offset], so diag M = diag(Λ + F G F'Λ + ΛF (F G)' + F G (F'ΛF) (F G)'). The skew
@@ -121,8 +125,9 @@ class RotatedConjugate(Conjugate):
 
     def _columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the columns of F = [key offset] and of F G, for one rotation."""
-        key, offset, turn, shrink_key, shrink_offset = self.rotations[0]
-        return key, offset, shrink_key * key - turn * offset, turn * key + shrink_offset * offset
+        key, offset, skew_coefficient, key_coefficient, offset_coefficient = self.rotations[0]
+        rotated_key = key_coefficient * key - skew_coefficient * offset
+        return key, offset, rotated_key, skew_coefficient * key + offset_coefficient * offset
 
     def blocks(self) -> BlockDiagonal:
         if len(self.rotations) > 1 or isinstance(self.eigen, RotatedBlocks):
