@@ -434,7 +434,7 @@ def test_match_parameters_finds_the_nearest_width(name):
             lambda: baselines.match_parameters(lambda width: baselines.baseline("gru", 4), 10_000),
             "gives no more parameters",
         ),
-        (lambda: baselines.Attention(12, num_heads=5), "the heads do not divide it. Pass width=15"),
+        (lambda: baselines.Attention(12, num_heads=5), "it must be a multiple of num_heads. Pass width=15"),
         (lambda: baselines.Attention(9, num_heads=3), "rotary positions rotate pairs"),
         (lambda: baselines.Mamba(0), "width must be an integer >= 1"),
         (lambda: baselines.Hawk(8, state_size=9, num_heads=2), "Pass state_size=10"),

@@ -116,9 +116,9 @@ DENSE = Factors()
 
 
 def is_basic_form(form: Form, *, paired: bool, slow: bool) -> bool:
-    """Return whether the recurrence has none of the optional features.
+    """Return whether the recurrence has no optional features.
 
-    These are one head, a real spectrum, unit key and value along K x and V x, and a rotation.
+    It then has one head, a real spectrum, unit key and value along K x and V x, and a rotation.
 
     Args:
         form: The form of the recurrence.

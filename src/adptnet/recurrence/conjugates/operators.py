@@ -80,7 +80,7 @@ class Conjugate(abc.ABC):
 
 
 class RotatedConjugate(Conjugate):
-    """Q Λ̄ Q' for a product Q of plane rotations.
+    """The operator M = Q Λ̄ Q' for a product Q of plane rotations.
 
     Args:
         rotations: The factors of Q, the first one innermost.
@@ -189,7 +189,7 @@ class RotatedConjugate(Conjugate):
 
 
 class TaylorConjugate(Conjugate):
-    """Λ̄ + β[S, Λ̄], and ½β²[S, [S, Λ̄]] at order two, with S = key value' - value key'.
+    """The Taylor form M = Λ̄ + β[S, Λ̄], plus ½β²[S, [S, Λ̄]] at order two, with S = key value' - value key'.
 
     Args:
         plane: Key and value.
@@ -254,7 +254,7 @@ def taylor_matrix(eigen: Eigen, plane: KeyValue, beta: float | Tensor, order: in
 
 
 class StaticConjugate(Conjugate):
-    """Λ̄ itself, or Q₀ Λ̄ Q₀': the same at every state.
+    """The operator M = Λ̄, or Q₀ Λ̄ Q₀', which is the same at every state.
 
     Args:
         eigen: Λ̄, or Q₀ Λ̄ Q₀'.
