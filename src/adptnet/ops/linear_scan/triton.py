@@ -69,7 +69,7 @@ def backward_kernel(
     STARTS: tl.constexpr, RESETS: tl.constexpr, REVERSE: tl.constexpr, PAIRS: tl.constexpr, VARIES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Run the backward pass. With VARIES the gradient of the transition is per step, otherwise summed over the steps."""
+    """Run the backward pass. The gradient of the transition is per step with VARIES, else summed over the steps."""
     sequence = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = column < size
