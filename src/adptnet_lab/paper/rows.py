@@ -6,7 +6,8 @@
     ROWS/SCALE/unfinished/                          checkpoints of points in progress, which may take hours
 
 All files of a result are read together, so shards are merged by copying them into one folder. If two rows belong to
-the same point, the first counts. An incomplete line, left by a process that was killed, is skipped, and its point runs again.
+the same point, the first counts. An incomplete line, left by a process that was killed, is skipped, and its point runs
+again.
 """
 
 import contextlib

@@ -2,8 +2,8 @@
 
 S5 is the symmetric group, not the state-space model.
 At `--scale paper` the group is S5, the width 512 and training takes 16 384 steps. At smaller scales the group is S3 and
-the width 64, where the same claims can be tested in half a minute per run. Optimizer, learning rate, clipping and schedule are the defaults of
-`training.TrainConfig`.
+the width 64, where the same claims can be tested in half a minute per run. Optimizer, learning rate, clipping and
+schedule are the defaults of `training.TrainConfig`.
 """
 
 from typing import Any
