@@ -444,7 +444,10 @@ def test_match_parameters_finds_the_nearest_width(name):
         (lambda: baselines.Mamba(8).build()(torch.randn(2, 8)), r"takes floating point \(batch, time, 8\); got"),
         (lambda: baselines.Mamba(8).build()(torch.randn(1, 2, 8), solver=solvers.Sequential()), "takes no solver="),
         (lambda: baselines.Mamba(8).build()(torch.randn(1, 0, 8)), "at least one step"),
-        (lambda: baselines.Mamba(8).build()(torch.randn(1, 2, 8), lengths=torch.tensor([3])), "between 1 and the padded"),
+        (
+            lambda: baselines.Mamba(8).build()(torch.randn(1, 2, 8), lengths=torch.tensor([3])),
+            "between 1 and the padded",
+        ),
         (lambda: baselines.Mamba(8).build()(torch.randn(1, 2, 8), reset=torch.zeros(1, 2)), "Pass reset.bool()"),
         (lambda: baselines.Mamba(8).build()(torch.randn(1, 2, 8), torch.zeros(1)), "must be the MixerState"),
     ],

@@ -21,8 +21,8 @@ class TrainConfig(Spec):
     """Settings of a training run, of its evaluations, and of the choice of the weights to keep.
 
     The defaults of optimizer, learning rate, weight decay, clipping and schedule are the paper's settings for word
-    problems (appendix:s5_training_config), on which its reproduction relies. The defaults of `steps` and `batch_size` are
-    smaller than the paper's, so that a run takes minutes on a CPU.
+    problems (appendix:s5_training_config), on which its reproduction relies. The defaults of `steps` and `batch_size`
+    are smaller than the paper's, so that a run takes minutes on a CPU.
 
     Attributes:
         steps: Optimizer steps.
