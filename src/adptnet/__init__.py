@@ -1,4 +1,4 @@
-"""adptnet: a recurrent layer with prescribed timescales and one dial for non-linearity.
+"""adptnet: a recurrent layer with prescribed timescales and a degree of non-linearity set by one number, β.
 
 layer = adptnet.ADPTNet(width=64, beta=0.125)
 y, state = layer(torch.randn(4, 1024, 64))
@@ -28,9 +28,9 @@ from .recurrence.beta import TrainableBeta
 from .solvers import adjoints
 from .spec import Spec
 
-# Short import paths for the axes: `from adptnet.spectra import Linspace` as well as `from adptnet import spectra`.
-for _axis in (adjoints, conjugates, directions, drive, projections, retractions, spectra):
-    sys.modules[f"{__name__}.{_axis.__name__.rpartition('.')[2]}"] = _axis
+# Short import paths of the components: `from adptnet.spectra import Linspace` as well as `from adptnet import spectra`.
+for _component in (adjoints, conjugates, directions, drive, projections, retractions, spectra):
+    sys.modules[f"{__name__}.{_component.__name__.rpartition('.')[2]}"] = _component
 
 __all__ = [
     "ADPTNet",

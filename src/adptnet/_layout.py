@@ -43,7 +43,7 @@ def lay_out(build: Callable[[], nn.Module], most_calls: float = math.inf) -> dic
 
 
 class _ByShape(TorchFunctionMode):
-    """Replaces functions on the meta device by an empty tensor of the result's shape."""
+    """Function mode that replaces calls on the meta device by an empty tensor of the result's shape."""
 
     def __init__(self, most_calls: float):
         super().__init__()
@@ -59,7 +59,7 @@ class _ByShape(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         first = args[0] if args else kwargs.get("tensor")  # as torch.nn.init passes it
         if name.endswith("_") and not name.endswith("__") and isinstance(first, Tensor) and name not in _RESHAPES:
-            return first  # in place: initial values
+            return first  # an in-place initialization does not change the shape
         name = name.strip("_")
         tensors = [value for value in args if isinstance(value, Tensor)]
         if (name in _ELEMENTWISE or name.endswith("_like")) and tensors and all(tensor.is_meta for tensor in tensors):

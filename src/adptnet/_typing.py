@@ -1,7 +1,7 @@
 """Type aliases for the tensor shapes in signatures.
 
 Time is dimension -2 and state is dimension -1 everywhere; `*b` is any number of leading dimensions. At run time the
-aliases are plain tensors. The test suite imports jaxtyping before this module, which makes them checked at every call.
+aliases are plain tensors. The test suite imports jaxtyping before this module, which checks them at every call.
 """
 
 import sys

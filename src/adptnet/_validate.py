@@ -1,4 +1,4 @@
-"""Checks of tensors that users pass: dtype, lengths, resets, finite values. Each is defined here alone."""
+"""Checks of tensors that users pass: dtype, lengths, resets, finite values. Every module uses these checks."""
 
 import torch
 from torch import Tensor
@@ -41,14 +41,14 @@ def check_dtype(inputs: Tensor, cell_dtype: torch.dtype | None) -> torch.dtype:
         cell_dtype: The dtype in which the cell computes; None if it has no parameters and follows its inputs.
 
     Raises:
-        InputError: The inputs are not floating point, or have more digits than the cell computes with.
+        InputError: The inputs are not floating point, or have a higher precision than the cell computes in.
     """
     if not inputs.is_floating_point():
         raise InputError(f"inputs are {inputs.dtype}; a recurrence needs floating point. Pass inputs.float().")
     dtype = cell_dtype or compute_dtype(inputs.dtype)
     if torch.promote_types(inputs.dtype, dtype) != dtype:
         raise InputError(
-            f"inputs are {inputs.dtype} but the cell computes in {dtype}: digits would be lost. "
+            f"inputs are {inputs.dtype} but the cell computes in {dtype}: precision would be lost. "
             f"Call .to({inputs.dtype}) on the layer, or pass inputs.to({dtype})."
         )
     return dtype
@@ -78,7 +78,7 @@ def check_lengths(lengths: Tensor | None, batch: int, steps: int, device: torch.
     if has_values(wrong) and bool(wrong.any()):
         i = int(wrong.nonzero()[0, 0])
         raise InputError(
-            f"lengths[{i}] = {int(lengths[i])}; a length is from 1 to the padded length {steps}. "
+            f"lengths[{i}] = {int(lengths[i])}; a length must be between 1 and the padded length {steps}. "
             + ("Drop empty sequences from the batch." if int(lengths[i]) < 1 else "Pad the inputs to the longest.")
         )
     return lengths

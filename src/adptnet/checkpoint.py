@@ -78,7 +78,7 @@ def serialize(spec: ModuleSpec | None, weights: dict[str, Tensor], tied: Tied = 
     document = json.loads(spec.to_json())
     if tied:
         document["tied"] = [list(names) for names in tied]
-    # In one metadata entry with the spec: safetensors writes several in random order, so files would differ.
+    # In the same metadata entry as the spec: safetensors writes several entries in random order, so files would differ.
     document["sha256"] = _sha256(document, tensors)
     return bytes(to_bytes(tensors, metadata={_KEY: json.dumps(document)}))
 
@@ -116,7 +116,7 @@ def load(path: str | os.PathLike[str], *, device: Device = None) -> nn.Module:
 
 @contextmanager
 def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Prefix errors with the name of the file."""
+    """Context manager that prefixes errors with the name of the file."""
     try:
         yield
     except AdptnetError as error:
@@ -136,14 +136,14 @@ def _read(path: str | os.PathLike[str]) -> tuple[ModuleSpec, dict[str, Tensor], 
     # Early files have no SHA-256.
     if "sha256" in document and document.pop("sha256") != _sha256(document, tensors):
         raise CheckpointError(
-            f"{os.fspath(path)} is not as it was written: weights and spec have another SHA-256 than it records. "
+            f"{os.fspath(path)} was changed after it was written: weights and spec do not have the recorded SHA-256. "
             "Copy it again, or write it again with adptnet.save(model, path)."
         )
     with _naming(path):
         tied = _check_tied(document.pop("tied", []), tensors)
         spec = Spec.from_json(json.dumps(document) if document else text)
         if not isinstance(spec, ModuleSpec):
-            raise CheckpointError(f"{type(spec).__name__} describes no whole module.")
+            raise CheckpointError(f"{type(spec).__name__} does not describe a complete module.")
     return spec, tensors, tied
 
 
@@ -227,7 +227,7 @@ def _repetitions(node: Any) -> int:
 
 
 def _compare(layout: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
-    """Raise `CheckpointError` unless `tensors` have the names, shapes and kinds of dtype of `layout`."""
+    """Raise `CheckpointError` unless `tensors` match `layout` in names, shapes and dtypes (any floating dtype)."""
     if sum(t.numel() for t in layout.values()) > sum(t.numel() for t in tensors.values()):
         raise _too_large(tensors)
     faults = []

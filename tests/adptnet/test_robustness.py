@@ -31,7 +31,7 @@ def test_outputs_and_state_do_not_share_memory():
 
 
 def test_a_layer_in_another_thread_changes_nothing_here():
-    """A cache of parametrized weights that threads share would return stale weights."""
+    """If threads shared a cache of parametrized weights, a layer would use stale weights."""
     busy = ADPTNet(4, projection=projections.Orthogonal())
     ours = ADPTNet(4, beta=1.0, projection=projections.Orthogonal())
     x = torch.randn(1, 5, 4)

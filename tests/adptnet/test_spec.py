@@ -142,7 +142,7 @@ def test_errors_name_what_is_wrong_in_a_spec(text, message):
             lambda: ADPTNet(6, beta=(0.1, 0.2)),
             "beta has 2 values, but the number of heads is 1. Pass direction=FromState(heads=2)",
         ),
-        (lambda: ADPTNet(6, beta=1e20), "no digits left"),
+        (lambda: ADPTNet(6, beta=1e20), "no precision left"),
         (lambda: ADPTNet(6, rope=drive.RoPE(), spectrum=spectra.S4DInv()), "Pass a real spectrum"),
         (lambda: ADPTNet(5, rope=drive.RoPE()), "Pass state_size=6"),
         (lambda: drive.RoPE(sign=0), "must be 1 (as printed) or -1"),

@@ -1,4 +1,4 @@
-"""Archives that claim more than they hold."""
+"""Archives whose headers claim more data than they contain."""
 
 import struct
 import zipfile

@@ -17,8 +17,16 @@ from adptnet.ops.adpt_scan import Constants, Factors, Form, RetractionKind, Sour
 SOURCES = Path(_build.__file__).parent
 needs_compiler = pytest.mark.skipif(_build.find_compiler() is None, reason="no C++ compiler")
 
-# Shared memory per block, in bytes.
-CARDS = {"T4": 65536, "A100": 166912, "RTX 3090": 101376, "L4": 101376, "H100": 232448, "B200": 232448, "MI300X": 65536}
+# Shared memory per block of some GPUs, in bytes.
+SHARED_MEMORY_PER_BLOCK = {
+    "T4": 65536,
+    "A100": 166912,
+    "RTX 3090": 101376,
+    "L4": 101376,
+    "H100": 232448,
+    "B200": 232448,
+    "MI300X": 65536,
+}
 
 # Arguments of `make_problem` for every variant of the recurrence.
 VARIANTS = {

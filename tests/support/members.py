@@ -1,4 +1,8 @@
-"""The members of every axis, the legal layers and solvers, and the laws that each layer obeys."""
+"""All variants of every component of the model, the valid layers and solvers, and the laws that each layer obeys.
+
+`axes` are the components of a layer, as keyword arguments of `ADPTNet`. A law is a property that is tested for every
+layer, except those that are listed with a reason.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -86,7 +90,7 @@ def make_even(size: int, spectrum) -> int:
 
 
 def legal_layers():
-    """Yield the axes of a layer for every member of every axis, and for combinations that are prone to bugs."""
+    """Yield the components of a layer for every variant of each, and for combinations that are prone to bugs."""
     plain = {"width": 6}
     for spectrum in all_spectra:
         yield {**plain, "spectrum": spectrum, "beta": 1.0}

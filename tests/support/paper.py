@@ -7,7 +7,7 @@ from adptnet_lab.paper.rows import to_row_value
 
 
 def run_smoke(folder, *names, **options):
-    """Run results at the scale smoke, with rows in `folder`, and return the number of points that were run."""
+    """Run results at `--scale smoke`, with rows in `folder`, and return the number of points that were run."""
     return reproduce.run(reproduce.Reproduce(names, scale="smoke", rows=folder, **options))
 
 
@@ -18,7 +18,7 @@ def make_row(result, point, scale="smoke", **changes):
 
 
 def make_laptop_rows(name, numbers):
-    """Return rows of the scale laptop whose numbers are a function of the point."""
+    """Return rows at `--scale laptop` whose numbers are a function of the point."""
     points = load_results()[name].recipe.points("laptop")
     return Rows([Row(p.settings, p.seed, numbers(p), {}, "laptop") for p in points])
 

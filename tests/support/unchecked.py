@@ -75,7 +75,7 @@ def compile_hooks(make):
 
 
 def compile_batch_norm(_):
-    """Batch statistics exclude padding in a compiled program too."""
+    """Batch statistics exclude padding under `torch.compile`, too."""
     for momentum in (0.1, None):
         for training_mode in (True, False):
             torch._dynamo.reset()
@@ -123,7 +123,7 @@ def trace_root(make):
 
 
 def package(make):
-    """A package compiled ahead of time gives the results and the state of the eager model."""
+    """A package compiled ahead of time (AOTInductor) gives the results and the state of the eager model."""
     model, x = make().eval(), inputs()
     with tempfile.TemporaryDirectory() as folder:
         program = torch.export.export(model, (x,))

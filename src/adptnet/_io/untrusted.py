@@ -1,7 +1,7 @@
 """Parsers for untrusted files: JSON, npz and compressed streams, within limits on memory and disk.
 
 All of them raise `ValueError` for invalid content, whatever the underlying parser raised; callers add the name of the
-file and the class of the error. The limit on unpacked sizes is defined here alone.
+file and the class of the error. The limit on unpacked sizes is defined only here.
 """
 
 import io

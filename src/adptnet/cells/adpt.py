@@ -27,7 +27,7 @@ __all__ = ["ADPTCell", "CellWithArguments"]
 
 
 class ADPTCell(BindableCell):
-    """The recurrence of the paper. Its parameters are the spectrum, K and V, B, the gain, the gate and β.
+    """The recurrence of the paper. Its parameters: the spectrum, K and V, the input projection B, gain, gate and β.
 
     Args:
         spec: All choices of the model.
@@ -111,7 +111,7 @@ class ADPTCell(BindableCell):
     def run_fused_scan(
         self, drive: Tensor, state: Tensor, reset: Tensor | None, lengths: Tensor | None, lean: bool, *, beta: bool
     ) -> Tensor | None:
-        """Run the kernel, without checking whether there is one.
+        """Run the compiled kernel, without checking whether it supports this cell.
 
         Args:
             drive: (batch, time, features).

@@ -15,7 +15,7 @@ __all__ = ["OrthogonalRNN", "OrthogonalRNNCell", "ReLURNN", "ReLURNNCell", "Tanh
 
 
 class _VanillaCell(Cell):
-    """x_t = f(W x_{t-1} + U o_t + b) (eq vanilla_rnn)."""
+    """A vanilla recurrent network, x_t = f(W x_{t-1} + U o_t + b) with the input o_t (eq vanilla_rnn)."""
 
     def __init__(self, spec: SizedCellSpec, recurrent: ProjectionSpec, device: Device, dtype: DType):
         super().__init__()
@@ -48,7 +48,7 @@ class _VanillaCell(Cell):
 
 @spec
 class ReLURNN(SizedCellSpec):
-    """x_t = ReLU(W x_{t-1} + U o_t + b), initialised as `nn.RNN`.
+    """A vanilla network, x_t = ReLU(W x_{t-1} + U o_t + b) with the input o_t, initialised as `nn.RNN`.
 
     Attributes:
         width: Features of the input.
@@ -71,7 +71,7 @@ class ReLURNNCell(_VanillaCell):
 
 @spec
 class TanhRNN(SizedCellSpec):
-    """x_t = tanh(W x_{t-1} + U o_t + b), initialised as `nn.RNN`.
+    """A vanilla network, x_t = tanh(W x_{t-1} + U o_t + b) with the input o_t, initialised as `nn.RNN`.
 
     Attributes:
         width: Features of the input.
@@ -94,7 +94,9 @@ class TanhRNNCell(_VanillaCell):
 
 @spec
 class OrthogonalRNN(SizedCellSpec):
-    """x_t = ReLU(Q x_{t-1} + U o_t + b) with a Q that stays orthogonal during training (eq:orthogonal_rnn_expriment).
+    """A network whose recurrent matrix Q stays orthogonal during training (eq:orthogonal_rnn_expriment).
+
+    x_t = ReLU(Q x_{t-1} + U o_t + b) with the input o_t.
 
     Attributes:
         width: Features of the input.

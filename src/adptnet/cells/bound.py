@@ -64,7 +64,7 @@ class BoundParameters(NamedTuple):
         return operator if self.spec.heads == 1 else MultiHeadConjugate(operator, self.spec.heads)
 
     def evaluate(self, state: Tensor, parts: _DriveParts) -> tuple[Eigen, list[KeyValue], float | Tensor]:
-        """Return eigenvalues, key-value pairs and β at a state. More than one head has a separate dimension, -2.
+        """Return eigenvalues, key-value pairs and β at a state. If there are several heads, they are dimension -2.
 
         Args:
             state: (*b, n).

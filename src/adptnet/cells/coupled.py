@@ -28,9 +28,10 @@ class Memory(NamedTuple):
 
 
 class CoupledCell(Cell):
-    """x_t = M x_{t-1} + γ ⊙ (u_t + feedback ⊙ w_{t-1}),  w_t = Γ w_{t-1} + (1 - Γ) x_t.
+    """An ADPT cell with state x and a slow memory w, which feeds back into it. The state is x and w, concatenated.
 
-    The state is the concatenation of x and w.
+    x_t = M x_{t-1} + γ ⊙ (u_t + feedback ⊙ w_{t-1}),  w_t = Γ w_{t-1} + (1 - Γ) x_t, with the gain γ, the projected
+    input u and the eigenvalues Γ of the memory.
 
     Args:
         spec: All choices of the model; `spec.memory` is not None.
@@ -63,7 +64,7 @@ class CoupledCell(Cell):
     def make_step(
         self, carry: Callable[[Tensor], Tensor], follow: Callable[[Tensor], Tensor]
     ) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return a step function with changes that spikes may make to it.
+        """Return a step function in which x may be replaced in two places, as a spiking cell does.
 
         Args:
             carry: M is applied to `carry(x)` in place of x.

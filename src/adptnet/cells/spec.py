@@ -52,24 +52,25 @@ class SlowMemory(Spec):
 
 @spec
 class ADPTSpec(CellSpec):
-    """Every choice of the model. Choices that do not fit together raise `IncompatibleError` or `SpecError`.
+    """All components of an ADPT cell. Values that do not fit together raise `IncompatibleError` or `SpecError`.
 
     Attributes:
         width: Features of the input.
         state_size: State dimension; `width` if None.
-        beta: Strength of the non-linearity, an upper bound of the rotation angle per step; 0 is a linear model. A tuple
+        beta: Strength of the non-linearity, an upper bound on the rotation angle per step; 0 is a linear model. A tuple
             has one for each head.
-        spectrum: The timescales.
-        retraction: The map from key and value to the rotation.
-        conjugate: How the rotation acts on the timescales.
+        spectrum: The eigenvalues Λ̄, which prescribe the timescales.
+        retraction: The map from key and value to the rotation Q.
+        conjugate: The form of M = Q Λ̄ Q': exact, a product of rotations, or a Taylor expansion.
         direction: How key and value are computed.
         projection: The projections K and V.
         input_projection: The input projection B.
         gain: The normalisation of the input.
         gate: A gate on the input, or None.
         rope: Rotary positions on the input, or None.
-        rotation_aware: Rotate the drive with the state (eq:rotation_aware_normalisation). Outside the lemmas.
-        start: Step from a learned rotation Q₀ instead of the identity: M = Q Q₀ Λ̄ Q₀' Q'.
+        rotation_aware: Rotate the drive with the state (eq:rotation_aware_normalisation). The paper's lemmas
+            do not hold then.
+        start: Include a learned constant rotation Q₀ in M: M = Q Q₀ Λ̄ Q₀' Q'.
         memory: A slow linear memory beside the state, or None.
     """
 
@@ -168,7 +169,7 @@ class ADPTSpec(CellSpec):
         for value in values if isinstance(values, tuple) else (values,):
             check_nonnegative(self, beta=value)
             if value > 1e6:
-                raise SpecError(f"ADPTSpec(beta={value!r}): an angle above 1e6 has no digits left in float32.")
+                raise SpecError(f"ADPTSpec(beta={value!r}): an angle above 1e6 has no precision left in float32.")
         if values == ():
             raise SpecError("ADPTSpec(beta=()): β is a number, or one for each head. Pass beta=0.125.")
         count = count_heads(self.beta)
@@ -250,5 +251,5 @@ class ADPTSpec(CellSpec):
 
 
 def axes() -> tuple[str, ...]:
-    """Return the names of the model axes, which are keyword arguments of `ADPTNet`."""
+    """Return the names of the components of the model, which are keyword arguments of `ADPTNet`."""
     return tuple(f.name for f in dataclasses.fields(ADPTSpec) if f.name != "width")

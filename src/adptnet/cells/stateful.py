@@ -1,4 +1,4 @@
-"""A cell whose rotation is part of the state (eq:naive_ortho_update): for study, at small sizes."""
+"""A cell whose rotation is part of the state (eq:naive_ortho_update): for small state sizes."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,7 +17,9 @@ __all__ = ["StatefulCell"]
 
 
 class StatefulCell(Cell):
-    """x_t = Q_t Λ̄ Q_t' x_{t-1} + drive_t,  Q_t = Q_{t-1} R(k, Q_{t-1} v). The state is x, then the rows of Q.
+    """A cell with the rotation Q in its state, which is x, then the rows of Q.
+
+    x_t = Q_t Λ̄ Q_t' x_{t-1} + drive_t,  Q_t = Q_{t-1} R(k, Q_{t-1} v), where R rotates in the plane of its arguments.
 
     Args:
         spec: All choices of the model; `spec.conjugate` is `Stateful()`.

@@ -1,4 +1,4 @@
-"""Wrappers that make a cell of a `torch.nn` cell, or of any function of state and input."""
+"""Wrappers that turn a `torch.nn` cell, or any function of state and input, into a cell."""
 
 from collections.abc import Callable
 

@@ -1,1 +1,1 @@
-"""Conversion to and from other programs and file formats. Each module imports its dependencies when it is used."""
+"""Conversion to and from other frameworks and file formats. Each module imports its dependencies when it is used."""

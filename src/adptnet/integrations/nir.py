@@ -161,10 +161,10 @@ def _add_neurons(
     dt: float,
     allow_approximation: bool,
 ) -> str:
-    """Adds the neurons of layer `i` and returns the node whose spikes the next one hears."""
+    """Add the neurons of layer `i`, and return the node whose spikes are the input of the next layer."""
     if isinstance(getattr(cell, "spike", None), Sigmoid):
         raise IncompatibleError(
-            f"layer {i}: Sigmoid() is no threshold, and NIR has no other. Train on with spike=Boxcar()."
+            f"layer {i}: Sigmoid() is not a threshold, as NIR needs. Continue training with spike=Boxcar()."
         )
     if getattr(cell, "initial", "zero") != "zero":
         raise IncompatibleError(f'layer {i}: the neurons start at initial="uniform", NIR at 0. Build them with "zero".')

@@ -21,7 +21,7 @@ __all__ = ["AutoEncoder", "AutoEncoderSpec"]
 
 @spec
 class AutoEncoderSpec(ModuleSpec):
-    """An auto-encoder for tokens, the backbone of MAD's compression task.
+    """An auto-encoder for tokens, the backbone of the compression task of MAD (Mechanistic Architecture Design).
 
     Attributes:
         block: The residual block that is repeated in the encoder.
@@ -45,9 +45,9 @@ class AutoEncoderSpec(ModuleSpec):
 class AutoEncoder(nn.Module):
     """An auto-encoder from (batch, time) tokens to (batch, time, vocabulary) logits.
 
-    The encoder is that of `SequenceModel`. Its last vector plus a sinusoidal position vector passes two hidden layers
-    of the same width to the logits of that position. Embedding and decoder weights are initialized from N(0, 0.02²);
-    the recurrent layers keep their own initialization.
+    The encoder is that of `SequenceModel`. For each position, its last vector plus a sinusoidal vector of the position
+    passes through two hidden layers of the same width to the logits. Embedding and decoder weights are initialized from
+    N(0, 0.02²); the recurrent layers keep their own initialization.
 
     Args:
         spec: The description of the model.

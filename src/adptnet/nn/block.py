@@ -155,7 +155,7 @@ class Norm(nn.Module):
 def _masked_batch_norm(norm: nn.Module, x: Tensor, keep: Tensor) -> Tensor:
     """Apply a batch norm to the steps where `keep` is True, with a mask in place of data-dependent indexing.
 
-    A compiled program cannot have a tensor whose shape depends on the data. Results and running statistics are those
+    Under `torch.compile` no tensor may have a shape that depends on the data. Results and running statistics are those
     of indexing, up to rounding.
     """
     assert isinstance(norm, (nn.BatchNorm1d, nn.SyncBatchNorm))

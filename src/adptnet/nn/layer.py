@@ -393,20 +393,20 @@ def _check_exclusive(what: str, **others: Tensor | None) -> None:
 
 
 class ADPTNet(RecurrentLayer):
-    """A recurrent layer with prescribed timescales and one dial for non-linearity: (batch, time, width) in and out.
+    """A recurrent layer with prescribed timescales and adjustable non-linearity: (batch, time, width) in and out.
 
     Args:
         width: Features in and out.
         state_size: State dimension; `width` if not given.
-        beta: Strength of the non-linearity. 0 is a linear model; about 1 and above tracks states. A number, or
+        beta: Strength of the non-linearity: 0 for a linear model, about 1 or more for state tracking. A number, or
             `TrainableBeta(...)`.
-        spectrum: The timescales.
+        spectrum: The eigenvalues of the recurrence, which prescribe its timescales.
         solver: Default solver of a call; sequential if not given.
         adjoint: Default method of differentiation.
         batch_first: True for `x` of shape (batch, time, width), False for (time, batch, width).
         device: Device of the parameters.
         dtype: Dtype of the parameters. The recurrence runs in at least float32.
-        axes: The other axes of the model: `retraction`, `conjugate`, `direction`, `projection`, `input_projection`,
+        axes: Other components of the model: `retraction`, `conjugate`, `direction`, `projection`, `input_projection`,
             `gain`, `gate`, `rope`, `rotation_aware`, `start`, `memory` (see `cells.ADPTSpec`) and `readout` (see
             `nn.LayerSpec`).
     """

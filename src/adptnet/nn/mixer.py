@@ -1,4 +1,4 @@
-"""Base class of mixers: layers with one method over a whole sequence. It handles shapes, padding and resets."""
+"""Base class of mixers: sequence layers without a cell, such as attention. It handles shapes, padding and resets."""
 
 import abc
 from typing import Any, NamedTuple
@@ -88,7 +88,7 @@ class Mixer(nn.Module, abc.ABC):
 
         Args:
             x: (batch, time, width), zero in the padding.
-            parts: The parts of the entering state; None at the beginning of all sequences.
+            parts: The parts of the state before the first step; None if all sequences begin here.
             steps: Beginnings and ends of the sequences.
         """
 
@@ -167,6 +167,6 @@ def check_heads(owner: MixerSpec, num_heads: int, **sizes: int) -> None:
     for name, size in sizes.items():
         if size % num_heads:
             raise SpecError(
-                f"{type(owner).__name__}({name}={size}, num_heads={num_heads}): the heads do not divide it. "
+                f"{type(owner).__name__}({name}={size}, num_heads={num_heads}): it must be a multiple of num_heads. "
                 f"Pass {name}={-(-size // num_heads) * num_heads}."
             )

@@ -33,7 +33,7 @@ def spiking_adpt(
 ) -> SpikingADPT:
     """Return the spec of the cell of SpikingADPTNet.
 
-    It has a slow memory with negative feedback, the timescales of SiLIF, and LowParam maps.
+    It has a slow memory with negative feedback, the timescales of the SiLIF neuron, and `LowParam` projections.
 
     Args:
         width: Features in, neurons out.
@@ -44,7 +44,7 @@ def spiking_adpt(
         spike_adaptation: Whether the slow memory follows the spikes too; see `cells.SpikingADPT`.
         spiking_directions: Apply K and V to the spikes instead of ReLU(x).
         dt: Seconds per step.
-        axes: Other fields of `cells.ADPTSpec`.
+        axes: Other fields of `cells.ADPTSpec`, such as `spectrum`.
     """
     size = axes.get("state_size") or width
     low_param = LowParam(square_factors(size), rank=max(1, 3 * size // 32))

@@ -22,7 +22,7 @@ __all__ = ["SwiGLUBlock", "SwiGLUBlockSpec"]
 
 @spec
 class SwiGLUBlockSpec(ModuleSpec):
-    """A block with a layer and a SwiGLU unit, in which MAD compares layers.
+    """A block with a layer and a SwiGLU unit: the block in which the MAD benchmark compares layers.
 
     Attributes:
         layer: A recurrent layer, a bidirectional layer, or a mixer.

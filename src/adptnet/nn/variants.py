@@ -1,4 +1,4 @@
-"""Constructors of the paper's named variants. Each returns an `ADPTNet` with the axis of that variant set."""
+"""Constructors of the paper's named variants. Each returns an `ADPTNet` with the component of that variant."""
 
 from typing import Any
 

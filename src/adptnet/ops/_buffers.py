@@ -1,4 +1,4 @@
-"""A pool of large buffers, since mapping a fresh page costs more than the arithmetic on it, and settings of malloc."""
+"""A pool of large buffers (mapping a fresh page takes longer than the arithmetic on it), and settings of malloc."""
 
 import collections
 import contextlib
@@ -97,8 +97,8 @@ def keep_freed() -> None:
     """Make malloc keep freed memory instead of returning it to the system, in this process and those it starts.
 
     Torch frees the tensors of a training step and allocates the same sizes again in the next; glibc maps and unmaps
-    large allocations each time. This is a decision for a program, not for a library: the training commands make it.
-    Without glibc it has no effect.
+    large allocations each time. Because the setting is global, only the training commands call this function, not the
+    library. Without glibc it has no effect.
     """
     # Names of mallopt's settings, their numbers in malloc.h, and values: no separate mappings, no trimming.
     for name, number, value in (("MMAP_MAX", -4, 0), ("TRIM_THRESHOLD", -1, -1), ("TOP_PAD", -2, 1 << 26)):

@@ -10,7 +10,7 @@ from ._torch_state import constant_when_compiled
 
 __all__ = ["MIN_SHARED_MEMORY", "describe_backend", "explain_unavailable", "is_available", "shared_memory"]
 
-# Bytes of shared memory per block on the smallest of the cards for which the kernels are compiled.
+# Bytes of shared memory per block on the smallest of the GPUs for which the kernels are compiled.
 MIN_SHARED_MEMORY = 65536
 
 
@@ -53,9 +53,9 @@ def shared_memory(device: str) -> int:
 
 @functools.cache
 def _shared_memory(index: int) -> int:
-    card = torch.cuda.get_device_properties(index)
-    opt_in: int | None = getattr(card, "shared_memory_per_block_optin", None)  # NVIDIA only
-    return getattr(card, "shared_memory_per_block", MIN_SHARED_MEMORY) if opt_in is None else opt_in
+    properties = torch.cuda.get_device_properties(index)
+    opt_in: int | None = getattr(properties, "shared_memory_per_block_optin", None)  # NVIDIA only
+    return getattr(properties, "shared_memory_per_block", MIN_SHARED_MEMORY) if opt_in is None else opt_in
 
 
 def describe_backend() -> str:

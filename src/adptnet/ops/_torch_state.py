@@ -32,7 +32,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def constant_when_compiled(function: Function) -> Function:
-    """Mark a function whose result is a constant of a compiled program (decorator).
+    """Mark a function whose result `torch.compile` may treat as a constant (decorator).
 
     `torch.compiler.assume_constant_result` does the same, but imports the compiler first, which takes as long as
     importing torch itself.

@@ -1,4 +1,4 @@
-"""The ADPT recurrence x_t = Q(x) Λ̄ Q(x)ᵀ x + drive, one module for each axis of its design.
+"""The ADPT recurrence x_t = Q(x) Λ̄ Q(x)ᵀ x + drive, one module for each of its components.
 
 spectra       Λ̄: the eigenvalues, and so the timescales
 directions    the key and value that span the plane of rotation, computed from the state or the input

@@ -1,4 +1,4 @@
-"""Directions: where the key and the value come from."""
+"""Directions: how the key and the value, which span the plane of rotation, are computed."""
 
 import abc
 from collections.abc import Callable
@@ -60,7 +60,7 @@ class DirectionSpec(Spec, abc.ABC):
 
     @property
     def keeps_lemmas(self) -> bool:
-        """True if the paper's lemmas, and the certificates, hold with these directions (deviations.md, point 13)."""
+        """True if the paper's lemmas (bounds on Jacobians) hold with these directions (deviations.md, point 13)."""
         return not self.layer_norm and self.dot is None
 
     def build(
@@ -90,9 +90,9 @@ class FromState(DirectionSpec):
     """Key and value are unit vectors along K x and V x (eq:details_skew_kv).
 
     Attributes:
-        relu: Apply K and V to ReLU(x). Stronger on state tracking; the step is then only positively homogeneous,
-            the certificates do not hold (the paper says otherwise, see deviations.md), and at a state with no
-            positive entry the rotation is the identity and the step is discontinuous.
+        relu: Apply K and V to ReLU(x), which improves state tracking. The step is then only positively homogeneous,
+            and the bounds of `analysis.certificate` do not hold (the paper says otherwise, see deviations.md). At a
+            state with no positive entry the rotation is the identity and the step is discontinuous.
         spike: Apply K and V to the spikes [x >= spike], with a boxcar surrogate derivative of width one.
         layer_norm, dot, heads: See `DirectionSpec`.
     """
@@ -112,7 +112,7 @@ class FromState(DirectionSpec):
 
     @property
     def is_entrywise(self) -> bool:
-        """True if an elementwise function is applied to the state before K and V, so that the basis matters."""
+        """True if K and V act on an elementwise function of the state, which depends on the basis of the state."""
         return self.relu or self.spike is not None
 
     @property

@@ -25,7 +25,7 @@ PATIENCE = 3  # rises of the residual in a row after which the iterations for a 
 
 
 class Adjoint(abc.ABC):  # noqa: B024 - the two kinds below share no method, only their place in a call
-    """Base class of adjoints."""
+    """Base class of adjoints, the methods of differentiating a solve."""
 
 
 class LoopAdjoint(Adjoint):
@@ -175,7 +175,8 @@ def _evaluate_step(system: System, states: Tensor) -> Tensor:
 
 
 class _Attach(torch.autograd.Function):
-    """The identity on `states`. Backward solves for g and passes it on to f at the states, the last inputs."""
+    """The identity on `states`. Backward solves for g, and returns it as the gradient of f at the states (the last
+    inputs)."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, backward: "_Backward", *inputs: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Automatic choice of a solver by device, batch size, state size and length, with the reason in words."""
+"""Automatic choice of a solver by device, batch size, state size and length, with the reason as a sentence."""
 
 from typing import NamedTuple
 
@@ -17,8 +17,8 @@ from .sequential import Sequential
 
 __all__ = ["Auto", "Choice"]
 
-# On a CPU without the compiled operation, one step of the loop costs about as much as one iteration over this many
-# elements of the state, whatever the state size. `adptnet bench auto` measures it.
+# On a CPU without a compiled operation, one step of the eager loop takes about as long as one iteration of a parallel
+# solver takes per this many elements of the state, for any state size. `adptnet bench auto` measures it.
 ELEMENTS_PER_STEP = 8192
 ITERATIONS = 6  # iterations of Conv-DEER at the paper's initialization, including the convergence test
 SHORT = 64  # below this many steps a parallel solver gains nothing

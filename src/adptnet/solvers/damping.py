@@ -14,7 +14,14 @@ __all__ = ["Adaptive", "Damping", "Proximal", "Scale", "TrustRegion", "Undamped"
 
 
 class Damping(abc.ABC):
-    """Base class of dampings. The strength of a damping is (batch,), one number per sequence."""
+    """Base class of dampings: modifications of the Newton update.
+
+    A damping must not change the fixed point: if the current iterate is the solution, `update` must return it.
+
+    `strength` is the state of a damping that varies between iterations: one number per sequence, (batch,), 0 for an
+    undamped update. `begin` returns the first one, and `adapt` each next one. Every subclass defines how its update
+    depends on the strength; those with a constant setting, such as `Scale`, ignore it.
+    """
 
     def begin(self, like: Tensor) -> Tensor:
         """Return the strength of the first iteration, (batch,).
@@ -29,8 +36,9 @@ class Damping(abc.ABC):
 
         Args:
             strength: (batch,), the strength of this iteration.
-            residual: (batch,), the residual after it.
-            previous: (batch,), the residual before it.
+            residual: (batch,), the residual after this iteration. Under `torch.compile`, the largest change of the
+                states in it.
+            previous: (batch,), the same quantity before this iteration.
         """
         return strength
 
@@ -39,10 +47,10 @@ class Damping(abc.ABC):
         """Return the states of the next iteration, (batch, time, n).
 
         Args:
-            transition: The linearization A.
-            system: The equations.
+            transition: The linearization A of the step.
+            system: The equations s_t = f(s_{t-1}) of all steps.
             at: The current iterate. Its `values` may be overwritten when gradients are disabled.
-            strength: (batch,), the strength of the damping.
+            strength: (batch,), the strength of the damping in this iteration.
         """
 
 
@@ -57,15 +65,16 @@ class Undamped(Damping):
 
 
 class Scale(Damping):
-    """Scale-ELK: multiply the transition by a constant (eq:damping_error_and_info).
+    """Multiply the transition by a constant, as in Scale-ELK (eq:damping_error_and_info).
 
     Args:
-        scale: From 0 to 1. 1 is no damping, 0 is Jacobi. In between, the influence of distant steps decays.
+        scale: Factor in [0, 1]. 1 is no damping, 0 the Jacobi iteration. In between, the influence of distant steps
+            decays.
     """
 
     def __init__(self, scale: float):
         if not isinstance(scale, (int, float)) or not 0 <= scale <= 1:
-            raise InputError(f"Scale({scale!r}): must be from 0 to 1. 0.99 damps mildly.")
+            raise InputError(f"Scale({scale!r}): must be in [0, 1]. 0.99 damps mildly.")
         self.scale = float(scale)
 
     def update(self, transition: Transition, system: System, at: Iterate, strength: Tensor) -> Tensor:
@@ -76,10 +85,12 @@ class Scale(Damping):
 
 
 class TrustRegion(Damping):
-    """ELK: pull the states towards the guess, as a Kalman filter does towards observations; parallel in time.
+    """Penalize the distance from the current iterate, as in ELK (a Levenberg-Marquardt step by a Kalman filter).
+
+    The Kalman filter takes the current iterate as observations, and is parallel over time.
 
     Args:
-        strength: 0 is no damping; a large strength keeps the states close to the guess.
+        strength: 0 is no damping; a large strength keeps the states close to the current iterate.
     """
 
     def __init__(self, strength: float = 0.1):
@@ -91,7 +102,7 @@ class TrustRegion(Damping):
         return torch.full((like.shape[0],), self.strength, dtype=like.dtype, device=like.device)
 
     def update(self, transition: Transition, system: System, at: Iterate, strength: Tensor) -> Tensor:
-        # Filtering the change towards zero is the same as filtering the states towards the guess.
+        # Filtering the change towards zero is the same as filtering the states towards the current iterate.
         initial, target = torch.zeros_like(system.initial), torch.zeros_like(at.states)
         change = transition.filter(at.values - at.states, target, strength.unsqueeze(-1), initial, system.reset)
         return at.states + change
@@ -104,11 +115,12 @@ class Adaptive(Damping):
     """Scale the transition of a sequence down when its residual rises, and back up when it falls.
 
     The transition is multiplied by 1 - strength, and the strength starts at 0, so a sequence that converges without
-    damping is not damped. Each rise multiplies the strength by `factor`, from `least` up to 1. At 1 no step depends on
-    the previous one, and no iterate can grow without bound. Each fall divides the strength by `factor`.
+    damping is not damped. If the residual rises, the strength is multiplied by `factor` and kept in [`least`, 1]. At
+    strength 1 the update is a Jacobi iteration, whose iterates cannot grow without bound. If the residual falls, the
+    strength is divided by `factor`; below `least` it becomes 0.
 
     Args:
-        least: The smallest strength above 0.
+        least: The smallest nonzero strength.
         factor: The factor by which the strength grows and shrinks.
     """
 
@@ -133,7 +145,7 @@ class Adaptive(Damping):
 class Proximal(Damping):
     """Project each iterate onto the ball that provably contains the state, ‖x_t‖ <= |λ̄|_max ‖x_{t-1}‖ + ‖drive_t‖.
 
-    The trajectory lies in these balls, so states that are correct do not change.
+    The exact trajectory lies in these balls, so the projection leaves it unchanged.
 
     Args:
         damping: A further damping, applied before the projection; none if not given.

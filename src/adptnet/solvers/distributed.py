@@ -34,7 +34,7 @@ __all__ = ["TimeParallel", "sum_gradients"]
 class TimeParallel(Solver):
     """Newton solver with the time axis split over the ranks of a process group, in the order of the ranks.
 
-    Each rank calls it with its own chunk of the inputs, of any length from 1, and gets its chunk of the states. `guess`
+    Each rank calls it with its own chunk of the inputs, of at least one step, and gets its chunk of the states. `guess`
     and `reset` are also those of the chunk. `state` is the state that enters the first step of rank 0; the other ranks
     may omit it. Everything else in the solution, including `final`, describes the whole sequence and is the same on all
     ranks.

@@ -1,6 +1,6 @@
 """The Newton loop of the parallel solvers: s ← scan(A, f(s) - A s), until every step has converged.
 
-One state goes through `init`, `update`, `test` and `drop`. Sequences that have finished are dropped from the batch.
+`_NewtonLoop` repeats `update`, `test` and `drop`. Sequences that have finished are dropped from the batch.
 Leading steps that have converged in all sequences are dropped from the time axis, unless it is split over processes:
 the process with the last steps would still have all of its own to compute, and the others would wait for it.
 """
@@ -23,7 +23,7 @@ __all__ = ["History", "IterationResult", "Limits", "UpdateRule", "solve"]
 
 
 class History(NamedTuple):
-    """Residual and number of converged steps after each iteration; row 0 is the guess.
+    """Residual and number of converged steps after each iteration; row 0 is the initial guess.
 
     Attributes:
         residual: (iterations + 1, batch).
@@ -66,7 +66,7 @@ class Limits(NamedTuple):
         most: The maximum number of iterations.
         least: The minimum number of iterations.
         patience: Stop iterating a sequence after this many rises of its residual in a row, if it is then above that of
-            the guess; None to continue.
+            the initial guess; None to continue.
     """
 
     most: int
@@ -86,13 +86,14 @@ class StepDamping(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class UpdateRule:
-    """How an iterate is measured and becomes the next one.
+    """How the residual of an iterate and the next iterate are computed.
 
     Attributes:
         linearize: Returns the transition of the remaining part of the system, from that part, the indices of its
             sequences (None for all), its first step, and the states that enter its steps.
         damping: The damping of the iteration.
-        fused: Measures an iterate and computes the next one in one operation, in place of `linearize` and `damping`.
+        fused: Computes the residual of an iterate and the next iterate in one operation, in place of `linearize` and
+            `damping`.
     """
 
     linearize: Callable[[System, Tensor | None, int, Tensor], Transition]
@@ -109,7 +110,7 @@ def solve(system: System, guess: Tensor, rule: UpdateRule, tolerance: Tolerance,
     Args:
         system: The equations.
         guess: (batch, time, n), the states to start from.
-        rule: How an iterate becomes the next one.
+        rule: How residuals and the next iterate are computed.
         tolerance: The tolerance of a converged step. Convergence is tested on each new iterate.
         limits: The limits of the loop.
     """
@@ -124,11 +125,11 @@ def solve(system: System, guess: Tensor, rule: UpdateRule, tolerance: Tolerance,
 
 @dataclasses.dataclass
 class _Sequences:
-    """Memory of the loop for each sequence that is still iterated, (batch,)."""
+    """State of the loop for each sequence that is still iterated, (batch,)."""
 
     strength: Tensor  # of the damping
     residual: Tensor  # of the last iterate
-    first_residual: Tensor  # of the guess
+    first_residual: Tensor  # of the initial guess
     rises: Tensor  # of the residual, in a row
     retries: Tensor  # how often the sequence was reset
     dropped_residual: Tensor  # the largest among its dropped steps

@@ -22,7 +22,7 @@ __all__ = ["make_fused_measure"]
 def make_fused_measure(
     cell: Cell, system: System, linearization: Linearization, damping: Damping, tiles: int | None
 ) -> MeasureFunction | None:
-    """Return a function that measures an iterate and computes the next one in one pass; None if there is none.
+    """Return a function that computes residuals and the next iterate in one pass; None if there is no such operation.
 
     Args:
         cell: The cell of the system.
@@ -67,7 +67,7 @@ def _make_reference_pass(cell: Cell, system: System, diagonal: bool) -> Callable
 
 
 class _FusedIterate(MeasuredIterate):
-    """An iterate that is measured by one fused pass, which also computes the next iterate."""
+    """An iterate whose residuals are computed by one fused pass, together with the next iterate."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ __all__ = [
 
 
 class Iterate(NamedTuple):
-    """An iterate, evaluated."""
+    """An iterate s, with f evaluated at it."""
 
     states: Tensor  # (batch, time, n)
     entering: Tensor  # (batch, time, n), the states that enter the steps
@@ -147,7 +147,7 @@ MeasureFunction = Callable[[System, Tensor, Tolerance], MeasuredIterate]
 
 
 class EvaluatedIterate(MeasuredIterate):
-    """An iterate that is measured by evaluating f, and updated by a transition.
+    """An iterate whose residual is computed by evaluating f, and which is updated by a transition.
 
     Args:
         system: The equations.

@@ -239,7 +239,7 @@ class _Mean(Linearization):
 
 
 class MeanConjugate(_Mean):
-    """A = the mean of M_t over the guess (Koopman-DEER, sec:conclusion), or of J_t for cells without M.
+    """A = the time mean of M_t at the current iterate (Koopman-DEER, sec:conclusion), or of J_t for cells without M.
 
     If the eigenvalues are real, the mean is symmetric and is scanned in its eigenbasis. Other means are scanned as
     dense matrices.

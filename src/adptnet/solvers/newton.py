@@ -47,30 +47,32 @@ PATIENCE = 3
 
 
 class Newton(Parallel):
-    """Parallel-in-time solver that improves a guess of all states until every step is within tolerance.
+    """Parallel-in-time solver that iterates on all states until every step is within tolerance.
 
     For every linearization, the states equal those of `Sequential` to the tolerance, or the result reports that they do
-    not. Without damping (or with `Scale`), and run by a scan, the first k steps are exact after k iterations.
+    not. Without damping (or with `Scale`), and unless `by=lti_convolution`, the first k steps are exact after k
+    iterations.
 
     Args:
         linearization: The matrix A that approximates the Jacobian of the step.
         damping: The damping of the iteration; none if not given.
-        atol: Absolute tolerance. A step has converged when |f(s_{t-1}) - s_t| <= atol + rtol · scale in every channel.
-            The scale is the largest |f| of that channel in recent steps (see `adptnet.ops.tolerance`).
+        atol: Absolute tolerance. A step has converged when |f(s_{t-1}) - s_t| <= atol + rtol · scale in every channel
+            (state dimension). The scale is the largest |f| of that channel in recent steps (see
+            `adptnet.ops.tolerance`).
         rtol: Relative tolerance; chosen by dtype if not given.
         max_iterations: The maximum number of iterations; by default the length (at least 100), which suffices without
             damping.
         patience: Stop iterating a sequence when its residual has risen this many times in a row and is above that of
-            the guess; None to continue.
+            the initial guess; None to continue.
         fixed_iterations: Run exactly this many iterations for every sequence, whatever the residual. The control flow
             then does not depend on values, as `torch.compile` requires.
-        tiles: Sweep sequentially over tiles of this many steps. The guess of a tile is shifted by the correction of the
-            tile before it (Gauss-Seidel). This takes far fewer iterations where many are needed, but is no longer
-            parallel in time: it is meant for one core and its cache. Only for undamped Conv- and Forward-DEER and real
-            spectra.
+        tiles: Number of steps per tile of a sequential Gauss-Seidel sweep: before f is evaluated in a tile, the
+            correction at the last step of the previous tile is propagated into it by Λ̄. This takes far fewer iterations
+            where many are needed, but is no longer parallel in time: it is meant for one core and its cache. Only for
+            undamped Conv- and Forward-DEER and real spectra.
         on_failure: The policy for sequences that did not converge.
-        check: If the cell runs user code, call its step on a few rows first, and raise `InputError` if it couples rows,
-            is random, or keeps a state of its own.
+        check: If the cell runs user code, call its step on a small batch first, and raise `InputError` if the sequences
+            of a batch affect each other, or if the step is random or keeps a state of its own.
     """
 
     def __init__(
@@ -154,7 +156,7 @@ class Newton(Parallel):
         return self.damping.update(transition, system, at, strength)
 
     def initial_guess(self, cell: Cell, system: System) -> Tensor:
-        """Return the default guess, (batch, time, n).
+        """Return the default initial guess, (batch, time, n).
 
         It is the solution of the linear part of the cell, or the initial state at all steps if the cell has no linear
         part.
@@ -255,7 +257,9 @@ def KoopmanDEER(
     means: int = 1,
     **options: Any,
 ) -> Newton:
-    """Return a Newton solver with one matrix for all steps, the mean of M over the guess: no derivatives.
+    """Return a Newton solver with one matrix for all steps, the mean over time of M at the current iterate.
+
+    It needs no derivatives.
 
     Args:
         damping: The damping; none if not given.

@@ -337,7 +337,7 @@ def _count_finite_steps(system: System, states: Tensor) -> Tensor:
 
 
 def _finish(system: System, outcome: IterationResult, results: Tensor) -> SystemSolution:
-    """Compute the sequences that did not converge sequentially, from the first step that has not in any of them."""
+    """Compute sequences that did not converge sequentially, from the first step that is unconverged in any of them."""
     failed, states, total = ~outcome.converged, outcome.states, system.axis.total(system.steps)
     rows = failed.nonzero().squeeze(-1)
     _run_sequentially(system, states, rows, int(outcome.converged_steps[rows].min()))

@@ -69,9 +69,9 @@ class Ranks:
         except Exception as error:  # the type depends on the backend
             raise DistributedError(
                 f"rank {self.rank} of {self.size} could not {action}: {_first_sentence(error)}. Another rank has "
-                "ended, failed, or takes longer than the timeout of the group. See what the other ranks printed first; "
-                "check that all ranks call the solver, and backward, equally often; if one is only slow, pass "
-                "timeout=datetime.timedelta(hours=1) to init_process_group."
+                "exited, failed, or takes longer than the timeout of the group. First look for an error in the output "
+                "of the other ranks; check that all ranks call the solver, and backward, equally often; if one is only "
+                "slow, pass timeout=datetime.timedelta(hours=1) to init_process_group."
             ) from error
 
     @contextlib.contextmanager

@@ -420,7 +420,8 @@ class PiecewiseTransition(Transition):
     def backward(self) -> Transition:
         """Return the adjoint transition with the same pieces.
 
-        The boundaries should move by one step. They do not: the pieces only approximate the Jacobian anyway.
+        In the exact adjoint the boundaries of the pieces are one step earlier. They are not moved, because the pieces
+        only approximate the Jacobian.
         """
         return PiecewiseTransition([piece.backward() for piece in self.pieces], self.lengths)
 

@@ -20,7 +20,7 @@ __all__ = ["DeltaNet", "DeltaNetMixer", "GatedDeltaNet", "GatedDeltaNetMixer"]
 
 @spec
 class DeltaNet(MixerSpec):
-    """S_t = (I - β_t k_t k_t') S_{t-1} + β_t k_t v_t' with unit keys and queries (Yang et al., 2024).
+    """DeltaNet, S_t = (I - β_t k_t k_t') S_{t-1} + β_t k_t v_t' with unit keys and queries (Yang et al., 2024).
 
     Attributes:
         width: Features in and out, and total size of the keys and of the values.

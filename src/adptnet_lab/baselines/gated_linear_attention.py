@@ -18,7 +18,7 @@ SLOWNESS = 16.0  # order of the root taken of the gate, so that it starts near 1
 
 @spec
 class GatedLinearAttention(MixerSpec):
-    """S_t = diag(α_t) S_{t-1} + k_t v_t' (Yang et al., 2023).
+    """Gated linear attention, S_t = diag(α_t) S_{t-1} + k_t v_t' (Yang et al., 2023).
 
     Attributes:
         width: Features in and out, and total size of the values.

@@ -67,7 +67,7 @@ class Measurements:
 
 @dataclass(frozen=True)
 class Goal:
-    """A number that should lie within limits. A claim of the paper is a goal that others have set.
+    """Limits on a measured number. A claim of the paper is checked as a goal, too.
 
     Attributes:
         name: Its name in the results.

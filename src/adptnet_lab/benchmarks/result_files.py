@@ -6,8 +6,8 @@ A file holds the benchmark and its cases, one case per line, and in each case on
     {"size": {"batch": 1, ...}, "repeats": 627, "machine": 0, "sides": [["forward, 50", 1, ...], ...], ...}
     ]}
 
-Of the samples only the least and the median are kept, and their number, `repeats`. Version 1 had all samples, and the
-machine in every case; it can still be read. The name of a benchmark is that of its file; older files call it "subject".
+Of the timed samples only the smallest, the median and the number (`repeats`) are kept. Version 1 had all samples, and
+the machine in every case; it can still be read. A file has the name of its benchmark, which older files call "subject".
 """
 
 import json

@@ -119,7 +119,7 @@ def _overview() -> str:
         [
             "usage: adptnet COMMAND [OPTIONS]",
             "",
-            "Recurrent layers with prescribed timescales and one dial for non-linearity.",
+            "Recurrent layers with prescribed timescales and adjustable non-linearity.",
             "",
             *(f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items()),
             "",

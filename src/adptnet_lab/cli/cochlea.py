@@ -53,7 +53,9 @@ def run(options: Listen) -> int:
     """
     files, words = _label(_find(options.sounds), options)
     if options.output.is_dir() or not options.output.parent.is_dir():
-        raise InputError(f"{options.output} is a folder, or in none. Pass the name of a file: out.h5.")
+        raise InputError(
+            f"{options.output} is a folder, or its folder does not exist. Pass the name of a file: out.h5."
+        )
     if options.output.exists() and not options.overwrite:
         raise InputError(f"{options.output} exists. Pass another name, or --overwrite.")
     if options.seconds is not None and not 0 < options.seconds < math.inf:

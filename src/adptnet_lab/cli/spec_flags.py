@@ -61,7 +61,7 @@ def parse_value(text: str, expected: tuple[type, ...] = (Spec,)) -> Any:
 
     Args:
         text: What was typed. The name of a spec alone stands for the spec with all of its defaults.
-        expected: The kinds of spec that an error about an unknown name suggests, and float where numbers do as well.
+        expected: The kinds of spec that an error about an unknown name suggests, and float where numbers are valid too.
 
     Raises:
         SpecError: The text is not of this form, or the values do not fit the spec.

@@ -35,7 +35,7 @@ class Cochlea:
         channels: Places along the membrane; channel 0 is the highest frequency.
         loudness: Root mean square to which sounds are scaled; 0.3 suits networks trained on SSC. Silence yields only
             spontaneous spikes.
-        ramp: Seconds of fading in and out; None fades over the whole sound, as the program lauscher does.
+        ramp: Seconds of fading in and out; None fades over the whole sound, as in lauscher (the code of Cramer et al.).
     """
 
     rate: int = 16_000

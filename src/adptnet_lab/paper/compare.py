@@ -132,7 +132,7 @@ def describe_progress(result: PaperResult, store: RowStore) -> tuple[Scale | Non
 
 
 def print_rows_folder(store: RowStore) -> None:
-    """Print the folder from which rows are read, or that it has none.
+    """Print the folder from which rows are read, or that it contains no rows.
 
     Args:
         store: The rows.

@@ -1,4 +1,4 @@
-"""Data of the β slider on the report page: the stored numbers at each β, as JSON."""
+"""Data of the β slider (the "dial") on the report page: the stored numbers at each β, as JSON."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -208,8 +208,8 @@ class Recipe:
         cost: How long all points of a scale take on one core.
         source: Name of the result whose rows are used, where two results show one experiment.
         dtype: Default dtype of a run.
-        largest_of: A setting of which one value is enough because few people can afford the largest. The result is
-            made of the points with the largest value for which every point is finished.
+        largest_of: A setting, such as a length, whose largest value few people can afford to run. The result uses only
+            the points with the largest value for which every point is finished.
         find_missing_data: Returns which data files a scale needs and lacks, and how to get them; None if nothing is
             missing.
     """

@@ -6,7 +6,8 @@
     ROWS/SCALE/unfinished/                          checkpoints of points in progress, which may take hours
 
 All files of a result are read together, so shards are merged by copying them into one folder. If two rows belong to
-the same point, the first counts. A line that a killed process left incomplete is skipped, and its point runs again.
+the same point, the first counts. An incomplete line, left by a process that was killed, is skipped, and its point runs
+again.
 """
 
 import contextlib
@@ -60,7 +61,7 @@ class RowStore:
 
     Args:
         folder: The folder.
-        shard: Number of this shard, from 1, and the number of shards.
+        shard: Index of this shard (1 for the first) and the number of shards.
     """
 
     def __init__(self, folder: Path, shard: tuple[int, int] = (1, 1)):

@@ -122,7 +122,7 @@ class Task(Spec, abc.ABC):
         """Return the batch of one training step. It depends on the arguments alone, so a run can resume at any step.
 
         Args:
-            step: Number of the training step, from 0.
+            step: Index of the training step; 0 is the first.
             size: Number of sequences.
             seed: Seed of the run.
         """
@@ -201,7 +201,7 @@ class FiniteTask(Task):
         """Return the indices of the sequences of one training step: the shuffled epochs, laid end to end.
 
         Args:
-            step: Number of the training step, from 0.
+            step: Index of the training step; 0 is the first.
             size: Number of sequences.
             seed: Seed of the run.
         """

@@ -45,7 +45,7 @@ class Parity(Task):
     def batch(self, size: int, generator: torch.Generator, *, length: int | None = None) -> Batch:
         longest = self.length if length is None else length
         if size < 1 or longest < 1:
-            raise InputError(f"a batch of {size} sequences of {longest} steps: both must be at least 1.")
+            raise InputError(f"Parity.batch(size={size}, length={longest}): both must be at least 1.")
         shortest = self.shortest if length is None else length
         lengths = torch.randint(shortest, longest + 1, (size,), generator=generator)
         step = torch.arange(longest)

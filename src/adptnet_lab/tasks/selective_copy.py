@@ -26,7 +26,7 @@ class SelectiveCopy(Task):
         length: Steps per sequence, or steps of noise, according to `length_of`.
         symbols: Number of symbols to recall.
         vocabulary: Number of tokens, including noise and marker.
-        variable: Symbols at random positions; otherwise at the beginning, which is the Copy Memory twin.
+        variable: Place the symbols at random positions; if False, at the beginning, as in Copy Memory.
         length_of: What `length` counts. The paper does not say; its tables fit "sequence".
     """
 

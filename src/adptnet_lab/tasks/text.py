@@ -105,7 +105,7 @@ class Text(Task):
     def batch(self, size: int, generator: torch.Generator, *, length: int | None = None) -> Batch:
         length = self.length if length is None else length
         if size < 1 or length < 1:
-            raise InputError(f"a batch of {size} sequences of {length} steps: both must be at least 1.")
+            raise InputError(f"Text.batch(size={size}, length={length}): both must be at least 1.")
         tokens = self._require("train", length + 1)
         return _windows(tokens, torch.randint(len(tokens) - length, (size,), generator=generator), length)
 

@@ -16,15 +16,17 @@ __all__ = ["WordProblem"]
 class WordProblem(Task):
     """Running product of elements drawn uniformly from `group`: the target at step t is y_t = y_{t-1}·x_t.
 
-    The reported accuracy is the mean over the last min(10, length) positions, which is what the paper's numbers imply
-    (docs/explanation/deviations.md). `scores` also returns the accuracy of the last position, of all positions, of
-    whole sequences and of each position.
+    The reported accuracy is the mean over the last min(10, length) positions. The paper does not define its accuracy;
+    this is the definition of the public code for this task (docs/explanation/deviations.md, point 19). `scores` also
+    returns the accuracy at the last position ("last_token"), over all positions, over whole sequences and at each
+    position.
 
     Attributes:
-        group: "S3", "A5", "Z60", "D4", "Q8", a direct product "S3xZ2", or a product table as text
-            (`tasks.format_product_table`).
+        group: A finite group by name, for example "S5", "A5", "Z60" or "S3xZ2"; `tasks.product_table` has the syntax.
+            Also a product table as text (`tasks.format_product_table`).
         length: Elements per sequence.
-        identity: Probability with which an element is replaced by the identity; p in the paper's table, 0 there.
+        identity: Probability with which an element is replaced by the identity. The paper's table calls it p and sets
+            it to 0.
     """
 
     group: str = "S3"
@@ -32,7 +34,7 @@ class WordProblem(Task):
     identity: float = 0.0
 
     def __post_init__(self) -> None:
-        shared_product_table(self.group)
+        shared_product_table(self.group)  # raises InputError if the group is unknown
         check_size(self, length=self.length)
         check_fraction(self, below="at 1 every product would be the identity", identity=self.identity)
 
@@ -47,11 +49,11 @@ class WordProblem(Task):
     def batch(self, size: int, generator: torch.Generator, *, length: int | None = None) -> Batch:
         length = self.length if length is None else length
         if size < 1 or length < 1:
-            raise InputError(f"a batch of {size} sequences of {length} steps: both must be at least 1.")
+            raise InputError(f"WordProblem.batch(size={size}, length={length}): both must be at least 1.")
         table = shared_product_table(self.group)
         inputs = torch.randint(self.vocabulary, (size, length), generator=generator)
         if self.identity:
-            inputs[torch.rand(size, length, generator=generator) < self.identity] = 0
+            inputs[torch.rand(size, length, generator=generator) < self.identity] = 0  # element 0 is the identity
         targets = inputs.clone()
         for t in range(1, length):
             targets[:, t] = table[targets[:, t - 1], inputs[:, t]]

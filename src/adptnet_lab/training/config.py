@@ -18,10 +18,11 @@ SolverName = Literal["sequential", "auto", "deer", "quasi-deer", "forward-deer",
 
 @spec
 class TrainConfig(Spec):
-    """Settings of a training run and of the choice of its weights; the defaults suit a laptop.
+    """Settings of a training run, of its evaluations, and of the choice of the weights to keep.
 
-    Optimizer, learning rate, weight decay, clipping and schedule are by default those of the paper for word problems
-    (appendix:s5_training_config).
+    The defaults of optimizer, learning rate, weight decay, clipping and schedule are the paper's settings for word
+    problems (appendix:s5_training_config), on which its reproduction relies. The defaults of `steps` and `batch_size`
+    are smaller than the paper's, so that a run takes minutes on a CPU.
 
     Attributes:
         steps: Optimizer steps.
@@ -30,18 +31,20 @@ class TrainConfig(Spec):
         weight_decay: Weight decay of all parameters that are not exempt from it.
         optimizer: Adam, AdamW or RMSprop, with their settings.
         schedule: Constant, Linear, Cosine or ReduceOnPlateau, with their warm-up.
-        clip: Largest gradient norm; None for no clipping.
+        clip: Gradients with a larger norm are scaled down to this norm; None for no clipping.
         accumulation: Micro-batches into which each process splits its share of a batch, to save memory.
         precision: "bf16" or "fp16" for autocast around float32 weights. The recurrence stays in float32.
         solver: Solver of the recurrent layers.
         seed: Seed of weights, data and dropout.
-        evaluate_every: Steps between evaluations on validation data; None for none before the end.
-        lengths: Lengths to evaluate at; the first one selects the weights. The task's own if none are given.
-        evaluation_size: Sequences of an evaluation at each length.
+        evaluate_every: Steps between evaluations on validation data; None to evaluate only at the end.
+        lengths: Sequence lengths to evaluate at; the score at the first one selects the weights. The length of the task
+            if none are given.
+        evaluation_size: Number of sequences per evaluation and length.
         evaluation_batch: Batch size of an evaluation.
-        select: Whether to keep the weights of the best evaluation or the last ones.
-        select_by: Score that selects: "loss" or a score of the task; the task's own metric if not given.
-        stop_at: Stop as soon as the selecting score is this good; None for never.
+        select: "best" to keep the weights of the best evaluation, "last" for those after the last step.
+        select_by: Score by which weights are selected: "loss" or a score of the task; the task's own metric if not
+            given.
+        stop_at: Stop as soon as the score of `select_by` is this good; None for never.
         patience: Stop after this many evaluations without improvement; None for never.
         exponents_every: Evaluations between records of Lyapunov exponents; None for none.
         snapshot_steps: Steps after which the weights are saved permanently.

@@ -1,4 +1,4 @@
-"""environment.json of a run: what its last digits depend on at every start, and what has changed since."""
+"""environment.json of a run: what affects its rounding errors, at every start, and what has changed since."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -16,7 +16,7 @@ __all__ = ["Difference", "describe_start", "find_differences", "format_differenc
 
 
 def describe_start(device: torch.device) -> dict[str, Any]:
-    """Return everything in the environment that the last digits of a run on `device` depend on.
+    """Return everything in the environment that affects the rounding errors of a run on `device`.
 
     Args:
         device: The device of the run.

@@ -31,7 +31,7 @@ __all__ = ["RunFolder", "SaveOptions", "Tracker", "check_settings", "parse_batch
 Tracker = Literal["tensorboard", "wandb"]
 
 _RUN = "run.json"  # in a checkpoint: the settings and the state of the metrics file
-# What the last digits depend on. Not the number of processes, which must be the same to resume at all.
+# Fields that affect rounding errors. The number of processes is not among them: it must be the same to resume at all.
 _COMPARED = {"adptnet", "torch", "numpy", "python", "system", "machine", "instructions", "device", "threads"}
 _COMPARED |= {"matmul precision", "dtype", "backend"}
 
@@ -223,14 +223,14 @@ class RunFolder(Recorder):
             raise CheckpointError(f"{target} could not be written ({error.strerror}){self.resume_hint}") from None
 
     def write_metrics(self) -> None:
-        """Write the metrics that wait; raise `CheckpointError` if that fails, since a finished run has all of them."""
+        """Write pending metrics; raise `CheckpointError` if that fails, since a finished run must have all of them."""
         if self._metrics is not None:
             self._check_lock()
             if not self._metrics.flush():
                 raise CheckpointError(f"{self._metrics.path} could not be written{self.resume_hint}")
 
     def close(self) -> None:
-        """Write the metrics that wait, and close the metrics file and the trackers."""
+        """Write pending metrics, and close the metrics file and the trackers."""
         if self._metrics is not None:
             self._metrics.flush()
             self._metrics.close()

@@ -114,7 +114,7 @@ class MetricsFile:
         return MetricsState(self._sum.hexdigest(), tuple(self._waiting))
 
     def close(self) -> None:
-        """Close the file, without writing the lines that wait."""
+        """Close the file, without writing pending lines."""
         self._file.close()
 
     def _restore_file(self) -> None:

@@ -25,7 +25,7 @@ class Schedule(Spec, abc.ABC):
         """Return the rate of a step, as a fraction of the peak.
 
         Args:
-            step: The step, from 0.
+            step: The index of the step; 0 is the first.
             steps: The number of steps of the run.
             plateaus: How often the score has stopped improving.
         """

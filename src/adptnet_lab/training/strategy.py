@@ -22,7 +22,7 @@ class Strategy(abc.ABC):
     """Base class: the processes of a run, their devices and their communication.
 
     Attributes:
-        rank: The number of this process, from 0.
+        rank: The index of this process; 0 is the first.
         world_size: The number of processes.
         device: The device of this process.
         loss_scale: The factor on the loss that fp16 needs; None in other precisions.
@@ -159,7 +159,7 @@ class SingleProcess(Strategy):
 
 
 class DetachedStates(nn.Module):
-    """A model whose hidden states are detached: data parallelism waits for the gradient of every output in the graph.
+    """A model that returns detached hidden states, because data parallelism waits for the gradient of every output.
 
     Args:
         model: Called as `outputs, states = model(inputs, states, lengths=lengths)`.

@@ -100,7 +100,7 @@ class TrainingState:
         model: The model; its parameters may be sharded.
         optimizer: Its optimizer.
         strategy: The processes.
-        carried: The hidden states that one batch hands to the next.
+        carried: The hidden states that are carried from one batch to the next.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, carried: CarriedStates):

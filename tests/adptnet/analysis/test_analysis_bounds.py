@@ -423,7 +423,7 @@ def test_other_cells_have_bounds_along_a_trajectory_only():
 
 
 def test_a_trajectory_does_not_certify_contraction():
-    """Jacobians along it say nothing about other states: this map contracts around zero and expands beyond."""
+    """Jacobians along a trajectory say nothing about other states: this map contracts near zero, expands elsewhere."""
     held = certificate(lambda x: x**3, state=torch.full((2,), 0.1), steps=20)
     assert held.lipschitz < 0.1
     assert not held.contracts

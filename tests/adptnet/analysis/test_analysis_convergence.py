@@ -54,7 +54,7 @@ def test_the_local_errors_keep_to_the_bounds_of_the_table_and_to_tighter_ones(be
 
 
 def test_the_derivative_term_vanishes_on_the_state():
-    """ε^der is up to 8βλ̄_max in the paper; on the state itself it is zero."""
+    """The paper bounds the derivative term ε^der = ‖J - M‖ by 8βλ̄_max; but (J - M) s is zero for the state s itself."""
     layer, x = frozen(4.0), torch.randn(60, 6)
     found = local_errors(layer, x)
     assert float(found.derivative[1:].min()) > 0.01

@@ -64,7 +64,7 @@ def test_a_wide_spectrum_is_orthonormalized_often_and_a_narrow_one_seldom():
 
 
 def test_a_spectrum_that_widens_on_the_way_loses_no_digits():
-    """A long interval, chosen while J was the identity, is shortened where J is not."""
+    """The interval between two QR steps, long while J is the identity, is shortened where J is not."""
     late = torch.diag(torch.tensor([1.0, 1e-12]))
     matrices = torch.cat((torch.eye(2).expand(300, 2, 2), late.expand(300, 2, 2)))
     cell = cells.from_function(lambda x, u: (u.unflatten(-1, (2, 2)) @ x.unsqueeze(-1)).squeeze(-1), 2)
@@ -74,7 +74,7 @@ def test_a_spectrum_that_widens_on_the_way_loses_no_digits():
 
 
 def test_a_few_ill_conditioned_steps_among_many_lose_no_digits():
-    """A saturated tanh makes a Jacobian nearly singular for a single step, also where the interval is two."""
+    """A saturated tanh makes one Jacobian nearly singular, also if QR runs at every second step only."""
     matrices = torch.linalg.qr(torch.randn(200, 3, 3)).Q
     for start in (50, 91, 150):
         matrices[start : start + 2] *= torch.tensor([1.0, 1e-2, 1e-4]).reshape(3, 1)
@@ -181,7 +181,7 @@ def test_the_exponents_of_other_cells_sum_to_the_mean_log_determinant(name):
 
 
 def test_a_singular_jacobian_has_exponents_of_minus_infinity_not_of_rounding():
-    """fig:orthogonal_rnn_lyapunov shows e^-40 for these, which is the rounding error of that program."""
+    """fig:orthogonal_rnn_lyapunov shows e^-40 for such exponents: the rounding error of the code behind the figure."""
     layer = Recurrent(cells.OrthogonalRNN(16))
     with torch.no_grad():
         found = lyapunov_exponents(layer, torch.randn(200, 16)).exponents
@@ -343,7 +343,7 @@ def test_the_flossing_loss_is_zero_at_its_targets_in_any_order():
 
 
 def test_exponents_of_minus_infinity_cannot_be_flossed():
-    """Their loss would be infinite and every gradient NaN."""
+    """The loss would be infinite and every gradient NaN."""
     line = torch.tensor([[0.5, 0.0], [0.5, 0.0]])
     assert float(gradient_flossing_loss(lambda x: line @ x, None, [0.0], state=torch.ones(2), steps=50)) > 0
     with pytest.raises(NonFiniteError, match=r"exponent 2 \(from the largest\) is -inf.*at most 1 target\."):

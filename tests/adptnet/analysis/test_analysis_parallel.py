@@ -47,7 +47,9 @@ def test_a_gru_is_predicted_too_and_a_linear_cell_takes_one():
     report = parallelizability(cell, x)
     quasi = {each.name: each for each in report.solvers}["QuasiDEER"]
     assert (quasi.predicted - quasi.iterations).abs().max() <= 1
-    assert predict_iterations(frozen(0.0), torch.randn(30, 6), solvers.ConvDEER()).tolist() == [0]  # the guess is exact
+    assert predict_iterations(frozen(0.0), torch.randn(30, 6), solvers.ConvDEER()).tolist() == [
+        0
+    ]  # the initial guess is exact
     with pytest.raises(IncompatibleError, match="undamped"):
         predict_iterations(cell, x, solvers.Sequential())
 

@@ -544,14 +544,14 @@ def test_the_read_out_sums_softmax_over_time_and_streams():
         (torch.zeros(2, 3), r"one frame of each sequence, \(batch, 5\); got shape \(2, 3\)"),
         (torch.zeros(2, 7, 5), "For a whole sequence call the network itself"),
         (torch.zeros(2, 5, dtype=torch.int64), r"Pass inputs.float\(\)"),
-        (torch.zeros(2, 5, dtype=torch.float64), "digits would be lost"),
+        (torch.zeros(2, 5, dtype=torch.float64), "precision would be lost"),
     ],
 )
 def test_an_invalid_frame_raises(frame, words):
     model = SpikingModelSpec(cells.LIF(4), 5, 2).build(dtype=torch.float32).eval()
     with pytest.raises(InputError, match=words):
         model.step(frame)
-    with pytest.raises(InputError, match="digits would be lost"):
+    with pytest.raises(InputError, match="precision would be lost"):
         model(torch.zeros(2, 7, 5, dtype=torch.float64))
 
 

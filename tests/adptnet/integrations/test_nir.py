@@ -79,7 +79,7 @@ def test_a_rotating_state_is_rejected_or_written_as_an_approximation(tmp_path):
     [
         (cells.LIF(12), "resets to a value"),
         (cells.LIF(12, reset="zero", recurrent=projections.Dense()), "no recurrent map"),
-        (cells.LIF(12, reset="none", spike=cells.Sigmoid()), r"Sigmoid\(\) is no threshold"),
+        (cells.LIF(12, reset="none", spike=cells.Sigmoid()), r"Sigmoid\(\) is not a threshold"),
         (cells.LIF(12, reset="zero", initial="uniform"), 'Build them with "zero"'),
         (cells.SiLIF(12), "SiLIFCell has no exact form"),
         (spiking_adpt(12, beta=0.0, spike_reset="subtract"), "cannot express spike_reset"),

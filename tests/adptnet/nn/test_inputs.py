@@ -49,9 +49,9 @@ BAD_CALLS = {
     "state of a bare tensor": (lambda f: f(torch.randn(2, 5, 6), torch.zeros(2, 6)), "the ADPTState an earlier call"),
     "length zero": (
         lambda f: f(torch.randn(2, 5, 6), lengths=torch.tensor([5, 0])),
-        "lengths[1] = 0; a length is from 1",
+        "lengths[1] = 0; a length must be between 1",
     ),
-    "length too long": (lambda f: f(torch.randn(2, 5, 6), lengths=torch.tensor([6, 2])), "to the padded length 5"),
+    "length too long": (lambda f: f(torch.randn(2, 5, 6), lengths=torch.tensor([6, 2])), "and the padded length 5"),
     "fractional lengths": (lambda f: f(torch.randn(2, 5, 6), lengths=torch.tensor([5.0, 2.0])), "Pass lengths.long()"),
     "too few lengths": (lambda f: f(torch.randn(2, 5, 6), lengths=torch.tensor([5])), "2 sequences need (2,)"),
     "reset that is not bool": (lambda f: f(torch.randn(2, 5, 6), reset=torch.zeros(2, 5)), "Pass reset.bool()"),

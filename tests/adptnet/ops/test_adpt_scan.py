@@ -58,7 +58,7 @@ def test_any_width_and_batch(batch, size, norm, lean):
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("size", [17, 33, 40, 70, 81, 140])
 def test_one_or_two_sequences_of_any_width(size, batch):
-    """Their products take up to four or three panels per register tile, and the remainder in twos and threes."""
+    """With one or two sequences a register tile has up to four or three panels of the matrix, and fewer at its end."""
     assert_agree(*make_problem(batch, 3, size))
 
 
@@ -75,7 +75,7 @@ def test_a_row_does_not_depend_on_the_others_in_its_simd_group():
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("lean", [False, True])
 def test_one_sequence_of_every_variant(variant, pairs, lean):
-    """The initial state is zero, and there are resets; the basic recurrence has a loop of its own."""
+    """The initial state is zero and there are resets. For one sequence the basic recurrence has a loop of its own."""
     drive, state, constants, form = make_problem(1, 7, 12, pairs=pairs, **variant)
     reset = torch.tensor([[False, False, True, False, True, True, False]])
     assert_agree(drive, 0 * state, constants, form, reset=reset, lean=lean)
@@ -99,7 +99,7 @@ def test_every_variant_of_the_recurrence(variant, pairs, lean):
 @pytest.mark.parametrize("batch", [1, 3, 13])
 @pytest.mark.parametrize("lean", [False, True])
 def test_sequences_longer_than_a_block_of_the_backward(variant, pairs, batch, lean):
-    """A block has 64 rows: 64 steps of one sequence, 21 of three, and of thirteen 5, but 64 of the last one."""
+    """A block has 64 rows (steps times sequences of a tile): 64 steps of one sequence, 21 of three."""
     settings = {**VARIANTS[variant], "beta": 0.05}  # small, so that rounding errors do not grow into another trajectory
     arguments = make_problem(batch, 131, 12, pairs=pairs, **settings)
     reset, lengths = torch.rand(batch, 131) < 0.02, torch.randint(60, 132, (batch,))

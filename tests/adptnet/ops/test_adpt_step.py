@@ -104,7 +104,7 @@ def test_exponents_equal_those_of_the_torch_implementation(monkeypatch):
 
 
 def run_passes(layer, batch, steps, *, diagonal, tiles, resets):
-    """Return the results of one pass of the kernel and of the specification, from the same guess."""
+    """Return the results of one pass of the kernel and of the specification, from the same iterate."""
     size = layer.state_size
     states, drive = (
         torch.randn(batch, steps + 5, size)[:, 5:],

@@ -1,4 +1,4 @@
-"""The choice of GPU kernels, with faked properties of the card: neither a GPU nor Triton is needed."""
+"""Selection of GPU kernels, with faked GPU properties: neither a GPU nor Triton is needed."""
 
 import logging
 import sys
@@ -12,21 +12,21 @@ import adptnet
 from adptnet import directions, solvers, spectra
 from adptnet.cells import ADPTSpec, SlowMemory
 from adptnet.ops import _backends, _gpu, adpt_scan
-from adptnet.ops.adpt_scan import Constants, Form, RetractionKind, diagonal, dispatch, launch, reference
+from adptnet.ops.adpt_scan import Constants, Form, RetractionKind, Source, diagonal, dispatch, launch, reference
 from adptnet.ops.adpt_scan.form import DEFAULT_FORM
 from adptnet.ops.plane_rotation import rotation
 from adptnet.recurrence.conjugates import Diagonal, Product, Taylor
-from support.kernels import CARDS
+from support.kernels import SHARED_MEMORY_PER_BLOCK
 
 
-class Card:
+class FakeGPU:
     def __init__(self, shared: int):
         self.shared_memory_per_block_optin = shared
 
 
 @pytest.fixture
-def with_card(monkeypatch):
-    """Return a function that fakes a machine with Triton and a card with this much shared memory per block."""
+def with_gpu(monkeypatch):
+    """Return a function that fakes Triton and a GPU with this much shared memory per block; no GPU for None."""
     monkeypatch.setenv("ADPTNET_BACKEND", "auto")
     monkeypatch.setattr(_gpu, "_has_triton", lambda: True)
 
@@ -35,52 +35,54 @@ def with_card(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: shared is not None)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: int(shared is not None))
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a card")
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Card(shared))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a fake GPU")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: FakeGPU(shared))
 
     yield fake
     _gpu._shared_memory.cache_clear()
 
 
-@pytest.mark.parametrize("card", CARDS)
-def test_every_launch_fits_into_the_shared_memory_of_the_card(with_card, card):
-    with_card(CARDS[card])
+@pytest.mark.parametrize("gpu", SHARED_MEMORY_PER_BLOCK)
+def test_every_launch_fits_into_the_shared_memory_of_the_gpu(with_gpu, gpu):
+    available = SHARED_MEMORY_PER_BLOCK[gpu]
+    with_gpu(available)
     for size in range(1, 300):
         found = launch.plan_launch(size, "cuda:0")
         if found is not None:
-            assert size <= found.pad < max(17, 2 * size)
+            assert size <= found.pad < max(17, 2 * size)  # the next power of two, at least 16
             needed = launch.SHARED_MEMORY[found.pad]
-            assert max(needed.resident if found.resident else needed.streamed, needed.backward) <= CARDS[card]
+            assert max(needed.resident if found.resident else needed.streamed, needed.backward) <= available
         reason = launch.explain_unsupported(
             Form(), size, paired=False, slow=False, dtype=torch.float32, device="cuda:0"
         )
         assert (reason is None) == (found is not None)
-        assert (found is not None) == (size <= (64 if CARDS[card] < 82944 else 128))
+        # A state dimension above 64 needs 82,944 bytes.
+        assert (found is not None) == (size <= (64 if available < 82944 else 128))
 
 
-def test_a_card_with_little_shared_memory_streams_k_and_v(with_card):
-    with_card(CARDS["RTX 3090"])
+def test_a_gpu_with_little_shared_memory_streams_k_and_v(with_gpu):
+    with_gpu(SHARED_MEMORY_PER_BLOCK["RTX 3090"])
     assert launch.plan_launch(64, "cuda:0") == launch.Launch(64, warps=8, resident=True)
     assert launch.plan_launch(65, "cuda:0") == launch.Launch(128, warps=16, resident=False)
-    with_card(CARDS["A100"])
+    with_gpu(SHARED_MEMORY_PER_BLOCK["A100"])
     assert launch.plan_launch(65, "cuda:0") == launch.Launch(128, warps=16, resident=True)
 
 
-def test_a_card_without_an_opt_in_limit_reports_the_default_one(with_card, monkeypatch):
-    with_card(0)
-    card = types.SimpleNamespace(shared_memory_per_block=65536)  # as torch describes AMD cards
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+def test_a_gpu_without_an_opt_in_limit_reports_the_default_limit(with_gpu, monkeypatch):
+    with_gpu(0)
+    properties = types.SimpleNamespace(shared_memory_per_block=65536)  # as torch describes AMD GPUs
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     assert _gpu.shared_memory("cuda") == 65536
-    assert _gpu.shared_memory("cuda:7") == _gpu.MIN_SHARED_MEMORY  # no such card
+    assert _gpu.shared_memory("cuda:7") == _gpu.MIN_SHARED_MEMORY  # no such GPU
 
 
 def explain(size: int = 8, form: Form = DEFAULT_FORM, **given) -> str | None:
-    every = {"paired": False, "slow": False, "dtype": torch.float32, "device": "cuda:0", **given}
-    return adpt_scan.explain_unsupported_gpu(form, size, **every)
+    arguments = {"paired": False, "slow": False, "dtype": torch.float32, "device": "cuda:0", **given}
+    return adpt_scan.explain_unsupported_gpu(form, size, **arguments)
 
 
-def test_the_reason_for_a_fallback_is_one_line(with_card, monkeypatch):
-    with_card(CARDS["T4"])
+def test_the_reason_for_a_fallback_is_one_line(with_gpu, monkeypatch):
+    with_gpu(SHARED_MEMORY_PER_BLOCK["T4"])
     assert explain(64) is None
     assert explain(100) == (
         "the Triton kernel for a state dimension of 100 needs more shared memory than the 65,536 bytes per block on "
@@ -90,13 +92,14 @@ def test_the_reason_for_a_fallback_is_one_line(with_card, monkeypatch):
     others = [{"dtype": torch.float64}, {"paired": True}, {"slow": True}]
     forms = [
         Form(heads=2),
-        Form(source=1),
+        Form(source=int(Source.RELU)),
         Form(dot=0.5),
         Form(directions_in_drive=True),
         Form(retraction=int(RetractionKind.TAYLOR_ONE)),
     ]
     assert {explain(**other) for other in others} | {explain(form=form) for form in forms} == {
-        "the Triton kernel supports float32, one head, a real spectrum, and K and V of the state only."
+        "the Triton kernel supports float32, one head, a real spectrum, and key and value computed from the state "
+        "itself."
     }
     assert explain(device="mps") == "there is no kernel for mps."
     monkeypatch.setattr(_gpu, "_has_triton", lambda: False)
@@ -106,8 +109,8 @@ def test_the_reason_for_a_fallback_is_one_line(with_card, monkeypatch):
     assert explain(512, Form(linear=True)) == "ADPTNET_BACKEND=reference."
 
 
-def test_the_operation_selects_a_kernel_or_logs_the_reason(with_card, monkeypatch, caplog):
-    with_card(CARDS["RTX 3090"])
+def test_the_operation_selects_a_kernel_or_logs_the_reason(with_gpu, monkeypatch, caplog):
+    with_gpu(SHARED_MEMORY_PER_BLOCK["RTX 3090"])
     monkeypatch.setattr(_backends, "_logged", set())
     kernel = types.ModuleType("triton")
     monkeypatch.setitem(sys.modules, "adptnet.ops.adpt_scan.triton", kernel)
@@ -126,7 +129,7 @@ def test_the_operation_selects_a_kernel_or_logs_the_reason(with_card, monkeypatc
         for size in range(129, 257):
             assert chosen(size) is None
         chosen(256)
-    assert len(caplog.messages) == 128  # each reason once
+    assert len(caplog.messages) == 128  # one for each state dimension, also for 256, which was selected twice
     assert "\n" not in "".join(caplog.messages)
 
 
@@ -154,11 +157,11 @@ CELLS = {
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_auto_knows_which_cells_a_gpu_runs_as_one_operation(with_card, name):
+def test_auto_knows_which_cells_a_gpu_runs_as_one_operation(with_gpu, name):
     spec, covered = CELLS[name]
     cell = spec.build(dtype=torch.float32)
-    for shared in (CARDS["RTX 3090"], CARDS["A100"]):
-        with_card(shared)
+    for shared in (SHARED_MEMORY_PER_BLOCK["RTX 3090"], SHARED_MEMORY_PER_BLOCK["A100"]):
+        with_gpu(shared)
         assert cell.can_scan("cuda") == covered
         choice = solvers.Auto().choose(cell, 4, 1000, "cuda")
         assert isinstance(choice.solver, solvers.Sequential) == covered
@@ -167,8 +170,8 @@ def test_auto_knows_which_cells_a_gpu_runs_as_one_operation(with_card, name):
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:3", torch.device("cuda", 1), "mps", "xpu"])
 @pytest.mark.parametrize("installed", [True, False])
-def test_auto_chooses_for_a_device_that_is_not_present(with_card, monkeypatch, caplog, device, installed):
-    with_card(None)
+def test_auto_chooses_for_a_device_that_is_not_present(with_gpu, monkeypatch, caplog, device, installed):
+    with_gpu(None)
     monkeypatch.setattr(_backends, "_logged", set())
     monkeypatch.setattr(_gpu, "_has_triton", lambda: installed)
     cells = [spec.build(dtype=torch.float32) for spec, _ in CELLS.values()]
@@ -180,27 +183,30 @@ def test_auto_chooses_for_a_device_that_is_not_present(with_card, monkeypatch, c
     for cell in cells:
         choice = solvers.Auto().choose(cell, 2, 100, device)
         assert torch.device(device).type in choice.reason
-    assert not caplog.messages  # nothing was run
+    assert not caplog.messages  # fallbacks are logged only when an operation runs
 
 
-def test_the_series_of_the_rotation_is_copied_to_a_device_once(monkeypatch):
+def test_power_series_coefficients_are_copied_to_a_device_once(monkeypatch):
     rotation._cached_series.cache_clear()
-    made = []
+    devices = []
     tensor = torch.tensor
-    monkeypatch.setattr(torch, "tensor", lambda *given, **how: made.append(how["device"].type) or tensor(*given, **how))
+    monkeypatch.setattr(
+        torch, "tensor", lambda *args, **options: devices.append(options["device"].type) or tensor(*args, **options)
+    )
     with torch.inference_mode():
         rotation.exponential(torch.empty(2, 1, device="meta"))
     angle = torch.empty(2, 1, device="meta", requires_grad=True)
     for _ in range(3):
         linear, _ = rotation.exponential(angle)
         linear.sum().backward()  # with the tensor created in inference mode
-    assert made == ["meta"]
+    assert devices == ["meta"]
     rotation._cached_series.cache_clear()
 
 
+# Forms whose recurrence is diagonal. `linear=True` means that β is zero.
 FORMS = {
     "no rotation": Form(rotates=False),
-    "linear": Form(linear=True),
+    "beta = 0": Form(linear=True),
     "heads": Form(linear=True, heads=2),
     "directions in drive": Form(linear=True, directions_in_drive=True),
     "rotation-aware": Form(linear=True, rotation_aware=True, retraction=int(RetractionKind.CAYLEY)),
@@ -226,33 +232,35 @@ def test_without_rotation_the_recurrence_is_a_diagonal_scan(name, paired, steps)
         constants = constants._replace(norm_weight=torch.randn(2, size), norm_bias=torch.randn(2, size))
     drive, state = torch.randn(batch, steps, size * (3 if form.directions_in_drive else 1)), torch.randn(batch, size)
     upstream = torch.randn(batch, steps, size)
-    marks = torch.rand(batch, steps) < 0.3
+    reset_mask = torch.rand(batch, steps) < 0.3
     if steps:
-        marks[0, 0] = True
-    for reset in (None, marks):
+        reset_mask[0, 0] = True
+    for reset in (None, reset_mask):
         for lengths in (None, torch.tensor([steps, steps // 2, min(1, steps)])):
             leaves = [t.clone().requires_grad_() for t in (drive, state, *constants) if t is not None]
-            again = iter(leaves[2:])
-            given = Constants(*(None if t is None else next(again) for t in constants))
-            expected = reference.adpt_scan(leaves[0], leaves[1], given, form, reset=reset, lengths=lengths)
-            differentiable = [t for t in leaves if t is not given.beta]
+            remaining = iter(leaves[2:])
+            leaf_constants = Constants(*(None if t is None else next(remaining) for t in constants))
+            expected = reference.adpt_scan(leaves[0], leaves[1], leaf_constants, form, reset=reset, lengths=lengths)
+            differentiable = [t for t in leaves if t is not leaf_constants.beta]
             gradients = torch.autograd.grad(
                 expected, differentiable, upstream, allow_unused=True, materialize_grads=True
             )
             states = diagonal.forward(drive, state, constants, form, reset, lengths)
-            to_drive, to_state, rest = diagonal.backward(upstream, states, state, constants, form, reset, lengths)
-            found = [to_drive, to_state, *(t for t in rest._replace(beta=None) if t is not None)]
+            grad_drive, grad_state, grad_constants = diagonal.backward(
+                upstream, states, state, constants, form, reset, lengths
+            )
+            actual = [grad_drive, grad_state, *(t for t in grad_constants._replace(beta=None) if t is not None)]
             torch.testing.assert_close(states, expected.detach())
-            for here, there in zip(found, gradients, strict=True):
-                torch.testing.assert_close(here, there)
-            assert rest.beta is None or not rest.beta.any()
+            for gradient, expected_gradient in zip(actual, gradients, strict=True):
+                torch.testing.assert_close(gradient, expected_gradient)
+            assert grad_constants.beta is None or not grad_constants.beta.any()
 
 
-def test_backends_have_a_line_for_gpus(with_card, monkeypatch):
-    with_card(None)
+def test_backends_have_a_line_for_gpus(with_gpu, monkeypatch):
+    with_gpu(None)
     assert adptnet.backends()["gpu"] == "none: torch sees no GPU"
-    with_card(CARDS["T4"])
-    assert adptnet.backends()["gpu"] == "triton: linear_scan, adpt_scan for state dimensions up to 64, on a card"
+    with_gpu(SHARED_MEMORY_PER_BLOCK["T4"])
+    assert adptnet.backends()["gpu"] == "triton: linear_scan, adpt_scan for state dimensions up to 64, on a fake GPU"
     monkeypatch.setattr(_gpu, "_has_triton", lambda: False)
     assert adptnet.backends()["gpu"].startswith("reference: triton is not installed")
     monkeypatch.setenv("ADPTNET_BACKEND", "reference")

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 from adptnet.ops import _gpu
-from support.kernels import CARDS, run_python
+from support.kernels import SHARED_MEMORY_PER_BLOCK, run_python
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install 'adptnet[triton]'"
@@ -191,13 +191,13 @@ print("compiled")
 """
 
 TARGETS = {
-    "cuda 80": ("'cuda', 80, 32", "cubin", CARDS["A100"]),
-    "cuda 86": ("'cuda', 86, 32", "cubin", CARDS["RTX 3090"]),
-    "cuda 89": ("'cuda', 89, 32", "cubin", CARDS["L4"]),
-    "cuda 90": ("'cuda', 90, 32", "cubin", CARDS["H100"]),
-    "cuda 100": ("'cuda', 100, 32", "cubin", CARDS["B200"]),
-    "cuda 120": ("'cuda', 120, 32", "cubin", CARDS["RTX 3090"]),
-    "hip gfx942": ("'hip', 'gfx942', 64", "hsaco", CARDS["MI300X"]),
+    "cuda 80": ("'cuda', 80, 32", "cubin", SHARED_MEMORY_PER_BLOCK["A100"]),
+    "cuda 86": ("'cuda', 86, 32", "cubin", SHARED_MEMORY_PER_BLOCK["RTX 3090"]),
+    "cuda 89": ("'cuda', 89, 32", "cubin", SHARED_MEMORY_PER_BLOCK["L4"]),
+    "cuda 90": ("'cuda', 90, 32", "cubin", SHARED_MEMORY_PER_BLOCK["H100"]),
+    "cuda 100": ("'cuda', 100, 32", "cubin", SHARED_MEMORY_PER_BLOCK["B200"]),
+    "cuda 120": ("'cuda', 120, 32", "cubin", SHARED_MEMORY_PER_BLOCK["RTX 3090"]),
+    "hip gfx942": ("'hip', 'gfx942', 64", "hsaco", SHARED_MEMORY_PER_BLOCK["MI300X"]),
 }
 
 

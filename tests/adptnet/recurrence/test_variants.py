@@ -505,7 +505,7 @@ def test_dt_works_under_vmap():
         (lambda: directions.FromState(dot="a"), "in [-1, 1]"),
         (lambda: directions.FromState(dot=True), "in [-1, 1]"),
         (lambda: ADPTNet(4, beta=()), "Pass beta=0.125"),
-        (lambda: ADPTNet(4, beta=TrainableBeta(1e9)), "no digits left"),
+        (lambda: ADPTNet(4, beta=TrainableBeta(1e9)), "no precision left"),
         (
             lambda: ADPTNet(8, projection=projections.Kronecker((4, 2)), direction=directions.FromState(heads=2)),
             "each of 2 heads has size 4. Pass factors=(2, 2), or state_size=16",

@@ -271,7 +271,7 @@ def test_in_single_precision_gradients_err_a_few_times_as_much_as_back_propagati
 @pytest.mark.parametrize(
     "axes",
     [
-        {"width": 4, "beta": 0.0},  # the guess is exact before the first iteration, its derivative is not
+        {"width": 4, "beta": 0.0},  # the initial guess is exact before the first iteration, but its derivative is not
         {"width": 4, "beta": 1.0, "spectrum": spectra.LRURing(r_min=0.9, r_max=0.999)},
     ],
     ids=cell_name,

@@ -70,7 +70,7 @@ def test_a_small_channel_beside_a_large_one_is_right(solver, dtype):
 
 @pytest.mark.parametrize("solver", [solvers.Jacobi(), solvers.QuasiDEER(solvers.Adaptive())])
 def test_residuals_that_add_up_along_a_long_memory_are_not_convergence(solver):
-    """The diagonal of a rotation by 90° is zero, so the transition contains nothing of the memory."""
+    """The diagonal of a rotation by 90° is zero, so Quasi-DEER's transition is zero although the memory is long."""
     keep, quarter = 0.96, torch.tensor([[0.0, 1.0], [-1.0, 0.0]])
     cell = cells.from_function(lambda s, u: keep * s @ quarter.to(s) + (1 - keep) * u, 2, 2)
     rotating = torch.stack([torch.linalg.matrix_power(quarter, t % 4)[0] for t in range(600)]).float()
@@ -200,7 +200,7 @@ def test_a_step_that_branches_on_its_values_is_explained(solver):
 
 
 def test_a_dead_channel_does_not_hide_a_slow_one():
-    """The relative error of any guess of a channel that is exactly zero is infinite, unlike that of the others."""
+    """One channel of the solution is exactly zero, so that the relative error of any iterate is infinite there."""
     keep = 0.99
     cell = cells.from_function(lambda s, u: torch.cat((0 * s[:, :1], keep * s[:, 1:] + (1 - keep) * u), -1), 2, 1)
     x = 1 + 0.1 * torch.randn(1, 1500, 1, dtype=torch.float32)
@@ -243,7 +243,7 @@ def test_an_ill_conditioned_step_is_not_mistaken_for_one_that_couples_rows():
 
 @pytest.mark.parametrize("solver", [solvers.Jacobi, solvers.QuasiDEER])
 def test_a_small_adjoint_at_a_large_state_is_right(solver):
-    """The initial state saturates the tanh for many steps, so its adjoint halves in each of them."""
+    """The initial state saturates the tanh for many steps, and the adjoint is halved in each of them."""
     memory = torch.full((1,), 0.5, requires_grad=True)
     x, state = torch.randn(2, 60, 2), torch.full((2, 2), 1e6, requires_grad=True)
 

@@ -37,7 +37,7 @@ def test_random_solves_that_converged_are_right():
 
 @pytest.mark.parametrize("seed", [1476, 13158])
 def test_solves_whose_gradients_are_more_sensitive_than_their_states(seed):
-    """Gradients that cancel to zero, and a large state with a small adjoint."""
+    """The seeds are of problems whose gradients cancel to zero, or with a large state and a small adjoint."""
     assert judge(seed) == (Result.CONVERGED, True)
 
 

@@ -46,7 +46,7 @@ def make_timing(*seconds, wall=None):
 
 
 def make_measurements(**least):
-    """Return made-up times. Names have underscores for spaces and end with the number of threads."""
+    """Return made-up times. Names have underscores in place of spaces, and end with the number of threads."""
     times = {}
     for name, seconds in least.items():
         side, _, threads = name.rpartition("_")

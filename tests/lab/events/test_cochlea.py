@@ -321,8 +321,8 @@ def test_folders_of_one_name_are_one_word(tmp_path, few_channels, capsys):
         (["a.h5", "--seconds", "nan"], "--seconds nan: must be a positive length"),
         (["a.h5", "--seconds", "-1"], "--seconds -1: must be a positive length"),
         (["a.h5", "--seed", "-1"], "--seed -1"),
-        (["", "--overwrite"], "is a folder, or in none. Pass the name of a file"),
-        (["none/a.h5"], "is a folder, or in none. Pass the name of a file"),
+        (["", "--overwrite"], "is a folder, or its folder does not exist. Pass the name of a file"),
+        (["none/a.h5"], "is a folder, or its folder does not exist. Pass the name of a file"),
     ],
 )
 def test_the_command_reports_invalid_arguments(tmp_path, capsys, arguments, words):

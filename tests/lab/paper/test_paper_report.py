@@ -31,7 +31,7 @@ CHEAP = (
 
 
 class Page(HTMLParser):
-    """Tags, ids, addresses and scripts of a page."""
+    """Parser that collects the tags, ids, addresses and scripts of a page."""
 
     def __init__(self, text):
         super().__init__()

@@ -453,7 +453,7 @@ def kill_at(number, patch):
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_kill_at_any_moment_of_a_save_leaves_a_complete_checkpoint(tmp_path, keep):
-    """A step that is saved again, also when the save after a kill is killed as well."""
+    """The step is saved again after the kill, and that save is killed as well."""
     old, new = ({"a": content * 100, "b": content} for content in (b"old", b"new"))
     for number in itertools.count(1):
         kept = checkpoint_store.CheckpointStore(tmp_path / str(number), keep)
@@ -723,7 +723,7 @@ def test_removing_the_lock_file_lets_no_second_run_in(tmp_path):
 
 @pytest.mark.parametrize("loss", ["lock", "folder"])
 def test_a_run_whose_folder_was_taken_over_stops_and_writes_nothing_more(tmp_path, monkeypatch, loss):
-    """The file system cannot lock a folder, or the folder itself was moved."""
+    """Either the file system cannot lock folders, or the folder was moved."""
     if loss == "lock":
         monkeypatch.setattr(training.run_lock, "_lock_directory", lambda folder: None)
     taken = []

@@ -1,4 +1,4 @@
-"""Neurons with a slow variable: ALIF, adLIF and SiLIF. The state is the membranes, then the slow variables."""
+"""Adaptive neurons, with a slow variable: ALIF, adLIF, SiLIF. The state is the membranes, then the slow variables."""
 
 import dataclasses
 import math
@@ -61,10 +61,10 @@ def _make_transition(membrane: tuple[Tensor, Tensor], slow: tuple[Tensor, Tensor
 
 @spec
 class ALIF(LeakySpec):
-    """LIF with the threshold θ + strength · a, which rises with each spike (eq:alif): a[t] = α a[t-1] + (1 - α) s[t-1].
+    """Adaptive LIF neurons, whose threshold θ + strength · a rises with each spike (eq:alif).
 
-    The membrane is that of `LIF`, reset by the threshold at t. As printed in the paper the threshold has no resting
-    value and decays to zero; here it decays to θ.
+    a[t] = α a[t-1] + (1 - α) s[t-1] with the spikes s. The membrane is that of `LIF`, reset by the threshold at t. As
+    printed in the paper the threshold decays to zero without spikes; here it decays to θ.
 
     Attributes:
         recurrent: The recurrent projection W; None for neurons without recurrent connections.
@@ -130,12 +130,12 @@ class ALIFCell(_AdaptiveCell):
 
 @spec
 class AdLIF(LeakySpec):
-    """LIF with a slow current w (eq:adlif), with a weight for each of its two sources.
+    """Adaptive LIF neurons with a slow current w (eq:adlif), driven by the membrane u and by the spikes s.
 
     u[t] = d u[t-1] + (1 - d)(I[t] + w[t-1]) - θ s[t-1],  w[t] = α w[t-1] + (1 - α)(a u[t-1] + b s[t-1]).
 
     Attributes:
-        coupling: The range that a is drawn from. It is trained. (1, 1) is the equation as printed.
+        coupling: Range from which the initial a is drawn; a is trained. (1, 1) is the equation as printed.
         jump: The range that b is drawn from, likewise. The default is that of adLIF's authors, who subtract w.
         slow_decay: The range that α is drawn from. It is trained.
     """

@@ -57,7 +57,7 @@ class LeakySpec(NeuronSpec):
     """Base class of the specs of leaky neurons.
 
     Attributes:
-        decay: The range that d is drawn from. It is trained.
+        decay: Range from which the initial d is drawn; d is trained.
         reset: Effect of a spike on the membrane: "subtract" subtracts θ s[t-1] one step later, as in snnTorch;
             "decayed" subtracts d θ s[t-1], as in eq:fpt_matrix and SiLIF; "zero" sets the membrane to zero; "none" does
             not reset.

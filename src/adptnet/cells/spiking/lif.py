@@ -32,7 +32,9 @@ __all__ = ["LIF", "DelayedLIF", "DelayedLIFCell", "LIFCell", "LeakyIntegrator", 
 
 @spec
 class LIF(LeakySpec):
-    """u[t] = d u[t-1] + (1 - d)(I[t] + W s[t-1]) - θ s[t-1] (discrete_lif, spiking, rsnn).
+    """Leaky integrate-and-fire neurons (discrete_lif, spiking, rsnn).
+
+    u[t] = d u[t-1] + (1 - d)(I[t] + W s[t-1]) - θ s[t-1] with membrane u, input current I, spikes s and threshold θ.
 
     Attributes:
         recurrent: The recurrent projection W; None for neurons without recurrent connections.
@@ -91,7 +93,9 @@ class LIFCell(SpikingCell):
 
 @spec
 class DelayedLIF(LeakySpec):
-    """u[t] = d u[t-1] + (1 - d)(I[t] + W s[t-1-τ]) - θ s[t-1] (eq:delay_lif). The state holds the spikes in transit.
+    """LIF neurons whose recurrent spikes arrive with a delay (eq:delay_lif). The state holds the spikes in transit.
+
+    u[t] = d u[t-1] + (1 - d)(I[t] + W s[t-1-τ]) - θ s[t-1], with the letters of `LIF`.
 
     Attributes:
         delay: τ in steps, the same for every neuron; or a range (low, high) that the delay of each neuron is drawn from
@@ -175,7 +179,7 @@ class DelayedLIFCell(SpikingCell):
 
 @spec
 class LeakyIntegrator(CellSpec):
-    """u[t] = d u[t-1] + (1 - d) I[t], without spikes: for read-outs.
+    """Leaky integrators without spikes, for read-outs: u[t] = d u[t-1] + (1 - d) I[t].
 
     Attributes:
         width: Number of integrators.

@@ -116,9 +116,9 @@ DENSE = Factors()
 
 
 def is_basic_form(form: Form, *, paired: bool, slow: bool) -> bool:
-    """Return whether the recurrence has none of the optional features.
+    """Return whether the recurrence has no optional features.
 
-    These are one head, a real spectrum, unit key and value along K x and V x, and a rotation.
+    It then has one head, a real spectrum, unit key and value along K x and V x, and a rotation.
 
     Args:
         form: The form of the recurrence.
@@ -215,7 +215,8 @@ def check(
         _check_tensor("inner", factors.inner, (heads, 2, b, b), dtype, device)
     if form.norm_epsilon is not None and (heads > 1 or not has_weights):
         raise InputError(
-            f"adpt_scan: norm_epsilon={form.norm_epsilon} needs one head, with K and V of the state; got {form}."
+            f"adpt_scan: norm_epsilon={form.norm_epsilon} needs one head, with key and value computed from the state; "
+            f"got {form}."
         )
     if form.beta_in_drive and heads > 1:
         raise InputError(f"adpt_scan: a β that is part of the drive needs one head; got {form}.")

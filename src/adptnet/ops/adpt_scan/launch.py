@@ -80,7 +80,10 @@ def explain_unsupported(
     if missing is not None:
         return missing
     if dtype != torch.float32 or not is_basic_form(form, paired=paired, slow=slow):
-        return "the Triton kernel supports float32, one head, a real spectrum, and K and V of the state only."
+        return (
+            "the Triton kernel supports float32, one head, a real spectrum, and key and value computed from the state "
+            "itself."
+        )
     if size > MAX_STATE_SIZE:
         return f"the Triton kernel supports state dimensions up to {MAX_STATE_SIZE}; this one is {size}."
     if plan_launch(size, device) is None:

@@ -137,7 +137,7 @@ def backward_kernel(
     BIASED: tl.constexpr, RESETS: tl.constexpr, RAGGED: tl.constexpr, CAYLEY: tl.constexpr, ROWS: tl.constexpr,
     PAD: tl.constexpr,
 ):  # fmt: skip
-    """Run the backward of all steps of ROWS sequences.
+    """Run the backward pass of all steps of ROWS sequences.
 
     `to_key` and `to_value`, the gradients of K x and V x, are (batch, steps, size); `to_real` is (batch, size) and
     `to_beta` (batch,), summed over the steps.
@@ -193,7 +193,7 @@ def backward_kernel(
         z = spectrum * y
         kz, wz = tl.sum(k * z, 1), tl.sum(w * z, 1)
         m1, m2 = a * wz - b * ww * kz, -a * kz - b * wz
-        # The lines of the forward in reverse order.
+        # The gradients of the lines of the forward pass, in reverse order.
         g_m1, g_m2 = tl.sum(k * g, 1), tl.sum(w * g, 1)
         g_a, g_b = wz * g_m1 - kz * g_m2, -ww * kz * g_m1 - wz * g_m2
         g_ww = -b * kz * g_m1

@@ -39,7 +39,7 @@ def newton_pass(
     """Return s + scan(A, f(s) - s) (eq:deer_step), and the residual of s.
 
     Args:
-        states: (batch, time, n), the iterate s. With `tiles` it is overwritten by the corrected guess that is measured.
+        states: (batch, time, n), the iterate s. With `tiles` it is overwritten by the corrected iterate.
         drive: (batch, time, n).
         initial: (batch, n), the state before the first step.
         reset_state: (batch, n), the state that enters a step with a reset.
@@ -49,9 +49,9 @@ def newton_pass(
         shift: (n,), the factor that propagates a correction from step to step within a tile.
         tolerance: The largest residual of each channel.
         recent: (batch, n), the recent scale of the states before the first step, or None.
-        tiles: Sweep sequentially over tiles of this many steps. Each tile starts from the corrected end of the one
-            before: its guess is corrected by shift, shift², ... times that correction before f is evaluated. This takes
-            fewer passes, but is sequential over tiles.
+        tiles: Sweep sequentially over tiles of this many steps (Gauss-Seidel). Before f is evaluated in a tile, shift,
+            shift², ... times the correction at the last step of the previous tile are added to its states. The
+            residuals are those of the states so corrected. This takes fewer passes, but is sequential over tiles.
     """
     length = states.shape[1] if tiles is None else tiles
     entry = previous_entry = initial  # the state that enters a tile, after and before this pass

@@ -39,7 +39,7 @@ def linear_scan(
     if reset is not None:
         transition = torch.where(reset.unsqueeze(-1), 0, transition)
 
-    # Whole chunks first, in the order of the scan, then the last_transition steps.
+    # Whole chunks first, in the order of the scan, then the last steps, which do not fill a chunk.
     length = math.isqrt(steps)
     chunks = steps // length
     remaining_steps = steps - chunks * length

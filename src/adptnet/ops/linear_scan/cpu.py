@@ -1,4 +1,4 @@
-"""The CPU kernel of `linear_scan`: the ctypes structure of a call, and how its work is divided among threads."""
+"""Python binding (ctypes) of the CPU kernel of `linear_scan`: its arguments, and the division of work among threads."""
 
 import ctypes
 import functools
@@ -17,11 +17,12 @@ SCALARS = {
     torch.complex64: "float",
     torch.complex128: "double",
 }
-CACHE_LINE = 64  # bytes; tasks share none
-PAGE = 4096  # bytes; the range of the hardware prefetcher
-MAX_CACHED_BYTES = 1 << 24  # size of the states up to which they stay in the caches
+CACHE_LINE = 64  # bytes; no two tasks write to the same cache line (false sharing)
+PAGE = 4096  # bytes; the hardware prefetcher does not cross a page
+MAX_CACHED_BYTES = 1 << 24  # states up to this size are assumed to fit into the caches
 MIN_WORK_PER_THREAD = 1 << 18  # bytes of states
 
+# `pairs` is 1 for complex numbers, stored as (re, im) pairs. *_batch and *_time are strides in elements.
 _INTEGERS = "batch steps size pairs tile threads tasks_per_sequence columns transition_batch transition_time"
 _INTEGERS += " offset_batch offset_time states_batch states_time reset_batch reset_time"
 _POINTERS = "transition offset initial reset states state_gradients offset_gradients initial_gradients"
@@ -84,13 +85,14 @@ def backward(
     *,
     to_transition: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the backward kernel and return the gradients of transition, offset and initial state.
+    """Run the backward kernel and return the gradients with respect to transition, offset and initial state.
 
     Args:
-        gradient: With respect to the states.
+        gradient: The gradient with respect to the states.
         states: The result of `forward`.
         transition, initial, reset, reverse: As in `reference.linear_scan`.
-        to_transition: Whether to compute the gradient of the transition; otherwise it is empty.
+        to_transition: Whether to compute the gradient with respect to the transition; if not, an empty tensor is
+            returned for it.
     """
     call = _Call(transition, gradient, reset, reverse, min_bytes=CACHE_LINE)
     batch, steps, size = call.offset.shape
@@ -107,7 +109,7 @@ def backward(
     elif to_transition:
         found = call.offset.new_zeros(batch, 1, size, dtype=torch.float64)
         call.set(transition_sums=found)
-        call.scan.tile = 16  # steps that are summed in working precision, before a sum in double
+        call.scan.tile = 16  # number of steps summed in the working precision before they are added to a float64 sum
     call.run("linear_scan_backward")
     to_start = _as_like(to_initial, gradient[..., 0, :])
     if found is None:
@@ -117,7 +119,7 @@ def backward(
 
 
 def _as_real(values: Any) -> Any:
-    """Return the real numbers in memory: two for each complex number."""
+    """View a complex tensor as real, with (re, im) interleaved in the last dimension; return a real one as it is."""
     if values is None:
         return None
     values = values.resolve_conj().resolve_neg()
@@ -125,14 +127,21 @@ def _as_real(values: Any) -> Any:
 
 
 def _as_like(values: Tensor, like: Tensor) -> Tensor:
-    """Return (batch, time, size) or (batch, size) real numbers with the shape and dtype class of `like`."""
+    """Reshape real (batch, time, size) or (batch, size) values to `like`, as complex numbers if `like` is complex."""
     if like.is_complex():
         values = torch.view_as_complex(values.unflatten(-1, (-1, 2)))
     return values.reshape(like.shape)
 
 
 class _Call:
-    """A `struct Scan` and the tensors that it points to, which it keeps alive."""
+    """A `struct Scan` and the tensors that it points to, which it keeps alive.
+
+    Args:
+        transition, reset, reverse: As in `reference.linear_scan`.
+        rows: The offset in a forward call, the gradient with respect to the states in a backward call; kept as
+            `offset`, real numbers (batch, time, size).
+        min_bytes: The smallest part of a row that a task gets.
+    """
 
     def __init__(self, transition: Tensor, rows: Tensor, reset: Tensor | None, reverse: bool, *, min_bytes: int):
         self.library = _declare_functions(_build.load("linear_scan", SCALARS[rows.dtype]))
@@ -160,10 +169,10 @@ class _Call:
         self._divide(batch, size, self.offset.itemsize, min_bytes)
 
     def _divide(self, batch: int, size: int, itemsize: int, min_bytes: int) -> None:
-        """Choose the number of threads and of tasks per sequence, each with at least `min_bytes` of a row.
+        """Choose the number of threads, and of tasks per sequence; a task gets at least `min_bytes` of each row.
 
-        The forward is bound by memory bandwidth. Two threads that each take a part of every page would both fetch most
-        of it.
+        The forward pass is bound by memory bandwidth. If two threads processed parts of the same page, the hardware
+        prefetcher would load most of that page twice.
         """
         threads = max(1, min(torch.get_num_threads(), batch * self.steps * size * itemsize // MIN_WORK_PER_THREAD))
         line = CACHE_LINE // itemsize
@@ -172,18 +181,26 @@ class _Call:
         self.scan.columns = -(-lines // pieces) * line
         self.scan.tasks_per_sequence = -(-size // self.scan.columns)
         self.scan.threads = max(1, min(threads, batch * self.scan.tasks_per_sequence))
-        # In cache, several steps of a few columns keep these in registers; from memory, whole rows in order are faster.
+        # `tile` is the number of steps that are run on one range of columns before the next range. If the states fit
+        # into the caches, several steps per range keep its columns in registers. Otherwise whole rows in the order of
+        # memory are faster.
         cached = batch * self.steps * size * itemsize < MAX_CACHED_BYTES
         self.scan.tile = max(1, min(32, (PAGE if cached else PAGE // 16) // (size * itemsize)))
 
     def set(self, **tensors: Tensor | None) -> None:
+        """Set pointers to contiguous tensors; those of None and of empty tensors stay null."""
         for name, tensor in tensors.items():
             if tensor is not None and tensor.numel():
                 self.tensors[name] = tensor.contiguous()
                 setattr(self.scan, name, self.tensors[name].data_ptr())
 
     def set_rows(self, name: str, rows: Tensor) -> None:
-        """Set the pointer to the first step of the scan, and the strides. `rows` is (batch or 1, time or 1, size)."""
+        """Set the pointer to the first step that the scan visits, and the strides.
+
+        Args:
+            name: A field of `_Scan`.
+            rows: (batch or 1, time or 1, size).
+        """
         batch, time = (rows.stride(i) if rows.shape[i] > 1 else 0 for i in (0, 1))
         self.tensors[name] = rows
         last = (self.steps - 1) * time * rows.itemsize if self.reverse else 0
@@ -202,5 +219,5 @@ def _declare_functions(library: Any) -> Any:
     for function in (library.linear_scan_forward, library.linear_scan_backward):
         function.argtypes = [ctypes.POINTER(_Scan)]
         function.restype = None
-    assert library.linear_scan_layout() == ctypes.sizeof(_Scan)
+    assert library.linear_scan_layout() == ctypes.sizeof(_Scan), "_Scan and struct Scan of kernel.cpp differ"
     return library

@@ -4,7 +4,7 @@ Imported only when it is used. Its speed on a GPU has not been measured.
 
 Letters, as in the README beside this file: x_t = a_t x_{t-1} + b_t.
 
-- real, imag: x in the forward; in the backward the gradient with respect to x, which is also that of b;
+- real, imag: x in the forward pass; in the backward pass the gradient with respect to x, which is also that of b;
 - a, b: real and imaginary part of the transition; x, y: those of the state before the step;
 - PAIRS: complex numbers, stored as (real, imaginary) next to each other.
 """
@@ -69,7 +69,7 @@ def backward_kernel(
     STARTS: tl.constexpr, RESETS: tl.constexpr, REVERSE: tl.constexpr, PAIRS: tl.constexpr, VARIES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Run the backward. With VARIES there is a transition gradient per step, otherwise their sum over the steps."""
+    """Run the backward pass. The gradient of the transition is per step with VARIES, else summed over the steps."""
     sequence = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = column < size
@@ -190,7 +190,7 @@ def backward(
 
 
 def _as_real(values: Tensor) -> Tensor:
-    """Return the real numbers in memory: two for each complex number."""
+    """View a complex tensor as real, with (re, im) interleaved in the last dimension; return a real one as it is."""
     values = values.resolve_conj().resolve_neg().contiguous()
     return torch.view_as_real(values).flatten(-2) if values.is_complex() else values
 

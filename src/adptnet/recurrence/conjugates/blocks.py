@@ -14,7 +14,7 @@ __all__ = ["Eigen", "RotatedBlocks", "block_diagonal", "nearest_blocks", "scaled
 
 
 class RotatedBlocks(NamedTuple):
-    """Q₀ Λ̄ Q₀' for a learned rotation Q₀ (`ADPTSpec.start`). Has the part of the interface of Λ̄ that applies it."""
+    """Q₀ Λ̄ Q₀' for a learned rotation Q₀ (`ADPTSpec.start`), with the methods of Λ̄ that a conjugate uses."""
 
     blocks: BlockDiagonal
     start: Tensor  # Q₀, (n, n), orthogonal

@@ -80,7 +80,7 @@ class Conjugate(abc.ABC):
 
 
 class RotatedConjugate(Conjugate):
-    """Q Λ̄ Q' for a product Q of plane rotations.
+    """The operator M = Q Λ̄ Q' for a product Q of plane rotations.
 
     Args:
         rotations: The factors of Q, the first one innermost.
@@ -102,6 +102,10 @@ class RotatedConjugate(Conjugate):
         return x
 
     def diagonal(self) -> Vector:
+        """Return the diagonal of M (eq:diag_M), in O(n) for one rotation.
+
+        Undamped Forward-DEER on a CPU computes the same diagonal in `TransitionDiagonal` of `ops/adpt_step/kernel.cpp`.
+        """
         if len(self.rotations) > 1 or isinstance(self.eigen, RotatedBlocks):
             return self.dense().diagonal(dim1=-2, dim2=-1)
         # Q = I + F G F' with F = [key offset], so diag M = diag(Λ + F G F'Λ + ΛF (F G)' + F G (F'ΛF) (F G)'). The skew
@@ -121,8 +125,9 @@ class RotatedConjugate(Conjugate):
 
     def _columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the columns of F = [key offset] and of F G, for one rotation."""
-        key, offset, turn, shrink_key, shrink_offset = self.rotations[0]
-        return key, offset, shrink_key * key - turn * offset, turn * key + shrink_offset * offset
+        key, offset, skew_coefficient, key_coefficient, offset_coefficient = self.rotations[0]
+        rotated_key = key_coefficient * key - skew_coefficient * offset
+        return key, offset, rotated_key, skew_coefficient * key + offset_coefficient * offset
 
     def blocks(self) -> BlockDiagonal:
         if len(self.rotations) > 1 or isinstance(self.eigen, RotatedBlocks):
@@ -184,7 +189,7 @@ class RotatedConjugate(Conjugate):
 
 
 class TaylorConjugate(Conjugate):
-    """Λ̄ + β[S, Λ̄], and ½β²[S, [S, Λ̄]] at order two, with S = key value' - value key'.
+    """The Taylor form M = Λ̄ + β[S, Λ̄], plus ½β²[S, [S, Λ̄]] at order two, with S = key value' - value key'.
 
     Args:
         plane: Key and value.
@@ -249,7 +254,7 @@ def taylor_matrix(eigen: Eigen, plane: KeyValue, beta: float | Tensor, order: in
 
 
 class StaticConjugate(Conjugate):
-    """Λ̄ itself, or Q₀ Λ̄ Q₀': the same at every state.
+    """The operator M = Λ̄, or Q₀ Λ̄ Q₀', which is the same at every state.
 
     Args:
         eigen: Λ̄, or Q₀ Λ̄ Q₀'.

@@ -164,8 +164,8 @@ class Diagonal(ConjugateSpec):
 class Stateful(ConjugateSpec):
     """M = Q_t Λ̄ Q_t' with Q_t part of the state: Q_t = Q_{t-1} exp(β S), S = k (Q_{t-1}v)' - (Q_{t-1}v) k'.
 
-    The paper's first formulation (eq:naive_ortho_update), for study. The state holds the n² entries of Q beside x, so n
-    must be small. `cells.StatefulCell` runs it.
+    The paper's first formulation (eq:naive_ortho_update), for comparison. The state holds the n² entries of Q beside x,
+    so n must be small. `cells.StatefulCell` runs it.
     """
 
     def operator(

@@ -18,7 +18,7 @@ MIN_ROWS = 64  # with fewer rows, scaling B first does not save time
 
 
 class Drive(nn.Module):
-    """gain ⊙ gate(u) ⊙ R(u), u = B o (eq:recurrence_fn_redo, eq:input_gate_ADPTNet). Does not depend on the state.
+    """The drive gain ⊙ gate(u) ⊙ R(u) of an input o, with u = B o (eq:recurrence_fn_redo, eq:input_gate_ADPTNet).
 
     Args:
         input_projection: B.

@@ -83,7 +83,7 @@ def _make_parameter(start: torch.Tensor, dtype: torch.dtype) -> nn.Parameter:
 
 @spec
 class EMA(GainSpec):
-    """1 - |λ̄| (eq:generic_ema): the state is an exponential moving average of the input."""
+    """The gain 1 - |λ̄| (eq:generic_ema): the state is an exponential moving average of the input."""
 
     tied: bool = True
 
@@ -93,7 +93,9 @@ class EMA(GainSpec):
 
 @spec
 class LRU(GainSpec):
-    """√(1 - |λ̄|²) (eq:lru_normalisation): white-noise input gives a state of unit variance."""
+    """The gain √(1 - |λ̄|²) of the Linear Recurrent Unit (eq:lru_normalisation).
+
+    White-noise input gives a state of unit variance."""
 
     tied: bool = True
 
@@ -105,7 +107,7 @@ class LRU(GainSpec):
 
 @spec
 class ZOH(GainSpec):
-    """(1 - λ̄)/λ (eq:zoh_normalisation with its sign corrected): a zero-order hold of a continuous-time system."""
+    """The gain (1 - λ̄)/λ of a zero-order hold of a continuous-time system (eq:zoh_normalisation, sign corrected)."""
 
     tied: bool = True
 

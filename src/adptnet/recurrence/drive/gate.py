@@ -14,7 +14,7 @@ __all__ = ["Gate", "SoftplusGate"]
 
 @spec
 class SoftplusGate(Spec):
-    """A gate on each feature of the projected input that depends on all features. It starts at 1 for every input.
+    """A gate on each feature of the projected input that depends on all features. It is initialised at 1.
 
     Attributes:
         rank: Number of columns of U and D; state_size / 16, rounded up, if None.

@@ -84,7 +84,9 @@ def _mark_evenly(spectrum: Spectrum, fraction: float) -> Tensor:
 
 
 def ContinuousPM(dt_min: float = 1e-3, dt_max: float = 1e-1) -> Negative:
-    """Return `Linspace` with alternating signs: the `continuous_pm` of the paper's L = 32 sweep, left undefined there.
+    """Return `Linspace` with alternating signs: `continuous_pm` (plus/minus) of the paper's sweep at length 32.
+
+    The paper does not define it.
 
     Args:
         dt_min: The smallest step size.

@@ -18,7 +18,7 @@ __all__ = ["GRUProblem", "Implementation", "compare"]
 
 @dataclasses.dataclass
 class Implementation:
-    """One of the programs that are compared.
+    """One of the implementations that are compared.
 
     Attributes:
         name: Its name in the table.

@@ -20,7 +20,7 @@ from .workload import use_reference_backend
 
 __all__ = ["AUTO"]
 
-LOOP_STEPS = 128  # of the eager loop that are timed; the time of more is extrapolated
+LOOP_STEPS = 128  # timed steps of the eager loop; times of more steps are extrapolated
 SETTINGS = ("fused", "no kernels", "cell without a kernel")
 CANDIDATES = ("one after another", "Conv-DEER in blocks")
 

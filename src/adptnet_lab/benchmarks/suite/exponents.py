@@ -13,7 +13,7 @@ from ..timing import Side
 
 __all__ = ["EXPONENTS"]
 
-STEPS = 64  # of the slow side that are timed; the time of more is extrapolated
+STEPS = 64  # timed steps of the slow side; times of more steps are extrapolated
 COMPARED = 512  # steps over which the exponents of both are compared
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 

@@ -13,7 +13,7 @@ from .workload import RecurrenceWorkload
 
 __all__ = ["GROWTH_BATCH", "GROWTH_TIME"]
 
-DOUBLINGS = 6  # of the length, or fewer if it is below 2**6
+DOUBLINGS = 6  # doublings of the length, or fewer if it is below 2**6
 Times = Callable[[Measurements], list[float]]
 EVERY = "forward", "backward", "weights"  # the matrix products of a training step
 

@@ -17,7 +17,7 @@ from .workload import RecurrenceWorkload, use_reference_backend
 
 __all__ = ["LOOPS"]
 
-STEPS = 64  # of a loop that are timed; the time of more is extrapolated
+STEPS = 64  # timed steps of a loop; times of more steps are extrapolated
 
 
 def _make_case(size: Size, fast: bool) -> Case:

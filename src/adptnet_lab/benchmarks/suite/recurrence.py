@@ -1,4 +1,4 @@
-"""The fused recurrence against its own matrix products, a lower bound of its time, and against a diagonal scan."""
+"""The fused recurrence against its own matrix products, a lower bound on its time, and against a diagonal scan."""
 
 from dataclasses import replace
 
@@ -14,8 +14,8 @@ from .workload import RecurrenceWorkload
 
 __all__ = ["RECURRENCE"]
 
-ROWS = 16384  # of the product for the gradient of the weights; the time of more is extrapolated
-STEPS = 256  # of sequential `torch.mm`; the time of more is extrapolated
+ROWS = 16384  # rows of the timed product for the gradient of the weights; times of more rows are extrapolated
+STEPS = 256  # timed steps of sequential `torch.mm`; times of more steps are extrapolated
 
 
 def _make_case(size: Size, fast: bool) -> Case:

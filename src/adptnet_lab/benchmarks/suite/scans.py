@@ -1,4 +1,4 @@
-"""Time of the diagonal scan, compared with `copy_` of the same bytes (the limit set by memory) and other programs."""
+"""Time of the diagonal scan, compared with `copy_` of the same bytes (the limit set by memory) and other libraries."""
 
 import importlib.util
 from typing import Any

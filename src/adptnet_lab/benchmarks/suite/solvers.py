@@ -23,7 +23,7 @@ CANDIDATES: dict[str, Callable[[], solvers.Solver]] = {
     "Koopman": solvers.KoopmanDEER,
     "Auto": solvers.Auto,
 }
-ITERATIONS = 3  # of Conv- and of Forward-DEER, where the cost of an iteration is compared
+ITERATIONS = 3  # iterations of Conv- and of Forward-DEER in the comparison of the time per iteration
 LOOP_STEPS = 64
 
 

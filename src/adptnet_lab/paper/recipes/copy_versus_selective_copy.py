@@ -122,8 +122,7 @@ def _measure_layer(layer: ADPTNet, x: Tensor, with_image: bool) -> dict[str, Any
 
 
 def _make_image(conjugate: Tensor) -> Tensor:
-    """Return the norms of the 2 x 2 blocks of M, averaged over tiles if there are more than `PIXELS`, to four
-    digits."""
+    """Return the norms of the 2 x 2 blocks of M, to four digits, averaged over tiles if more than `PIXELS`."""
     pairs = functional.avg_pool2d(conjugate.square()[None], 2, divisor_override=1)
     tile = -(-pairs.shape[-1] // PIXELS)
     return functional.avg_pool2d(pairs, tile).sqrt()[0].float().round(decimals=4)

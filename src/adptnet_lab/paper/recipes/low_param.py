@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SIZE = 128
 RATIOS = [(64, 2), (16, 8), (8, 16), (2, 64)]
-BINS, END = 50, 2.5  # of the histograms, from -END to END; the outermost bins include the tails
+BINS, END = 50, 2.5  # bins of the histograms, which range from -END to END; the outermost bins include the tails
 
 
 def make_target() -> Tensor:

@@ -58,7 +58,7 @@ SHARED = ("vocabulary", "length", "training_sequences", "tokens_to_copy")
 
 
 def _make_points(scale: Scale) -> list[GridPoint]:
-    """Return all settings and optimisers of the suite at the scale paper, and one small setting per task below it."""
+    """Return all settings and optimisers of the suite at `--scale paper`; one small setting per task below it."""
     points = []
     for name, kind in TASKS.items():
         if scale == "paper":

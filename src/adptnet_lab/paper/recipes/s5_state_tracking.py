@@ -1,7 +1,7 @@
 """S5 word problem: accuracy by β and spectrum (table:s5_8_results), and baselines (table:baselines_state_tracking).
 
 The settings of appendix:s5_training_config are in `settings/s5_word_problem.py`: S5 at width 512 with 16 384 steps at
-the scale paper, and S3 at width 64 below it.
+`--scale paper`, and S3 at width 64 at smaller scales.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ KINDS = [(sparsity, negative) for sparsity in (0.0, 0.75) for negative in (True,
 
 
 def _make_points(scale: Scale) -> list[GridPoint]:
-    """Return the grid of β and spectra. At the scale laptop one spectrum has three seeds and the others have one."""
+    """Return the grid of β and spectra. At `--scale laptop` one spectrum has three seeds and the others have one."""
     settings = SIZES[scale]
     grid = [(name, *kind) for name in SPECTRA for kind in KINDS]
     if scale == "smoke":
@@ -194,7 +194,7 @@ PAPER_BASELINES = [  # spectrum, width, sparsity, negative: the rows of the tabl
 
 
 def _make_baseline_points(scale: Scale) -> list[GridPoint]:
-    """Return the rows of the paper's table; below the scale paper every spectrum at two widths."""
+    """Return the rows of the paper's table; below `--scale paper`, every spectrum at two widths."""
     settings, kinds = SIZES[scale], PAPER_BASELINES
     if scale != "paper":
         width = settings["width"]

@@ -1,7 +1,7 @@
 """Selective Copy by β, with directions from the input and from the state (sec:selective_copy_results).
 
-Two layers of S4D-Real without input gate, so that only β makes the model selective. Below the scale paper the task has
-six symbols out of six and 40 steps, and the width is 32.
+The network has two layers of S4D-Real without input gate, so that only β makes it selective. Below `--scale paper` the
+task has six symbols out of six and 40 steps, and the width is 32.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """Sequential CIFAR-10 with directions from the state and from the input (sec:scifar).
 
-Complex S4D-Inv in the set-up of S4D's small model. Below the scale paper, images are downsampled by averaging, the
-network is narrow, and other models are trained where the paper quotes the literature. The scale smoke uses generated
-images.
+The network is complex S4D-Inv in the set-up of S4D's small model. Below `--scale paper`, images are downsampled by
+averaging, the network is narrow, and other models are trained where the paper quotes the literature. `--scale smoke`
+uses generated images.
 """
 
 import tempfile

@@ -1,8 +1,8 @@
 """Spiking Speech Commands: SpikingADPTNet and SiLIF (sec:ssc).
 
-The scale paper needs the files of the data set, `ssc_train.h5`, `ssc_valid.h5` and `ssc_test.h5`, which each user
-downloads. Below it parameters are counted at full size, and small networks learn synthetic words, each a path through
-the channels over time.
+`--scale paper` needs the files of the data set, `ssc_train.h5`, `ssc_valid.h5` and `ssc_test.h5`, which each user
+downloads. At smaller scales parameters are counted at full size, and small networks learn synthetic words, each a path
+through the channels over time.
 """
 
 import dataclasses

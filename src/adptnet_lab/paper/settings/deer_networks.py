@@ -9,7 +9,7 @@ from adptnet.nn import ADPTNet
 
 __all__ = ["MAX_ITERATIONS", "METHODS", "RTOL", "build_network", "make_solver", "solve"]
 
-RTOL = 6.4e-6  # leaves about a quarter of the digits of float32 unused
+RTOL = 6.4e-6  # relative tolerance; about three quarters of the digits of float32
 METHODS = {"Quasi": solvers.QuasiDEER, "Forward": solvers.ForwardDEER, "Conv": solvers.ConvDEER}
 MAX_ITERATIONS = 150
 

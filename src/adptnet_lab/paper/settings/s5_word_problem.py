@@ -1,9 +1,9 @@
 """Settings of the S5 word problem (appendix:s5_training_config) and of its smaller version with S3.
 
 S5 is the symmetric group, not the state-space model.
-The scale paper uses S5 at width 512 with 16 384 steps. The smaller scales use S3 at width 64, where the same statements
-can be tested in half a minute per run. Optimizer, learning rate, clipping and schedule are the defaults of
-`training.TrainConfig`.
+At `--scale paper` the group is S5, the width 512 and training takes 16 384 steps. At smaller scales the group is S3 and
+the width 64, where the same claims can be tested in half a minute per run. Optimizer, learning rate, clipping and
+schedule are the defaults of `training.TrainConfig`.
 """
 
 from typing import Any

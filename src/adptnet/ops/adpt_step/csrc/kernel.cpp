@@ -127,6 +127,7 @@ template <class T> INLINE T largest(Vec<T> sizes, Vec<T> check) {
   return most + sum;
 }
 
+// The diagonal of M = Q L Q' (eq:diag_M of the paper; `RotatedConjugate.diagonal` is the PyTorch implementation):
 // diag(Q L Q') = L + 2 L (k alpha + w gamma) + k^2 aa + 2 k w ag + w^2 gg for Q = I + k alpha' + w gamma', where aa, ag
 // and gg are alpha.L alpha, alpha.L gamma and gamma.L gamma.
 template <class T> struct TransitionDiagonal {
