@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from .._typing import Matrix, Vector
 from ..ops.linear_scan import linear_scan
-from ..recurrence.conjugates import Conjugate, Eigen, MultiHeadConjugate, RotatedBlocks, Taylor
-from ..recurrence.directions import Directions, KeyValue
+from ..recurrence.conjugates import Conjugate, Eigen, Exact, MultiHeadConjugate, Product, RotatedBlocks, Taylor
+from ..recurrence.directions import Directions, FromState, KeyValue
 from ..recurrence.spectra import BlockDiagonal, Spectrum
 from ..solvers.transitions import BasisTransition, DiagonalTransition, Transition
 from .base import Cell
@@ -107,6 +107,8 @@ class BoundParameters(NamedTuple):
         if self.directions is None or not spec.conjugate.has_directions:
             return self.conjugate(state, parts)  # M does not depend on the state
         direction, conjugate = spec.direction, spec.conjugate
+        if type(conjugate) not in (Exact, Product, Taylor) or type(direction) is not FromState:
+            return None  # a subclass may define another step
         unmodified = direction.heads == 1 and direction.dot is None and not direction.layer_norm
         if not unmodified or self.blocks is None or self.start is not None or conjugate.planes > 1:
             return None

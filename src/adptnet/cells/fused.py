@@ -48,6 +48,9 @@ __all__ = [
 # with factors are short and run at about half the speed of a product with a matrix.
 MIN_SAVING = 3
 
+# The methods that define the step of a cell. Not every cell has all of them.
+_STEP = ("step", "stepper", "initial_state", "prepare", "bind", "prepare_with_arguments", "make_step")
+
 
 def has_stock_step(cell: Cell, kind: type[Cell]) -> bool:
     """Return whether the methods that define the step are those of `kind`, neither overridden nor monkey-patched.
@@ -56,8 +59,8 @@ def has_stock_step(cell: Cell, kind: type[Cell]) -> bool:
         cell: The cell.
         kind: The class for which a kernel exists.
     """
-    names = ("step", "stepper", "initial_state", "prepare")
-    return all(name not in cell.__dict__ and getattr(type(cell), name) is getattr(kind, name) for name in names)
+    own = cell.__dict__
+    return all(name not in own and getattr(type(cell), name, None) is getattr(kind, name, None) for name in _STEP)
 
 
 def has_stock_directions(directions: nn.ModuleList, *, log: bool = False) -> bool:
@@ -111,11 +114,12 @@ def _explain_unsupported(spec: ADPTSpec, dtype: torch.dtype | None) -> str | Non
     from_state = spec.conjugate.has_directions and isinstance(direction, FromState)
     if dtype not in (torch.float32, torch.float64):
         return f"there is no kernel for {dtype}."
-    if not isinstance(spec.conjugate, (Exact, Taylor, Diagonal)) and spec.conjugate != Product(1):
+    # Types are compared exactly: a subclass may define another model.
+    if type(spec.conjugate) not in (Exact, Taylor, Diagonal) and spec.conjugate != Product(1):
         return f"the kernel does not support conjugate={spec.conjugate}."
-    if spec.conjugate.has_rotation and not isinstance(spec.retraction, (Exponential, Cayley)):
+    if spec.conjugate.has_rotation and type(spec.retraction) not in (Exponential, Cayley):
         return f"the kernel does not support retraction={spec.retraction}."
-    if not isinstance(direction, (FromState, FromInput)):
+    if type(direction) not in (FromState, FromInput):
         return f"the kernel does not support direction={direction}."
     if from_state and direction.layer_norm and spec.heads > 1:
         return "the kernel does not support LayerNorm on key and value over several heads."
@@ -221,6 +225,8 @@ def make_factors(directions: nn.ModuleList, form: Form, dtype: torch.dtype) -> F
     if any(MIN_SAVING * part.macs > part.in_features * part.out_features for half in halves for part in half):
         return DENSE
     factors = [[_factors(part) for part in half] for half in halves]
+    if any(found is DENSE for half in factors for found in half):
+        return DENSE
 
     def stack(name: str) -> Tensor | None:
         if getattr(factors[0][0], name) is None:
@@ -234,14 +240,19 @@ def _factors(projection: Projection) -> Factors:
     """Return the factors of a projection; `DENSE` if it is not factored."""
     if isinstance(projection, Biased):
         return _factors(projection.projection)
-    if isinstance(projection, LowParamProjection):
-        low_rank, kronecker = projection.low_rank, projection.kronecker
-        return Factors(low_rank.left, low_rank.right, kronecker.outer, kronecker.inner)
-    if isinstance(projection, LowRankProjection):
+    if isinstance(projection, LowParamProjection) and _has_methods_of(projection, LowParamProjection):
+        low_rank, kronecker = _factors(projection.low_rank), _factors(projection.kronecker)
+        return DENSE if low_rank is DENSE or kronecker is DENSE else Factors(*low_rank[:2], *kronecker[2:])
+    if isinstance(projection, LowRankProjection) and _has_methods_of(projection, LowRankProjection):
         return Factors(left=projection.left, right=projection.right)
-    if isinstance(projection, KroneckerProjection):
+    if isinstance(projection, KroneckerProjection) and _has_methods_of(projection, KroneckerProjection):
         return Factors(outer=projection.outer, inner=projection.inner)
     return DENSE
+
+
+def _has_methods_of(projection: Projection, kind: type[Projection]) -> bool:
+    """Return whether a projection is the map of `kind`. Its type may differ: a parametrized module has its own."""
+    return type(projection).dense is kind.dense and type(projection).bind is kind.bind
 
 
 def add_memory(constants: Constants, gain: BlockDiagonal, feedback: Tensor, decay: Tensor, charge: Tensor) -> Constants:
