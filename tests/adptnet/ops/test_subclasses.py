@@ -202,6 +202,6 @@ def test_parallel_solvers_solve_the_step_that_a_subclass_defines(name, solver):
 def test_parametrized_projections_keep_their_kernel():
     layer = ADPTNet(WIDTH, beta=1.0, projection=projections.LowRank(1))
     torch.nn.utils.parametrizations.weight_norm(layer.cell.directions[0].key_projection, "left")
-    assert layer.cell.can_scan("cpu")
+    assert layer.cell.choose_scan("cpu").is_kernel
     x = torch.randn(2, 40, WIDTH)
     assert_close(layer.solve(x).states, run_steps(layer.cell, x), atol=1e-12, rtol=0)
