@@ -30,7 +30,7 @@ from .short_calls import run_short_call
 
 __all__ = ["ADPTNet", "LayerSpec", "Recurrent", "RecurrentLayer"]
 
-_SHORT_CALL = Backend("adpt_layer", "the call is short, needs no gradient, and the kernel supports this layer.")
+_SHORT_CALL = Backend("adpt_layer", "the call is short, and the kernel supports this layer.")
 
 
 @spec
