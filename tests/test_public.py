@@ -22,7 +22,7 @@ PUBLIC = [
     *("ADPTNet", "ADPTState", "Bidirectional", "CoupledADPTNet", "LinearADPTNet", "Recurrent", "SequenceModel"),
     *("Spec", "SpikingADPTNet", "Stack", "TaylorADPTNet", "TrainableBeta"),
     *("__version__", "adjoints", "analysis", "backends", "cells", "conjugates", "directions", "drive", "errors"),
-    *("load", "nn", "optim"),
+    *("explain", "load", "nn", "optim"),
     *("projections", "retractions", "save", "solvers", "spectra", "verify"),
 ]
 

@@ -8,6 +8,7 @@ import sys
 
 from . import analysis, cells, errors, nn, optim, solvers
 from ._version import __version__
+from .analysis.explain import explain
 from .analysis.verify import verify
 from .cells import ADPTState
 from .checkpoint import load, save
@@ -54,6 +55,7 @@ __all__ = [
     "directions",
     "drive",
     "errors",
+    "explain",
     "load",
     "nn",
     "optim",

@@ -15,7 +15,7 @@ spiking_efficiency   firing rates, operations and energy of a spiking network: `
 flossing             gradient flossing, a loss on the Lyapunov exponents
 layer_inputs         the inputs of the recurrent layers inside a model
 
-`head_constants`, `trajectory` and `recompute` serve the others; `plot` and `verify` are imported separately.
+`head_constants`, `trajectory` and `recompute` serve the others; `plot`, `verify` and `explain` are imported separately.
 """
 
 from .ball import Ball

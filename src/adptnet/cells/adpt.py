@@ -1,6 +1,7 @@
 """The ADPT cell: x_t = M(x_{t-1}) x_{t-1} + drive_t with M = Q Λ̄ Q' (eq:recurrence_eq)."""
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 from .._typing import Device, DType, Matrix, Positions, Vector
 from ..errors import IncompatibleError, InputError
 from ..ops import adpt_step
-from ..ops._torch_state import has_values, is_transformed
+from ..ops._backends import Backend, note_run
+from ..ops._torch_state import has_values
 from ..ops.adpt_scan import Constants, Form
 from ..ops.adpt_step import Pass
 from ..recurrence.beta import Beta
@@ -21,6 +23,7 @@ from ..recurrence.spectra import BlockDiagonal
 from . import fused
 from .base import Cell
 from .bound import BindableCell, BoundParameters
+from .dispatch import Recurrence, choose_scan, choose_step, run_scan
 from .spec import ADPTSpec
 
 __all__ = ["ADPTCell", "CellWithArguments"]
@@ -92,24 +95,21 @@ class ADPTCell(BindableCell):
         lengths: Tensor | None = None,
         lean: bool = False,
     ) -> Tensor | None:
-        if not self.is_stock(log=True) or not fused.has_kernel(self.spec, drive.dtype, drive.device, log=True):
-            return None
-        return self.run_fused_scan(drive, state, reset, lengths, lean, beta=False)
+        recurrence = self.recurrence
+        backend = choose_scan(recurrence, drive.dtype, drive.device)
+        note_run("forward", backend)
+        return self.run_fused_scan(drive, state, reset, lengths, lean, recurrence.form) if backend.is_kernel else None
 
-    def can_scan(self, device: torch.device | str) -> bool:
-        covered = fused.has_kernel(self.spec, self.dtype, torch.device(device))
-        return self.is_stock() and covered and not is_transformed(*self.parameters())
+    def choose_scan(self, device: torch.device | str) -> Backend:
+        return choose_scan(self.recurrence, self.dtype, torch.device(device), list(self.parameters()))
 
-    def is_stock(self, *, log: bool = False) -> bool:
-        """Return whether `step` is that of this class and K and V are unmodified modules without hooks.
-
-        Args:
-            log: Log once the reason why not.
-        """
-        return fused.has_stock_step(self, ADPTCell) and fused.has_stock_directions(self.directions, log=log)
+    @property
+    def recurrence(self) -> Recurrence:
+        """The recurrence, for the choice of a kernel."""
+        return Recurrence(((self, ADPTCell),), self.spec, self.directions, fused.make_form(self.spec))
 
     def run_fused_scan(
-        self, drive: Tensor, state: Tensor, reset: Tensor | None, lengths: Tensor | None, lean: bool, *, beta: bool
+        self, drive: Tensor, state: Tensor, reset: Tensor | None, lengths: Tensor | None, lean: bool, form: Form
     ) -> Tensor | None:
         """Run the compiled kernel, without checking whether it supports this cell.
 
@@ -119,28 +119,30 @@ class ADPTCell(BindableCell):
             reset: See `scan`.
             lengths: See `scan`.
             lean: See `scan`.
-            beta: Whether β is part of the drive.
+            form: The form of the recurrence.
 
         Returns:
             The states, (batch, time, state_size); None inside a `torch.func` transform.
         """
-        constants, form = self.make_constants(beta=beta)
+        constants = self.make_constants(form)
         if self.start is None:
             factors = fused.make_factors(self.directions, form, drive.dtype)
-            return fused.run_scan(constants, form, drive, state, reset, lengths, lean, factors)
+            return run_scan(constants, form, drive, state, reset=reset, lengths=lengths, lean=lean, factors=factors)
         start = self.start.dense().to(drive.dtype)
         changed = fused.change_basis(start, constants, form, drive, state)
-        states = fused.run_scan(changed.constants, form, changed.drive, changed.state, reset, lengths, lean)
+        states = run_scan(
+            changed.constants, form, changed.drive, changed.state, reset=reset, lengths=lengths, lean=lean
+        )
         return None if states is None else states @ start.mT
 
-    def make_constants(self, *, beta: bool) -> tuple[Constants, Form]:
-        """Return the evaluated parameters as the kernel takes them, and the form of the recurrence.
+    def make_constants(self, form: Form) -> Constants:
+        """Return the evaluated parameters as the kernel takes them.
 
         Args:
-            beta: Whether β is part of the drive.
+            form: The form of the recurrence.
         """
-        form = fused.make_form(self.spec, beta_in_drive=beta)
-        return fused.make_constants(self.spectrum(), self.directions, None if beta else self.beta, form), form
+        beta = None if form.beta_in_drive else self.beta
+        return fused.make_constants(self.spectrum(), self.directions, beta, form)
 
     def eigenvalues(self) -> BlockDiagonal | None:
         """Return Λ̄; None with a learned start, whose constant part Q₀ Λ̄ Q₀' is not diagonal."""
@@ -160,19 +162,24 @@ class ADPTCell(BindableCell):
         return super().jacobian_chunks(states, drive) if chunks is None else chunks
 
     def _fused_jacobians(self, states: Tensor, drive: Tensor) -> adpt_step.Jacobians | None:
-        return (
-            fused.make_jacobians(self.spec, *self.make_constants(beta=False), states, drive)
-            if self.is_stock()
-            else None
-        )
+        arguments = self._step_arguments("jacobian", states, drive)
+        return None if arguments is None else adpt_step.Jacobians(states.detach(), *arguments)
 
     def make_newton_pass(self, state: Tensor, drive: Tensor, *, diagonal: bool) -> Callable[..., Pass] | None:
-        if not self.is_stock():
+        arguments = self._step_arguments("iteration", state, drive)
+        if arguments is None:
             return None
-        constants, form = self.make_constants(beta=False)
-        if not fused.has_step_kernel(self.spec, state, drive, constants, form):
-            return None
+        constants, form = arguments
         return functools.partial(adpt_step.newton_pass, constants=constants, form=form, diagonal=diagonal)
+
+    def _step_arguments(self, phase: str, states: Tensor, drive: Tensor) -> tuple[Constants, Form] | None:
+        """Return the arguments of the kernels of `adpt_step`; None if the reference runs. Record the choice."""
+        parts = (self.spectrum, self.beta, self.directions)
+        sources = [t for part in parts for t in itertools.chain(part.parameters(), part.buffers())]
+        recurrence = self.recurrence
+        backend = choose_step(recurrence, (states, drive, *sources))
+        note_run(phase, backend)
+        return (self.make_constants(recurrence.form), recurrence.form) if backend.is_kernel else None
 
     def reference_conjugate(self, state: Vector, drive: Tensor) -> Matrix:
         """Return M computed from its definition with dense matrices: the slow reference for `conjugate`.
@@ -281,17 +288,23 @@ class CellWithArguments(BindableCell):
         lengths: Tensor | None = None,
         lean: bool = False,
     ) -> Tensor | None:
-        if not self._can_scan(drive.dtype, drive.device, log=True):
+        recurrence = self.recurrence
+        backend = choose_scan(recurrence, drive.dtype, drive.device)
+        note_run("forward", backend)
+        if not backend.is_kernel:
             return None
-        return self.cell.run_fused_scan(drive, state, reset, lengths, lean, beta=self.beta is not None)
+        return self.cell.run_fused_scan(drive, state, reset, lengths, lean, recurrence.form)
 
-    def can_scan(self, device: torch.device | str) -> bool:
-        return self._can_scan(self.dtype, torch.device(device)) and not is_transformed(*self.parameters())
+    def choose_scan(self, device: torch.device | str) -> Backend:
+        return choose_scan(self.recurrence, self.dtype, torch.device(device), list(self.parameters()))
 
-    def _can_scan(self, dtype: torch.dtype | None, device: torch.device, *, log: bool = False) -> bool:
-        unmodified = fused.has_stock_step(self, CellWithArguments) and self.cell.is_stock(log=log)
-        dt, beta = self.dt is not None, self.beta is not None
-        return unmodified and fused.has_kernel(self.cell.spec, dtype, device, dt=dt, beta=beta, log=log)
+    @property
+    def recurrence(self) -> Recurrence:
+        """The recurrence, for the choice of a kernel."""
+        inner = self.cell.recurrence
+        owners: tuple[tuple[Cell, type[Cell]], ...] = (self, CellWithArguments), *inner.owners
+        form = inner.form if self.beta is None else fused.make_form(self.cell.spec, beta_in_drive=True)
+        return inner._replace(owners=owners, form=form, dt=self.dt is not None)
 
     def eigenvalues(self) -> BlockDiagonal | None:
         return self.cell.eigenvalues() if self.dt is None else None

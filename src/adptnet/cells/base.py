@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from .._dtype import compute_dtype
 from .._typing import Device, DType, Matrix, Position, Positions, Vector
 from ..errors import IncompatibleError, InputError
+from ..ops._backends import REFERENCE, Backend, note_run, record_runs
 from ..ops.adpt_step import Pass
 from ..recurrence.conjugates import Conjugate, nearest_blocks
 from ..recurrence.spectra import BlockDiagonal
@@ -98,6 +99,13 @@ class ADPTState(NamedTuple):
         return ADPTState(select_rows(self.state, rows), select_rows(self.position, rows))
 
 
+_DIFFERENTIATED = Backend(
+    REFERENCE,
+    "torch.func differentiates the step, one derivative for each state dimension.",
+    "Use a solver without Jacobians, solvers.ConvDEER() or solvers.ForwardDEER(), if the cell has one that suits.",
+)
+
+
 class Cell(nn.Module, abc.ABC):
     """Base class of the cells: one step of a recurrence.
 
@@ -158,26 +166,37 @@ class Cell(nn.Module, abc.ABC):
         Returns:
             The states after each step, (batch, time, state_size); None if there is no such operation.
         """
+        note_run("forward", self._explain_no_scan(), log=False)
         return None
 
+    def _explain_no_scan(self) -> Backend:
+        return Backend(REFERENCE, f"{type(self).__name__} has no fused operation for all steps.")
+
     @torch.no_grad()
-    def can_scan(self, device: torch.device | str) -> bool:
-        """Return whether `scan` returns states on a device, which need not be present.
+    def choose_scan(self, device: torch.device | str) -> Backend:
+        """Return the program by which `scan` runs all steps on a device, or the reference if it returns None.
 
         The default runs `scan` for one step on the device of the parameters. For another type of device it returns
-        False.
+        the reference.
 
         Args:
-            device: The device.
+            device: The device, which need not be present.
         """
-        inherited = getattr(self.scan, "__func__", None) is Cell.scan
-        if inherited or self.input_size is None or self.dtype is None or self.device is None:
-            return False
+        name = type(self).__name__
+        if getattr(self.scan, "__func__", None) is Cell.scan:
+            return self._explain_no_scan()
+        if self.input_size is None or self.dtype is None or self.device is None:
+            reason = f"{name} does not say its input size, dtype or device, so its scan() cannot be tried."
+            return Backend(REFERENCE, reason)
         if torch.device(device).type != self.device.type:
-            return False
+            return Backend(REFERENCE, f"{name} is on {self.device}, not on {device}.")
         position = torch.zeros(1, 1, dtype=torch.int64, device=device)
         drive = self.prepare(torch.zeros(1, 1, self.input_size, dtype=self.dtype, device=device), position)
-        return self.scan(drive, self.initial_state(1, device=device)) is not None
+        with record_runs():  # this trial is not part of the call that an outer context records
+            states = self.scan(drive, self.initial_state(1, device=device))
+        if states is None:
+            return Backend(REFERENCE, f"scan() of {name} returned None.")
+        return Backend("scan", f"{name} has a scan() of its own.")
 
     def eigenvalues(self) -> BlockDiagonal | None:
         """Return Λ̄ if the cell has a constant spectrum, None otherwise. Conv-DEER uses it as the transition."""
@@ -273,6 +292,7 @@ class Cell(nn.Module, abc.ABC):
         Raises:
             InputError: `torch.func` cannot differentiate the step; the message says what to change.
         """
+        note_run("jacobian", _DIFFERENTIATED, log=False)
         step = self.stepper()
         flat_state, flat_drive = state.reshape(-1, state.shape[-1]), drive.reshape(-1, drive.shape[-1])
         try:
@@ -314,6 +334,8 @@ class Cell(nn.Module, abc.ABC):
         Returns:
             The operation, see `ops.adpt_step`; None if there is none.
         """
+        reason = f"{type(self).__name__} has no kernel for a Newton iteration."
+        note_run("iteration", Backend(REFERENCE, reason), log=False)
         return None
 
     def radius(self, state: Vector, drive: Tensor, fresh: Vector, reset: Tensor | None) -> Tensor | None:

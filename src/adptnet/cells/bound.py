@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from .._typing import Matrix, Vector
+from ..ops._backends import Backend, note_run
 from ..ops.linear_scan import linear_scan
-from ..recurrence.conjugates import Conjugate, Eigen, MultiHeadConjugate, RotatedBlocks, Taylor
-from ..recurrence.directions import Directions, KeyValue
+from ..recurrence.conjugates import Conjugate, Eigen, Exact, MultiHeadConjugate, Product, RotatedBlocks, Taylor
+from ..recurrence.directions import Directions, FromState, KeyValue
 from ..recurrence.spectra import BlockDiagonal, Spectrum
 from ..solvers.transitions import BasisTransition, DiagonalTransition, Transition
 from .base import Cell
@@ -18,6 +19,8 @@ from .jacobian import ProjectedDirection, StepJacobian, rotation_coefficients, s
 from .spec import ADPTSpec
 
 __all__ = ["BindableCell", "BoundParameters"]
+
+_CLOSED_FORM = Backend("closed form", "the step of this cell has a Jacobian in closed form.")
 
 
 class _DriveParts(NamedTuple):
@@ -107,6 +110,8 @@ class BoundParameters(NamedTuple):
         if self.directions is None or not spec.conjugate.has_directions:
             return self.conjugate(state, parts)  # M does not depend on the state
         direction, conjugate = spec.direction, spec.conjugate
+        if type(conjugate) not in (Exact, Product, Taylor) or type(direction) is not FromState:
+            return None  # a subclass may define another step
         unmodified = direction.heads == 1 and direction.dot is None and not direction.layer_norm
         if not unmodified or self.blocks is None or self.start is not None or conjugate.planes > 1:
             return None
@@ -186,7 +191,10 @@ class BindableCell(Cell):
 
     def jacobian(self, state: Vector, drive: Tensor) -> Matrix:
         closed = self.bind().jacobian(state, drive)
-        return super().jacobian(state, drive) if closed is None else closed.dense().expand(*state.shape, -1)
+        if closed is None:
+            return super().jacobian(state, drive)
+        note_run("jacobian", _CLOSED_FORM)
+        return closed.dense().expand(*state.shape, -1)
 
     def jacobian_chunks(self, states: Tensor, drive: Tensor) -> Callable[[int, int], Tensor]:
         closed = self.bind().jacobian(states, drive)
@@ -196,7 +204,10 @@ class BindableCell(Cell):
 
     def jacobian_blocks(self, state: Vector, drive: Tensor) -> BlockDiagonal:
         closed = self.bind().jacobian(state, drive)
-        return super().jacobian_blocks(state, drive) if closed is None else closed.blocks()
+        if closed is None:
+            return super().jacobian_blocks(state, drive)
+        note_run("jacobian", _CLOSED_FORM)
+        return closed.blocks()
 
     def radius(self, state: Vector, drive: Tensor, fresh: Vector, reset: Tensor | None) -> Tensor | None:
         return self.bind().radius(state, drive, fresh, reset)

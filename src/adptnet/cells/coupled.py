@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from .._typing import Device, DType, Positions, Vector
-from ..ops._torch_state import is_transformed
+from ..ops._backends import Backend, note_run
 from ..recurrence.spectra import BlockDiagonal
 from ..solvers.transitions import CoupledTransition, Transition
 from . import fused
 from .adpt import ADPTCell
 from .base import Cell
+from .dispatch import Recurrence, choose_scan, run_scan
 from .spec import ADPTSpec
 
 __all__ = ["CoupledCell", "Memory"]
@@ -91,20 +92,26 @@ class CoupledCell(Cell):
         lengths: Tensor | None = None,
         lean: bool = False,
     ) -> Tensor | None:
-        if not self._can_scan(drive.dtype, drive.device, log=True):
+        recurrence = self.recurrence
+        backend = choose_scan(recurrence, drive.dtype, drive.device)
+        note_run("forward", backend)
+        if not backend.is_kernel:
             return None
-        constants, form = self.fast.make_constants(beta=False)
+        form = recurrence.form
+        constants = self.fast.make_constants(form)
         gain, feedback, decay, charge = self.evaluate_memory()
         constants = fused.add_memory(constants, gain, feedback, decay.real, charge)
         factors = fused.make_factors(self.fast.directions, form, drive.dtype)
-        return fused.run_scan(constants, form, drive, state, reset, lengths, lean, factors)
+        return run_scan(constants, form, drive, state, reset=reset, lengths=lengths, lean=lean, factors=factors)
 
-    def can_scan(self, device: torch.device | str) -> bool:
-        return self._can_scan(self.dtype, torch.device(device)) and not is_transformed(*self.parameters())
+    def choose_scan(self, device: torch.device | str) -> Backend:
+        return choose_scan(self.recurrence, self.dtype, torch.device(device), list(self.parameters()))
 
-    def _can_scan(self, dtype: torch.dtype | None, device: torch.device, *, log: bool = False) -> bool:
-        unmodified = fused.has_stock_step(self, CoupledCell) and self.fast.is_stock(log=log)
-        return unmodified and fused.has_kernel(self.spec, dtype, device, log=log)
+    @property
+    def recurrence(self) -> Recurrence:
+        """The recurrence, for the choice of a kernel."""
+        fast = self.fast.recurrence
+        return fast._replace(owners=((self, CoupledCell), *fast.owners))
 
     def evaluate_memory(self) -> Memory:
         """Evaluate the parameters of the slow memory."""

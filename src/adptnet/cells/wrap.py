@@ -7,18 +7,34 @@ from torch import Tensor, nn
 
 from .._typing import Matrix, Positions, Vector
 from ..errors import IncompatibleError
+from ..ops._backends import REFERENCE, TRANSFORMED, Backend, note_run
 from ..ops._torch_state import has_dispatch_mode, is_transformed
 from ..recurrence.projections.base import is_hooked
 from ..recurrence.spectra import BlockDiagonal
 from ..spec import check_size
 from .base import Cell
-from .fused import has_stock_step
+from .dispatch import explain_replaced
 from .torch_jacobian import compute_jacobian, compute_jacobian_diagonal
 from .torch_scan import run_layer
 
 __all__ = ["FunctionCell", "TorchCell", "from_function", "from_torch"]
 
 _STOCK = (nn.RNNCell, nn.GRUCell, nn.LSTMCell)
+_LAYER = Backend("torch", "the layer of torch.nn for this cell runs all steps.")
+_NOT_CPU = Backend(
+    REFERENCE, "the layers of torch.nn are used on CPUs only.", "Solve in parallel: solvers.QuasiDEER()."
+)
+_TRACED = Backend(REFERENCE, "a compiler or a dispatch mode observes every operation.")
+_CHECKPOINTED = Backend(
+    REFERENCE,
+    "the layers of torch.nn cannot recompute segments, as the adjoint Checkpointed requires.",
+    "Use adjoint=adjoints.Unrolled() if the memory suffices.",
+)
+_MODIFIED = Backend(
+    REFERENCE,
+    "the module has hooks, parametrizations or a class of its own, and is called at every step.",
+    "Remove the hooks, or use nn.RNNCell, nn.GRUCell or nn.LSTMCell itself.",
+)
 
 
 def from_torch(cell: nn.RNNCellBase) -> Cell:
@@ -79,11 +95,24 @@ class TorchCell(Cell):
     ) -> Tensor | None:
         tensors = (drive, state, *self.cell.parameters())
         recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        if drive.device.type != "cpu" or (recorded and lean) or not drive.numel() or not self._is_stock():
-            return None
-        if has_dispatch_mode() or is_transformed(*tensors):
+        backend = self.choose_scan(drive.device)
+        if recorded and lean:
+            backend = _CHECKPOINTED
+        elif has_dispatch_mode():
+            backend = _TRACED
+        elif is_transformed(*tensors):
+            backend = TRANSFORMED
+        note_run("forward", backend, log=False)
+        if not backend.is_kernel or not drive.numel():
             return None
         return run_layer(self.cell, drive, state, reset, lengths)
+
+    def choose_scan(self, device: torch.device | str) -> Backend:
+        if torch.device(device).type != "cpu":
+            return _NOT_CPU
+        if self._is_stock() and not is_transformed(*self.cell.parameters()):
+            return _LAYER
+        return explain_replaced(self, TorchCell) or _MODIFIED
 
     def jacobian(self, state: Vector, drive: Tensor) -> Matrix:
         if not self._is_stock():
@@ -105,7 +134,7 @@ class TorchCell(Cell):
             return False
         if isinstance(cell, nn.RNNCell) and cell.nonlinearity not in ("tanh", "relu"):
             return False
-        return has_stock_step(self, TorchCell)
+        return explain_replaced(self, TorchCell) is None
 
 
 def from_function(function: Callable[[Tensor, Tensor], Tensor], state_size: int, input_size: int | None = None) -> Cell:

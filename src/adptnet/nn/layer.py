@@ -14,6 +14,7 @@ from .._validate import check_dtype, check_finite, check_lengths, make_validity_
 from ..cells import ADPTSpec, ADPTState, Cell, CellSpec
 from ..cells.spec import axes as adpt_axes
 from ..errors import IncompatibleError, InputError, NotConvergedWarning
+from ..ops._backends import Backend, note_run
 from ..ops._fx import Proxy, record_call
 from ..ops._torch_state import without_autocast
 from ..recurrence.beta import BetaValue
@@ -28,6 +29,8 @@ from .packing import check_padded, run_packed, run_ragged
 from .short_calls import run_short_call
 
 __all__ = ["ADPTNet", "LayerSpec", "Recurrent", "RecurrentLayer"]
+
+_SHORT_CALL = Backend("adpt_layer", "the call is short, and the kernel supports this layer.")
 
 
 @spec
@@ -154,6 +157,7 @@ class RecurrentLayer(nn.Module, abc.ABC):
         if plain and solver is None and adjoint is None and isinstance(x, Tensor) and self._is_plain_sequence(x):
             done = run_short_call(self, x, state)
             if done is not None:
+                note_run("forward", _SHORT_CALL)
                 return done
         if isinstance(x, PackedSequence):
             _check_exclusive("a PackedSequence", lengths=lengths, reset=reset, cu_seqlens=cu_seqlens)

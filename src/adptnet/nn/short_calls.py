@@ -148,7 +148,7 @@ def prepare_layer(layer: nn.Module, watch: ModuleWatch) -> PreparedLayer | None:
     if type(cell) is not ADPTCell or watch.has_hooks or watch.has_plain_tensors or not _build.kernels_enabled():
         return None
     spec, drive, dtype = cell.spec, cell.drive, cell.dtype
-    if not fused.has_kernel(spec, dtype, torch.device("cpu")) or not cell.is_stock():
+    if not cell.choose_scan("cpu").is_kernel:
         return None
     form = fused.make_form(spec)
     if form.directions_in_drive or form.dot is not None or form.norm_epsilon is not None or cell.start is not None:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ..cells.base import Cell
 from ..errors import IncompatibleError, InputError
 from ..ops import _buffers
+from ..ops._backends import Backend
 from ..ops._torch_state import separate_views
 from ..ops.tolerance import Tolerance, largest, recent_scale
 from .convergence_test import Contraction, allowed_drift, default_rtol, rounding_excess
@@ -122,6 +123,11 @@ class Implicit(Adjoint):
             raise InputError(f"Implicit(max_iterations={max_iterations!r}): must be an integer >= 0.")
         self.rtol = rtol
         self.max_iterations = max_iterations
+
+    @property
+    def backend(self) -> Backend:
+        """The program of the backward pass."""
+        return Backend("implicit", f"the adjoint is {self}.")
 
     def attach(
         self,

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..cells.base import ADPTState, Cell
 from ..cells.spec import ADPTSpec
+from ..ops._backends import Backend, note_run
 from ..recurrence.directions import FromInput
 from .adjoints import Adjoint
 from .base import Solution, Solver
@@ -54,7 +55,7 @@ class Auto(Solver):
         what = f"batch {batch}, {steps} steps, state size {size}, on {torch.device(device).type}"
         if steps < SHORT:
             return Choice(Sequential(), f"{what}: fewer than {SHORT} steps, so a parallel solver gains nothing.")
-        if cell.can_scan(device):
+        if cell.choose_scan(device).is_kernel:
             return Choice(Sequential(), f"{what}: one compiled operation runs all steps.")
         if torch.device(device).type != "cpu":
             return _choose_parallel(
@@ -82,7 +83,9 @@ class Auto(Solver):
         adjoint: Adjoint | None = None,
     ) -> Solution:
         batch = inputs.shape[0] if inputs.dim() == 3 else 1
-        solver = self.choose(cell, batch, inputs.shape[-2] if inputs.dim() > 1 else 0, inputs.device).solver
+        choice = self.choose(cell, batch, inputs.shape[-2] if inputs.dim() > 1 else 0, inputs.device)
+        solver = choice.solver
+        note_run("solver", Backend(repr(solver), choice.reason))
         if isinstance(solver, Sequential):
             guess = None  # `Sequential` takes no guess
         return solver(cell, inputs, state, guess=guess, lengths=lengths, reset=reset, adjoint=adjoint)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..cells.base import Cell
 from ..errors import IncompatibleError
+from ..ops._backends import REFERENCE, Backend, note_run
 from ..ops.adpt_step import Pass, reference
 from ..ops.linear_scan import linear_scan
 from ..ops.tolerance import Tolerance
@@ -34,11 +35,11 @@ def make_fused_measure(
     Raises:
         IncompatibleError: If tiles are requested and there is no fused pass.
     """
-    supported = isinstance(damping, Undamped) and system.lengths is None and len(system.step_inputs) == 1
-    supported &= not system.axis.is_split
-    by_scan = isinstance(linearization, LinearPart) and linearization.by is linear_scan
     newton_pass: Callable[..., Pass] | None = None
-    if supported and (by_scan or isinstance(linearization, ConjugateDiagonal)):
+    unsupported = _explain_unsupported(system, linearization, damping)
+    if unsupported is not None:
+        note_run("iteration", unsupported, log=False)
+    else:
         diagonal = isinstance(linearization, ConjugateDiagonal)
         newton_pass = cell.make_newton_pass(system.initial, system.step_inputs[0], diagonal=diagonal)
         if newton_pass is None and tiles is not None:
@@ -51,6 +52,22 @@ def make_fused_measure(
         f"tiles={tiles}: a sweep over tiles needs undamped ConvDEER or ForwardDEER, a cell with a real spectrum, and "
         "no lengths=. Drop tiles=."
     )
+
+
+def _explain_unsupported(system: System, linearization: Linearization, damping: Damping) -> Backend | None:
+    """Return the reference with the reason if no fused pass supports these iterations, whatever the cell."""
+    by_scan = isinstance(linearization, LinearPart) and linearization.by is linear_scan
+    if not (by_scan or isinstance(linearization, ConjugateDiagonal)):
+        reason, advice = f"the kernel does not support {linearization}.", "Try solvers.ConvDEER() or ForwardDEER()."
+    elif not isinstance(damping, Undamped):
+        reason, advice = f"the kernel does not support damping, {damping}.", "Drop it if the solve converges without."
+    elif system.lengths is not None:
+        reason, advice = "the kernel does not support lengths=.", "Batch sequences of equal length."
+    elif system.axis.is_split or len(system.step_inputs) != 1:
+        reason, advice = "the kernel does not support a time axis that is split over processes.", ""
+    else:
+        return None
+    return Backend(REFERENCE, reason, advice)
 
 
 def _make_reference_pass(cell: Cell, system: System, diagonal: bool) -> Callable[..., Pass] | None:

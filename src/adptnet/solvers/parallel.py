@@ -9,6 +9,7 @@ from torch import Tensor
 from ..cells.base import ADPTState, Cell
 from ..errors import InputError, NonFiniteError, NotConverged
 from ..ops import _buffers
+from ..ops._backends import note_run
 from ..ops.tolerance import Tolerance
 from .adjoints import Adjoint, Implicit, LoopAdjoint, Unrolled
 from .base import Result, Solution, Solver
@@ -176,6 +177,7 @@ class Parallel(Solver):
         if not torch.is_grad_enabled():
             return solved
         if isinstance(adjoint, Implicit):
+            note_run("backward", adjoint.backend)
             return adjoint.attach(
                 cell,
                 system,

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ..cells.base import ADPTState, Cell
 from ..errors import InputError
+from ..ops._backends import REFERENCE, Backend, note_run
 from ..ops._torch_state import without_autocast
 from .adjoints import Adjoint, Checkpointed, Implicit, LoopAdjoint, Unrolled
 from .base import Result, Solution, Solver, count_finite_steps
@@ -52,6 +53,7 @@ class Sequential(Solver):
         if isinstance(adjoint, LoopAdjoint):
             return adjoint.run(system.make_loop(), problem.state, problem.steps)
         assert isinstance(adjoint, Implicit)
+        note_run("backward", adjoint.backend)
         with torch.no_grad():
             states = system.run()
         return adjoint.attach(cell, system, states, None)
@@ -63,6 +65,8 @@ class Sequential(Solver):
 def _run_fused(cell: Cell, problem: Problem, adjoint: Adjoint) -> Tensor | None:
     """Return all states, computed in one fused operation; None if the cell or the adjoint has none."""
     if not isinstance(adjoint, (Unrolled, Checkpointed)):
+        if isinstance(adjoint, LoopAdjoint):
+            note_run("forward", Backend(REFERENCE, f"{adjoint} differentiates a loop over time."), log=False)
         return None
     lean = isinstance(adjoint, Checkpointed)
     return cell.scan(problem.drive, problem.state, reset=problem.reset, lengths=problem.lengths, lean=lean)

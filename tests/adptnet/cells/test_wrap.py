@@ -234,7 +234,7 @@ def test_modified_modules_are_called(kind):
     cell = cells.from_torch(module)
     x, state = torch.randn(2, 6, 5).double(), torch.randn(2, 7).double()
     assert cell.scan(x, state) is None
-    assert not cell.can_scan("cpu")
+    assert not cell.choose_scan("cpu").is_kernel
     expected = torch.func.vmap(torch.func.jacfwd(lambda h, x: module(x[None], h[None])[0]))(state, x[:, 0])
     assert_close(cell.jacobian(state, x[:, 0]), expected, **EXACT)
     assert_close(cell.jacobian_blocks(state, x[:, 0]).real, expected.diagonal(dim1=-2, dim2=-1), **EXACT)
@@ -257,8 +257,8 @@ def test_a_subclass_with_a_step_of_its_own_is_stepped():
 def test_a_removed_parametrization_is_stock_again():
     module = parametrizations.weight_norm(nn.GRUCell(5, 7), "weight_hh")
     parametrize.remove_parametrizations(module, "weight_hh")
-    assert cells.from_torch(module).can_scan("cpu")
-    assert cells.from_torch(copy.deepcopy(module)).can_scan("cpu")
+    assert cells.from_torch(module).choose_scan("cpu").is_kernel
+    assert cells.from_torch(copy.deepcopy(module)).choose_scan("cpu").is_kernel
 
 
 @kinds

@@ -210,11 +210,15 @@ def test_most_legal_layers_have_a_kernel():
     assert len(left) <= 10
 
 
-def test_can_scan_predicts_whether_a_kernel_runs(monkeypatch):
-    assert [build(axes).cell.can_scan("cpu") for axes in legal] == [has_scan_kernel(axes) for axes in legal]
+def test_choose_scan_predicts_whether_a_kernel_runs(monkeypatch):
+    chosen = [build(axes).cell.choose_scan("cpu") for axes in legal]
+    assert [backend.is_kernel for backend in chosen] == [has_scan_kernel(axes) for axes in legal]
+    assert all(backend.reason.endswith(".") for backend in chosen)
     cell, answers = build(legal[0]).cell, []
     name, parameter = next(iter(cell.named_parameters()))
-    monkeypatch.setattr(type(cell), "forward", lambda self: answers.append(self.can_scan("cpu")), raising=False)
+    monkeypatch.setattr(
+        type(cell), "forward", lambda self: answers.append(self.choose_scan("cpu").is_kernel), raising=False
+    )
     torch.func.functional_call(cell, {name: parameter}, ())
     torch.func.vmap(lambda p: torch.func.functional_call(cell, {name: p}, ()), out_dims=None)(parameter[None])
     monkeypatch.setenv("ADPTNET_BACKEND", "reference")
@@ -595,7 +599,7 @@ def test_a_replaced_step_is_the_one_that_runs():
     layer.cell.stepper = lambda: lambda state, drive: 0.5 * state + drive
     x = torch.randn(2, 1, 4)
     assert_close(layer(x)[0], layer.cell.prepare(x, torch.zeros(2, 1, dtype=torch.int64)))
-    assert not fused.has_stock_step(layer.cell, type(layer.cell))
+    assert "stepper()" in layer.cell.choose_scan("cpu").reason
 
 
 def test_a_fallback_is_logged_once(caplog, monkeypatch):

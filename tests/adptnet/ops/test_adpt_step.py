@@ -6,6 +6,7 @@ from torch.testing import assert_close
 
 from adptnet import ADPTNet, analysis, directions, errors, projections, retractions, solvers, spectra
 from adptnet.ops import adpt_step
+from adptnet.ops.adpt_scan.form import is_basic_form
 from adptnet.ops.adpt_step import reference
 from adptnet.ops.tolerance import Tolerance
 from support.kernels import use_threads
@@ -25,8 +26,9 @@ def make_layer(size, **axes):
 
 @torch.no_grad()
 def kernel_arguments(layer):
-    constants, form = layer.cell.make_constants(beta=False)
-    assert adpt_step.is_supported(constants, form)
+    form = layer.cell.recurrence.form
+    constants = layer.cell.make_constants(form)
+    assert is_basic_form(form, paired=constants.imag is not None, slow=False)
     return constants, form
 
 
@@ -88,7 +90,9 @@ def test_a_cell_runs_the_kernel_where_no_gradient_is_recorded():
 @torch.no_grad()
 def test_unsupported_forms_run_the_torch_implementation(axes):
     layer = make_layer(6, **axes)
-    assert not adpt_step.is_supported(*layer.cell.make_constants(beta=False))
+    form = layer.cell.recurrence.form
+    constants = layer.cell.make_constants(form)
+    assert not is_basic_form(form, paired=constants.imag is not None, slow=False)
     drive = layer.cell.prepare(torch.randn(1, 8, 6), torch.arange(8)[None])
     assert layer.cell.jacobian(torch.randn(1, 8, layer.state_size), drive).isfinite().all()
 

@@ -162,7 +162,7 @@ def test_auto_knows_which_cells_a_gpu_runs_as_one_operation(with_gpu, name):
     cell = spec.build(dtype=torch.float32)
     for shared in (SHARED_MEMORY_PER_BLOCK["RTX 3090"], SHARED_MEMORY_PER_BLOCK["A100"]):
         with_gpu(shared)
-        assert cell.can_scan("cuda") == covered
+        assert cell.choose_scan("cuda").is_kernel == covered
         choice = solvers.Auto().choose(cell, 4, 1000, "cuda")
         assert isinstance(choice.solver, solvers.Sequential) == covered
         assert ("one compiled operation" in choice.reason) == covered

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..._typing import Device, DType, Matrix, Positions, Vector
 from ...errors import IncompatibleError
+from ...ops._backends import REFERENCE, Backend, note_run
 from ...recurrence.conjugates import Conjugate, Stateful
 from ...recurrence.spectra import BlockDiagonal
 from ...solvers.transitions import Transition
@@ -15,10 +16,16 @@ from ..adpt import ADPTCell
 from ..base import Cell, CellSpec
 from ..coupled import CoupledCell
 from ..spec import ADPTSpec
-from .base import Initial, SpikeReset, SpikingCell, check_choice, draw_parameter, to_compute_dtype
+from .base import RANDOM_RESET, Initial, SpikeReset, SpikingCell, check_choice, draw_parameter, to_compute_dtype
 from .surrogate import Boxcar, Spike, check_spike
 
 __all__ = ["SpikingADPT", "SpikingADPTCell"]
+
+_FEEDBACK = Backend(
+    REFERENCE,
+    "the kernel does not support spikes that change the state.",
+    'Use reset="none" and adaptation=False if the model may change.',
+)
 
 
 @spec
@@ -134,11 +141,12 @@ class SpikingADPTCell(SpikingCell):
         lean: bool = False,
     ) -> Tensor | None:
         if self.spec.has_spike_feedback or (reset is not None and self.initial != "zero"):
+            note_run("forward", _FEEDBACK if self.spec.has_spike_feedback else RANDOM_RESET, log=False)
             return None
         return self.inner.scan(drive, state, reset=reset, lengths=lengths, lean=lean)
 
-    def can_scan(self, device: torch.device | str) -> bool:
-        return not self.spec.has_spike_feedback and self.inner.can_scan(device)
+    def choose_scan(self, device: torch.device | str) -> Backend:
+        return _FEEDBACK if self.spec.has_spike_feedback else self.inner.choose_scan(device)
 
     def with_arguments(self, *, dt: Tensor | None = None, beta: Tensor | None = None) -> Cell:
         if (dt is None and beta is None) or self.spec.has_spike_feedback:

@@ -12,12 +12,17 @@ from torch import Tensor, nn
 from ..._dtype import compute_dtype
 from ..._typing import Device, DType, Vector
 from ...errors import InputError, SpecError
+from ...ops._backends import REFERENCE, Backend
 from ...optim import NoDecay
 from ...spec import check_positive, check_size, suggest_name
 from ..base import Cell, CellSpec
 from .surrogate import Boxcar, Spike, check_spike
 
-__all__ = ["Initial", "LeakySpec", "NeuronSpec", "Range", "Rates", "Reset", "SpikeReset", "SpikingCell"]
+__all__ = ["RANDOM_RESET", "Initial", "LeakySpec", "NeuronSpec", "Range", "Rates", "Reset", "SpikeReset", "SpikingCell"]
+
+RANDOM_RESET = Backend(
+    REFERENCE, "a fused scan cannot draw a new initial state at each reset.", 'Use initial="zero" or drop reset=.'
+)
 
 Initial = Literal["zero", "uniform"]
 Reset = Literal["subtract", "decayed", "zero", "none"]

@@ -7,13 +7,15 @@ from torch import Tensor
 
 from ..._typing import Device, DType, Vector
 from ...errors import CheckpointError, SpecError
+from ...ops._backends import Backend, note_run
 from ...ops.linear_scan import linear_scan
 from ...recurrence.projections import Dense, Projection, ProjectionSpec
 from ...recurrence.spectra import BlockDiagonal
 from ...spec import check_kind, check_size, spec
 from ..base import Cell, CellSpec
-from ..fused import has_stock_step
+from ..dispatch import explain_replaced
 from .base import (
+    RANDOM_RESET,
     USUAL_DECAY,
     Initial,
     LeakySpec,
@@ -28,6 +30,8 @@ from .base import (
 )
 
 __all__ = ["LIF", "DelayedLIF", "DelayedLIFCell", "LIFCell", "LeakyIntegrator", "LeakyIntegratorCell"]
+
+_LINEAR = Backend("linear_scan", "the step is linear, so one scan runs all steps.")
 
 
 @spec
@@ -231,7 +235,11 @@ class LeakyIntegratorCell(Cell):
         lengths: Tensor | None = None,
         lean: bool = False,
     ) -> Tensor | None:
-        if not has_stock_step(self, LeakyIntegratorCell) or (reset is not None and self.spec.initial != "zero"):
+        backend = self.choose_scan(drive.device)
+        if reset is not None and self.spec.initial != "zero":
+            backend = RANDOM_RESET
+        note_run("forward", backend, log=False)
+        if not backend.is_kernel:
             return None
         decay = self.eigenvalues().real
         states = linear_scan(decay, (1 - decay) * drive, state, reset=reset)
@@ -240,8 +248,8 @@ class LeakyIntegratorCell(Cell):
         ended = torch.arange(drive.shape[1], device=drive.device) >= lengths.unsqueeze(-1)
         return torch.where(ended.unsqueeze(-1), 0.0, states)
 
-    def can_scan(self, device: torch.device | str) -> bool:
-        return has_stock_step(self, LeakyIntegratorCell)  # the scan runs on any device
+    def choose_scan(self, device: torch.device | str) -> Backend:
+        return explain_replaced(self, LeakyIntegratorCell) or _LINEAR  # the scan runs on any device
 
     def eigenvalues(self) -> BlockDiagonal:
         return BlockDiagonal(to_compute_dtype(self.decay).clamp(*self.spec.decay))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _buffers, _build
+from .. import _backends, _buffers, _build
 from ..adpt_scan import Form, RetractionKind
 from .form import LayerVectors, LayerWeights
 
@@ -38,7 +38,7 @@ def has_kernel(dtype: torch.dtype) -> bool:
     Args:
         dtype: The dtype of the parameters.
     """
-    return dtype in _SCALARS and _build.kernels_enabled() and _build.load("adpt_layer", _SCALARS[dtype]) is not None
+    return _backends.choose_cpu("adpt_layer", dtype).is_kernel
 
 
 class LayerCall:

@@ -7,7 +7,7 @@ from ...errors import InputError
 from .. import _backends
 from .._torch_state import can_bypass_dispatcher, is_transformed
 from . import _autograd, cpu, reference
-from .dispatch import explain_unsupported_gpu, has_cpu_kernel
+from .dispatch import choose, choose_step, explain_unsupported_gpu
 from .form import DEFAULT_FORM, DENSE, Constants, Factors, Form, RetractionKind, Source, check, encode_form
 
 __all__ = [
@@ -18,8 +18,9 @@ __all__ = [
     "RetractionKind",
     "Source",
     "adpt_scan",
+    "choose",
+    "choose_step",
     "explain_unsupported_gpu",
-    "has_cpu_kernel",
 ]
 
 
@@ -64,7 +65,7 @@ def adpt_scan(
         return states
     check(drive, state, constants, form, reset, lengths, factors)
     if is_transformed(*present):
-        _backends.log_fallback(_autograd.TRANSFORMED)
+        _backends.log_fallback(_backends.TRANSFORMED.reason)
     elif not direct:
         _autograd.register_flop_formulas()
         states, _ = _autograd.scan(*inputs, encode_form(form), save)

@@ -13,14 +13,18 @@ from torch import Tensor
 from .. import _backends
 from .._torch_state import can_bypass_dispatcher, has_dispatch_mode, is_transformed, separate_views
 from . import cpu, flops, reference
-from .dispatch import has_cpu_kernel, select_gpu_kernel
+from .dispatch import choose, select_gpu_kernel
 from .form import Constants, Factors, Form, decode_form, encode_form
 
-__all__ = ["LEAF_COUNT", "TRANSFORMED", "CpuScan", "register_flop_formulas", "scan"]
+__all__ = ["LEAF_COUNT", "CpuScan", "register_flop_formulas", "scan"]
 
 LEAF_COUNT = 2 + len(Constants._fields)  # drive, state and constants: the differentiable inputs
 _OTHER_COUNT = 2 + len(Factors._fields)  # reset, lengths and factors: tensors without a gradient
-TRANSFORMED = "the kernel does not support torch.func transforms and forward-mode derivatives."
+_DOUBLE = _backends.Backend(
+    _backends.REFERENCE,
+    "the kernel does not support double backward (second-order gradients).",
+    "Drop create_graph=True if the gradient itself is not differentiated.",
+)
 
 
 def _forward(
@@ -89,6 +93,7 @@ def _backward(
     constants = Constants(real, imag, weight, bias, beta, feed_real, feed_imag, decay, charge, norm_weight, norm_bias)
     form = decode_form(numbers)
     if drive.device.type == "cpu":
+        _backends.note_run("backward", _backends.CPU)
         inputs = (drive, state, *constants, reset, lengths, left, right, outer, inner)
         plan = cpu.make_plan(inputs, form)
         gradients = cpu.backward(plan, gradient, inputs, states, projections, [True] * LEAF_COUNT)
@@ -141,9 +146,8 @@ scan.register_autograd(_differentiate, setup_context=_setup_context)
 
 
 def _has_backward_kernel(drive: Tensor, constants: Constants, form: Form) -> bool:
-    if drive.device.type in ("cpu", "meta"):
-        return has_cpu_kernel(drive.dtype, drive.device.type)
-    return select_gpu_kernel(drive, constants, form) is not None
+    size, paired, slow = constants.real.shape[0], constants.imag is not None, constants.decay is not None
+    return choose(form, size, paired=paired, slow=slow, dtype=drive.dtype, device=drive.device).is_kernel
 
 
 def _differentiate_reference(
@@ -151,9 +155,9 @@ def _differentiate_reference(
 ) -> list[Tensor | None]:
     """Return the gradients through the eager reference loop, which supports double backward."""
     if torch.is_grad_enabled():
-        _backends.log_fallback("the kernel does not support double backward (second-order gradients).")
+        _backends.note_run("backward", _DOUBLE)
     elif is_transformed(gradient):
-        _backends.log_fallback(TRANSFORMED)
+        _backends.note_run("backward", _backends.TRANSFORMED)
     create_graph = torch.is_grad_enabled()
     reset, lengths = inputs[LEAF_COUNT : LEAF_COUNT + 2]
     with torch.enable_grad():
@@ -193,6 +197,7 @@ class CpuScan(torch.autograd.Function):
         plan: cpu.Plan = ctx.plan
         inputs = _scatter(present, plan.present)
         if not torch.is_grad_enabled() and can_bypass_dispatcher(gradient):
+            _backends.note_run("backward", _backends.CPU)
             found = cpu.backward(plan, gradient, inputs, states, projections, ctx.needs_input_grad[1:])
             return None, *found, *[None] * (len(present) - len(found))
         if torch.is_grad_enabled() or is_transformed(gradient):

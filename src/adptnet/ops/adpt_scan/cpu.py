@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
-from .. import _buffers, _build
+from .. import _backends, _buffers, _build
 from .form import Constants, Factors, Form, RetractionKind, check, decode_form, encode_form
 
 __all__ = ["Inputs", "Plan", "backward", "forward", "has_kernel", "make_plan", "run_products", "saved_shape"]
@@ -76,7 +76,7 @@ def has_kernel(dtype: torch.dtype) -> bool:
     Args:
         dtype: The dtype of the drive.
     """
-    return dtype in _SCALARS and _build.kernels_enabled() and _build.load("adpt_scan", _SCALARS[dtype]) is not None
+    return _backends.choose_cpu("adpt_scan", dtype).is_kernel
 
 
 def saved_shape(drive: Tensor, constants: Constants, form: Form, save: bool) -> tuple[int, ...]:

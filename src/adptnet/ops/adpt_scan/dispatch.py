@@ -1,27 +1,64 @@
-"""Select the GPU kernel of `adpt_scan`, and say if there is a CPU kernel; `adpt_scan` in `__init__.py` uses both."""
+"""Choose the program that runs an ADPT recurrence, with the reason: all steps in sequence, or one step at known states.
 
+Everything here follows from the form of the recurrence, from dtype and device, and from the environment. `choose` is
+called on every call of a layer. `adptnet.cells.dispatch` asks first if the recurrence of a cell has such a form.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import _backends, _build
-from .._torch_state import constant_when_compiled
-from . import cpu, diagonal, launch
-from .form import Constants, Form
+from .. import _build
+from .._backends import REFERENCE, SCALARS, TRANSFORMED, Backend, choose_cpu, log_fallback
+from .._torch_state import constant_when_compiled, has_dispatch_mode, is_transformed
+from . import diagonal, launch
+from .form import Constants, Form, is_basic_form
 
-__all__ = ["explain_unsupported_gpu", "has_cpu_kernel", "select_gpu_kernel"]
+__all__ = ["choose", "choose_step", "explain_unsupported_gpu", "select_gpu_kernel"]
+
+_META = Backend("meta", "on the device meta only shapes are computed.")
+_TRITON = Backend("triton", "the Triton kernel supports this cell and call.")
+_DIAGONAL = Backend("linear_scan", "M is diagonal, so a linear scan runs all steps.")
+_RECORDED = Backend(REFERENCE, "autograd records the step, and its kernel has no gradient.", is_announced=True)
+_TRACED = Backend(REFERENCE, "a compiler or a dispatch mode observes every operation.", is_announced=True)
+_NO_GPU_STEP = Backend(REFERENCE, "Jacobians and Newton passes have a kernel for CPUs only.", is_announced=True)
+_NOT_BASIC = Backend(
+    REFERENCE,
+    "the kernel for Jacobians and Newton passes supports one head, a real spectrum, and K and V of x.",
+    "Use a cell with heads=1, a real spectrum, FromState() without options, and no memory or start.",
+)
+
+
+def choose(
+    form: Form, size: int, *, paired: bool, slow: bool, dtype: torch.dtype | None, device: torch.device
+) -> Backend:
+    """Choose the program that runs all steps of a recurrence, forward and backward.
+
+    Args:
+        form: The form of the recurrence.
+        size: The state dimension.
+        paired: Whether eigenvalues come in complex pairs.
+        slow: Whether there is a slow memory.
+        dtype: The dtype of the drive; None if unknown.
+        device: The device of the drive, which need not be present.
+    """
+    if device.type == "cpu":
+        return _choose_cpu(dtype)
+    if dtype is None or dtype not in SCALARS:
+        return Backend(REFERENCE, f"there is no kernel for {dtype}.", "Use float32.")
+    if device.type == "meta":
+        return _META
+    reason = explain_unsupported_gpu(form, size, paired=paired, slow=slow, dtype=dtype, device=str(device))
+    if reason is not None:
+        return Backend(REFERENCE, reason, "Run it on a CPU, or solve in parallel over time: solver=solvers.Auto().")
+    return _DIAGONAL if diagonal.is_diagonal(form, slow=slow) else _TRITON
 
 
 @constant_when_compiled
-def has_cpu_kernel(dtype: torch.dtype, device: str = "cpu") -> bool:
-    """Return whether there is a CPU kernel; on meta, where only shapes are computed, the operation needs none.
-
-    Args:
-        dtype: The dtype of the drive.
-        device: "cpu" or "meta".
-    """
-    return dtype in (torch.float32, torch.float64) if device == "meta" else cpu.has_kernel(dtype)
+def _choose_cpu(dtype: torch.dtype | None) -> Backend:
+    return choose_cpu("adpt_scan", dtype)
 
 
 @constant_when_compiled
@@ -42,29 +79,45 @@ def explain_unsupported_gpu(
     return launch.explain_unsupported(form, size, paired=paired, slow=slow, dtype=dtype, device=device)
 
 
+def choose_step(form: Form, tensors: Sequence[Tensor], *, paired: bool, slow: bool) -> Backend:
+    """Choose the program for the step at known states: Jacobians and Newton passes, which have no gradients.
+
+    Args:
+        form: The form of the recurrence.
+        tensors: Everything that the step is computed from, the states first.
+        paired: Whether eigenvalues come in complex pairs.
+        slow: Whether there is a slow memory.
+    """
+    states = tensors[0]
+    if states.device.type != "cpu":
+        return _NO_GPU_STEP
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return _RECORDED
+    if has_dispatch_mode():
+        return _TRACED
+    if is_transformed(*tensors):
+        return TRANSFORMED
+    if not is_basic_form(form, paired=paired, slow=slow):
+        return _NOT_BASIC
+    return choose_cpu("adpt_step", states.dtype)
+
+
 def select_gpu_kernel(drive: Tensor, constants: Constants, form: Form) -> Any:
-    """Return the module whose `forward` and `backward` run a recurrence on a GPU; None for the reference.
+    """Return the module whose `forward` and `backward` run a recurrence on a GPU; None for any other program.
 
     Args:
         drive, constants, form: As in `adpt_scan`.
     """
     if drive.device.type == "cpu":
         return None
-    slow = constants.decay is not None
-    reason = explain_unsupported_gpu(
-        form,
-        constants.real.shape[0],
-        paired=constants.imag is not None,
-        slow=slow,
-        dtype=drive.dtype,
-        device=str(drive.device),
-    )
-    if reason is not None:
-        if _kernels_enabled():
-            _backends.log_fallback(reason)
-        return None
-    if diagonal.is_diagonal(form, slow=slow):
+    size, paired, slow = constants.real.shape[0], constants.imag is not None, constants.decay is not None
+    backend = choose(form, size, paired=paired, slow=slow, dtype=drive.dtype, device=drive.device)
+    if backend == _DIAGONAL:
         return diagonal
+    if backend != _TRITON:
+        if _kernels_enabled():
+            log_fallback(backend.reason)
+        return None
     from . import triton
 
     return triton

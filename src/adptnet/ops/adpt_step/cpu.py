@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _buffers, _build
+from .. import _backends, _buffers, _build
 from ..adpt_scan.form import Constants, Form
 from ..tolerance import HALF_LIFE, Tolerance
 from .reference import Pass
@@ -40,7 +40,7 @@ def has_kernel(dtype: torch.dtype) -> bool:
     Args:
         dtype: The dtype of the states.
     """
-    return dtype in _SCALARS and _build.kernels_enabled() and _build.load("adpt_step", _SCALARS[dtype]) is not None
+    return _backends.choose_cpu("adpt_step", dtype).is_kernel
 
 
 class Jacobians:

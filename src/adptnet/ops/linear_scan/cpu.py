@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _buffers, _build
+from .. import _backends, _buffers, _build
 
 __all__ = ["SCALARS", "backward", "forward", "has_kernel"]
 
-SCALARS = {
+SCALARS: dict[torch.dtype | None, str] = {
     torch.float32: "float",
     torch.float64: "double",
     torch.complex64: "float",
@@ -44,7 +44,7 @@ def has_kernel(dtype: torch.dtype) -> bool:
     Args:
         dtype: The dtype of the offset.
     """
-    return dtype in SCALARS and _build.kernels_enabled() and _build.load("linear_scan", SCALARS[dtype]) is not None
+    return _backends.choose_cpu("linear_scan", dtype, SCALARS).is_kernel
 
 
 def forward(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _buffers, _build
+from .. import _backends, _buffers, _build
 
 __all__ = ["has_kernel", "matrix_chain"]
 
@@ -33,7 +33,7 @@ def has_kernel(dtype: torch.dtype) -> bool:
     Args:
         dtype: The dtype of the frame.
     """
-    return dtype in _SCALARS and _build.kernels_enabled() and _build.load("matrix_chain", _SCALARS[dtype]) is not None
+    return _backends.choose_cpu("matrix_chain", dtype).is_kernel
 
 
 def matrix_chain(matrices: Tensor, frame: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _buffers, _build
+from .. import _backends, _buffers, _build
 
 __all__ = ["backward", "forward", "has_kernel"]
 
@@ -33,7 +33,7 @@ def has_kernel(dtype: torch.dtype) -> bool:
     Args:
         dtype: The dtype of the vectors.
     """
-    return dtype in _SCALARS and _build.kernels_enabled() and _build.load("plane_rotation", _SCALARS[dtype]) is not None
+    return _backends.choose_cpu("plane_rotation", dtype).is_kernel
 
 
 def forward(*inputs: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import abc
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -69,10 +70,17 @@ class Projection(nn.Module, abc.ABC):
         out_features: Size of the output.
     """
 
+    _is_consistent: ClassVar[bool]  # whether one class defines both `bind` and `dense`, or `bind` uses `dense`
+
     def __init__(self, in_features: int, out_features: int):
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        owners = [next(c for c in cls.__mro__ if name in c.__dict__) for name in ("bind", "dense")]
+        cls._is_consistent = owners[0] in (Projection, owners[1])
 
     @abc.abstractmethod
     def dense(self) -> Tensor:
@@ -104,8 +112,12 @@ class Projection(nn.Module, abc.ABC):
         return ()
 
     def is_stock(self) -> bool:
-        """Return whether a call equals `bind`: neither this module nor its parts have hooks or were replaced."""
-        if type(self).forward is not Projection.forward or is_hooked(self):
+        """Return whether a call equals `bind` and the product with `dense`.
+
+        Neither this module nor its parts may have hooks or have been replaced, and a class that overrides only one of
+        `bind` and `dense` must not inherit the other from a class that defines both.
+        """
+        if type(self).forward is not Projection.forward or is_hooked(self) or not self._is_consistent:
             return False
         return all(isinstance(part, Projection) and part.is_stock() for part in self.parts)
 
@@ -162,6 +174,10 @@ class Biased(Projection):
     @property
     def parts(self) -> tuple[nn.Module, ...]:
         return (self.projection,)
+
+    def is_stock(self) -> bool:
+        # A kernel adds `bias` to the product with `dense`, which a subclass may define otherwise.
+        return type(self).bind is Biased.bind and super().is_stock()
 
     @property
     def macs(self) -> int:

@@ -33,6 +33,10 @@ class Heads(Projection):
     def parts(self) -> tuple[nn.Module, ...]:
         return tuple(self.projections)
 
+    def is_stock(self) -> bool:
+        # A kernel applies the projection of each head by itself, which a subclass may define otherwise.
+        return type(self).bind is Heads.bind and super().is_stock()
+
     @property
     def macs(self) -> int:
         return sum(projection.macs for projection in self._each())

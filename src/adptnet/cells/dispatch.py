@@ -1,0 +1,169 @@
+"""Choose the program that runs a cell, with the reason: all steps in sequence, or one step at known states.
+
+A kernel computes a recurrence of a fixed form. First the cell must have that form: no replaced step, no hooks on K and
+V, and only classes that the form knows. Then `ops.adpt_scan.dispatch` decides by the form, dtype, device and
+environment. Every caller of a kernel asks here: `scan`, Jacobians, Newton passes, `solvers.Auto` and short calls.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..ops._backends import REFERENCE, TRANSFORMED, Backend, note_run
+from ..ops._torch_state import is_transformed
+from ..ops.adpt_scan import Constants, Form, adpt_scan, choose
+from ..ops.adpt_scan import choose_step as choose_step_of_form
+from ..recurrence.conjugates import Diagonal, Exact, Product, Taylor
+from ..recurrence.directions import Directions, FromInput, FromState
+from ..recurrence.retractions import Cayley, Exponential
+from .base import Cell
+from .spec import ADPTSpec
+
+__all__ = ["Recurrence", "choose_scan", "choose_step", "explain_replaced", "run_scan"]
+
+# The methods that define the step of a cell. Not every cell has all of them.
+_STEP = ("step", "stepper", "initial_state", "prepare", "bind", "prepare_with_arguments", "make_step")
+
+_HOOKED = Backend(
+    REFERENCE,
+    "K or V has hooks, or is a module of another class, which is called at every step.",
+    "Remove the hooks from K and V, and use projections of adptnet.",
+)
+_START = Backend(
+    REFERENCE,
+    "the kernel for Jacobians and Newton passes does not support a learned start.",
+    "Use a cell without start=True.",
+    is_announced=True,
+)
+
+
+class Recurrence(NamedTuple):
+    """The recurrence of a cell, as far as it decides whether a kernel computes it."""
+
+    owners: tuple[tuple[Cell, type[Cell]], ...]  # the cells that define the step, each with the class it must be
+    spec: ADPTSpec
+    directions: nn.ModuleList  # K and V of each plane
+    form: Form  # the recurrence as a kernel takes it
+    dt: bool = False  # whether the length of each step is part of the drive
+
+
+def choose_scan(
+    recurrence: Recurrence, dtype: torch.dtype | None, device: torch.device, tensors: Sequence[Tensor] = ()
+) -> Backend:
+    """Choose the program that runs all steps of a cell, forward and backward.
+
+    Args:
+        recurrence: The recurrence of the cell.
+        dtype: The dtype of its drive; None if unknown.
+        device: The device of its drive, which need not be present.
+        tensors: Tensors of the call.
+    """
+    reference = _explain_modified(recurrence) or _explain_custom(recurrence.spec) or _explain_unsupported(recurrence)
+    if reference is not None:
+        return reference
+    if is_transformed(*tensors):
+        return TRANSFORMED
+    spec = recurrence.spec
+    paired, slow = spec.spectrum.is_complex, spec.memory is not None
+    return choose(recurrence.form, spec.size, paired=paired, slow=slow, dtype=dtype, device=device)
+
+
+def choose_step(recurrence: Recurrence, tensors: Sequence[Tensor]) -> Backend:
+    """Choose the program for the step of a cell at known states: Jacobians and Newton passes.
+
+    Args:
+        recurrence: The recurrence of the cell.
+        tensors: The states, the drive, and the parameters of the step.
+    """
+    reference = _explain_modified(recurrence) or _explain_custom(recurrence.spec)
+    if reference is not None:
+        return reference
+    spec = recurrence.spec
+    if spec.start:
+        return _START
+    paired, slow = spec.spectrum.is_complex, spec.memory is not None
+    return choose_step_of_form(recurrence.form, tensors, paired=paired, slow=slow)
+
+
+def run_scan(constants: Constants, form: Form, drive: Tensor, state: Tensor, **options: Any) -> Tensor | None:
+    """Run all steps by the kernel that `choose_scan` chose.
+
+    Args:
+        constants: The parameters.
+        form: The form of the recurrence.
+        drive: (batch, time, features).
+        state: (batch, state_size).
+        options: Further arguments of `adpt_scan`.
+
+    Returns:
+        The states, (batch, time, state_size); None inside a `torch.func` transform.
+    """
+    if is_transformed(drive, state, *constants):
+        note_run("forward", TRANSFORMED)
+        return None
+    return adpt_scan(drive, state, constants, form, **options)
+
+
+def _explain_modified(recurrence: Recurrence) -> Backend | None:
+    """Return the reference with the reason if modules were replaced or hooked, so that they must be called."""
+    for cell, kind in recurrence.owners:
+        replaced = explain_replaced(cell, kind)
+        if replaced is not None:
+            return replaced
+    stock = all(isinstance(module, Directions) and module.is_stock() for module in recurrence.directions)
+    return None if stock else _HOOKED
+
+
+def explain_replaced(cell: Cell, kind: type[Cell]) -> Backend | None:
+    """Return the reference with the reason if a method that defines the step is not that of `kind`; None if all are.
+
+    Args:
+        cell: The cell.
+        kind: The class for which a kernel exists.
+    """
+    own, actual = cell.__dict__, type(cell)
+    if actual is kind and True not in [name in own for name in _STEP]:
+        return None
+    for name in _STEP:
+        if name in own or getattr(actual, name, None) is not getattr(kind, name, None):
+            reason = f"{actual.__name__} replaces {name}() of {kind.__name__}, and a kernel computes only the original."
+            return Backend(REFERENCE, reason, f"Use {kind.__name__} itself if its step is the one you need.")
+    return None
+
+
+def _explain_custom(spec: ADPTSpec) -> Backend | None:
+    """Return the reference with the reason if a choice of the model has no place in `Form`; None if all have."""
+    # Types are compared exactly: a subclass may define another model.
+    if type(spec.conjugate) not in (Exact, Taylor, Diagonal) and spec.conjugate != Product(1):
+        return _name_axis(spec, "conjugate", "conjugates.Exact()")
+    if spec.conjugate.has_rotation and type(spec.retraction) not in (Exponential, Cayley):
+        return _name_axis(spec, "retraction", "retractions.Exponential()")
+    if type(spec.direction) not in (FromState, FromInput):
+        return _name_axis(spec, "direction", "directions.FromState()")
+    return None
+
+
+def _name_axis(spec: ADPTSpec, axis: str, known: str) -> Backend:
+    reason = f"the kernel does not support {axis}={getattr(spec, axis)}."
+    return Backend(REFERENCE, reason, f"Use {axis}={known} if the model may change.")
+
+
+def _explain_unsupported(recurrence: Recurrence) -> Backend | None:
+    """Return the reference with the reason if the kernels lack a combination of choices; None if they have it."""
+    spec, direction = recurrence.spec, recurrence.spec.direction
+    from_state = isinstance(direction, FromState)
+    if recurrence.dt:
+        reason, advice = "the kernel does not support dt=.", "Resample the inputs to equal steps, and drop dt=."
+        return Backend(REFERENCE, reason, advice)
+    if recurrence.form.beta_in_drive and spec.heads > 1:
+        return Backend(REFERENCE, "the kernel does not support beta= with heads.", "Use heads=1, or drop beta=.")
+    if spec.conjugate.has_directions and from_state and direction.layer_norm and spec.heads > 1:
+        reason = "the kernel does not support LayerNorm on key and value over several heads."
+        return Backend(REFERENCE, reason, "Use heads=1, or layer_norm=False.")
+    needs_basis = isinstance(direction, FromState) and (direction.is_entrywise or direction.layer_norm)
+    if spec.start and (spec.memory is not None or needs_basis):
+        reason = "the kernel does not support a learned start with a slow memory, ReLU, spikes or LayerNorm."
+        return Backend(REFERENCE, reason, "Use start=False, or FromState() without options and no memory.")
+    return None
