@@ -42,9 +42,8 @@ def matrix_scan(
             values = torch.cat((filling, values) if reverse else (values, filling), 1)
         return values.reshape(batch, chunks, length, *values.shape[2:])
 
-    # All products are of 3-dimensional tensors, where torch.matmul would spend more time on shapes than on
-    # small products. Chunks are part of the
-    # batch if each has matrices of its own; otherwise they are the columns of one state.
+    # All products are of 3-dimensional tensors: torch.matmul would spend more time on shapes than on small products.
+    # Chunks are part of the batch if each has matrices of its own; otherwise they are the columns of one state.
     varies = reset is not None or transition.shape[-3] > 1
     resets = cut = None
     if reset is not None:
