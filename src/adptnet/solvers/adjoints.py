@@ -14,7 +14,7 @@ from ..cells.base import Cell
 from ..errors import IncompatibleError, InputError
 from ..ops import _buffers
 from ..ops._torch_state import separate_views
-from ..ops.tolerance import Tolerance, largest, recent_scale
+from ..ops.tolerance import Tolerance, largest, random_signs, recent_scale, running_maximum_
 from .convergence_test import Contraction, allowed_drift, default_rtol, rounding_excess
 from .system import Loop, System, chunk_length
 from .time_axis import mark_before_reset
@@ -253,12 +253,12 @@ class _GradientTolerance:
         """
         least = torch.finfo(g.dtype).tiny
         cut, later = mark_before_reset(self.reset), self.axis.later_scale(g, self.reset)
-        scale = recent_scale(g.flip(1), None if cut is None else cut.flip(1), later).flip(1)
+        scale = recent_scale(g, cut, later, reverse=True)
         strict = recent = scale.mul_(self.rtol).add_(least)[:, :left]
         if self.magnitude is not None:
-            largest_later = self.axis.later_maximum((g.abs() * self.magnitude).flip(1).cummax(1).values.flip(1))
-            weighted = largest_later / self.magnitude
-            strict = torch.minimum(strict, weighted[:, :left].mul(self.rtol).add_(least))
+            weighted = self.axis.later_maximum(running_maximum_(g.abs().mul_(self.magnitude), reverse=True))
+            weighted = weighted[:, :left].div_(self.magnitude[:, :left])
+            strict = torch.minimum(strict, weighted.mul_(self.rtol).add_(least))
         if self.starts is not None:
             alone = g[:, :left].abs().mul_(self.rtol).add_(least)
             strict = torch.where(self.starts[:, :left], torch.minimum(strict, alone), strict)
@@ -422,10 +422,8 @@ class Backward:
     def _rounding(self, part: System, states: Tensor, known: Tensor, g: Tensor) -> Tensor:
         """Return the residual that the rounding of g and of dL/dx alone may cause, (batch, time, n)."""
         rounding = torch.finfo(g.dtype).eps
-        generator = torch.Generator("cpu").manual_seed(0)
-        signs = 2 * torch.randint(0, 2, g.shape, generator=generator, device="cpu").to(g) - 1
         change = torch.zeros_like(g)
-        self._pull_back_all(part, states, rounding * signs * g, part.steps, change)
+        self._pull_back_all(part, states, random_signs(g).mul_(rounding).mul_(g), part.steps, change)
         return 8 * (change.abs_() + rounding * known.abs())
 
     def _pull_back_all(self, part: System, states: Tensor, g: Tensor, left: int, to: Tensor) -> None:
