@@ -6,9 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["HALF_LIFE", "Tolerance", "largest", "recent_scale", "remembered_scale"]
+__all__ = ["HALF_LIFE", "Tolerance", "largest", "random_signs", "recent_scale", "remembered_scale", "running_maximum_"]
 
 HALF_LIFE = 8  # steps after which the weight of a step halves
+MAX_INDEXED = 2**18  # elements of a running maximum that are computed at a time
 
 
 class Tolerance(NamedTuple):
@@ -50,11 +51,9 @@ class Tolerance(NamedTuple):
             reset: (batch, time) bool.
         """
         rounding = torch.finfo(values.dtype).eps
-        generator = torch.Generator("cpu").manual_seed(0)
-        signs = torch.randint(0, 2, entering.shape, generator=generator, device="cpu").to(entering)
-        change = (step(entering * (1 + rounding * (2 * signs - 1))) - values).abs()
+        change = step(random_signs(entering).mul_(rounding).add_(1).mul_(entering)).sub(values).abs_()
         size = torch.maximum(largest(entering), largest(values)).unsqueeze(-1)
-        return torch.minimum(recent_scale(8 * change, reset), self.relative * size)
+        return torch.minimum(recent_scale(change.mul_(8), reset), self.relative * size)
 
     def floor(self, dtype: torch.dtype) -> float:
         """Return the residual allowed at any scale: the absolute tolerance, but at least the smallest normal number.
@@ -71,10 +70,46 @@ def largest(values: Tensor) -> Tensor:
     Args:
         values: (..., n).
     """
-    return values.abs().amax(-1) if values.shape[-1] else values.new_zeros(values.shape[:-1])
+    if not values.shape[-1]:
+        return values.new_zeros(values.shape[:-1])
+    return torch.maximum(values.amax(-1), -values.amin(-1))  # without a copy of the values
 
 
-def recent_scale(values: Tensor, reset: Tensor | None = None, recent: Tensor | None = None) -> Tensor:
+def random_signs(like: Tensor) -> Tensor:
+    """Return -1 or 1 for each entry of `like`, the same at every call.
+
+    Args:
+        like: Determines shape, dtype and device.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+    signs = torch.randint(0, 2, like.shape, generator=generator, dtype=like.dtype, device="cpu").to(like.device)
+    return signs.mul_(2).sub_(1)
+
+
+def running_maximum_(values: Tensor, *, reverse: bool = False) -> Tensor:
+    """Replace `values` by their running maximum over time, and return them.
+
+    torch.cummax also returns indices, which take twice the memory of float32 values, so it runs on a few sequences at a
+    time.
+
+    Args:
+        values: (batch, time, n), without a graph.
+        reverse: From the last step to the first.
+    """
+
+    def accumulate(part: Tensor) -> Tensor:
+        return part.flip(1).cummax(1).values.flip(1) if reverse else part.cummax(1).values
+
+    if torch.compiler.is_compiling():
+        return accumulate(values)
+    for part in values.split(max(1, MAX_INDEXED // max(1, values[:1].numel()))):
+        part.copy_(accumulate(part))
+    return values
+
+
+def recent_scale(
+    values: Tensor, reset: Tensor | None = None, recent: Tensor | None = None, *, reverse: bool = False
+) -> Tensor:
     """Return max |values| over the steps since the last reset, halved every `HALF_LIFE` steps, (batch, time, n).
 
     Computed as a running maximum of logarithms, shifted by the time, and by more than the range of floating point for
@@ -84,6 +119,7 @@ def recent_scale(values: Tensor, reset: Tensor | None = None, recent: Tensor | N
         values: (batch, time, n).
         reset: (batch, time) bool.
         recent: (batch, n), the recent scale before the first step.
+        reverse: Let time run backwards: a reset then cuts off the later steps, and `recent` follows the last.
     """
     steps = values.shape[1]
     if not steps:
@@ -92,12 +128,16 @@ def recent_scale(values: Tensor, reset: Tensor | None = None, recent: Tensor | N
     shift = torch.arange(steps, dtype=dtype, device=values.device).div_(HALF_LIFE).unsqueeze(-1)
     if reset is not None:
         span = 300 if values.dtype == torch.float32 else 2200
-        shift = shift + span * reset.cumsum(1, dtype=dtype).unsqueeze(-1)
+        marks = reset.flip(1) if reverse else reset
+        shift = shift + span * marks.cumsum(1, dtype=dtype).unsqueeze(-1)
+    if reverse:
+        shift = shift.flip(-2)
     keys = values.abs().to(dtype).log2_().add_(shift)
     if recent is not None:
         before = recent.to(dtype).log2() - 1 / HALF_LIFE
-        keys[:, 0] = torch.maximum(keys[:, 0], before)  # smaller than any key after a reset
-    return keys.cummax(1).values.sub_(shift).exp2_().to(values.dtype)
+        first = -1 if reverse else 0
+        keys[:, first] = torch.maximum(keys[:, first], before)  # smaller than any key after a reset
+    return running_maximum_(keys, reverse=reverse).sub_(shift).exp2_().to(values.dtype)
 
 
 def remembered_scale(values: Tensor, reset: Tensor | None = None, recent: Tensor | None = None) -> Tensor:

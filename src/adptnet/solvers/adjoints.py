@@ -15,12 +15,13 @@ from ..errors import IncompatibleError, InputError
 from ..ops import _buffers
 from ..ops._backends import Backend
 from ..ops._torch_state import separate_views
-from ..ops.tolerance import Tolerance, largest, recent_scale
+from ..ops.tolerance import Tolerance, largest, random_signs, recent_scale, running_maximum_
 from .convergence_test import Contraction, allowed_drift, default_rtol, rounding_excess
 from .system import Loop, System, chunk_length
+from .time_axis import mark_before_reset
 from .transitions import Transition
 
-__all__ = ["Adjoint", "Checkpointed", "Implicit", "Unrolled"]
+__all__ = ["Adjoint", "Backward", "Checkpointed", "Implicit", "Unrolled", "evaluate_steps"]
 
 PATIENCE = 3  # rises of the residual in a row after which the iterations for a gradient stop
 
@@ -153,19 +154,8 @@ class Implicit(Adjoint):
             return system.run()
         if not system.slice_steps(states, 0, 1).run().requires_grad:
             return states
-        length = chunk_length(states)
-        # split, not slices: the gradient of a slice is as large as the whole tensor
-        chunks = zip(*(tensor.split(length, 1) for tensor in system.step_inputs), strict=True)
-        values = []
-        for start, step_inputs in zip(range(0, system.steps, length), chunks, strict=True):
-            part = dataclasses.replace(system.slice_steps(states, start, start + length), step_inputs=step_inputs)
-            inside = states[:, start : start + length]
-            values.append(checkpoint(_evaluate_step, part, inside, use_reentrant=False, preserve_rng_state=False))
-            values[-1].untyped_storage().resize_(0)  # only the graph is needed; the values are those of `states`
-        has_initial_gradient = system.initial.requires_grad or system.reset_state.requires_grad
-        with torch.no_grad():
-            detached = system.detach(cell.stepper())
-        backward = _Backward(self, cell, detached, linearize, block, has_initial_gradient)
+        values = evaluate_steps(system, states)
+        backward = Backward(self, cell, system, linearize, block)
         attached: Tensor = _Attach.apply(  # type: ignore[no-untyped-call]
             states, backward, system.step_inputs[0], system.initial, system.reset_state, *cell.parameters(), *values
         )
@@ -174,6 +164,27 @@ class Implicit(Adjoint):
     def __repr__(self) -> str:
         given = {"rtol": self.rtol, "max_iterations": self.max_iterations}
         return f"Implicit({', '.join(f'{name}={value}' for name, value in given.items() if value is not None)})"
+
+
+def evaluate_steps(system: System, states: Tensor) -> list[Tensor]:
+    """Return f at the states, in chunks of time, each of which recomputes its activations in the backward pass.
+
+    Only the graphs of the results may be used: their values are freed, since they are those of `states`.
+
+    Args:
+        system: The equations, in tensors that may carry a graph.
+        states: (batch, time, n), the solution, without a graph.
+    """
+    length = chunk_length(states)
+    # split, not slices: the gradient of a slice is as large as the whole tensor
+    chunks = zip(*(tensor.split(length, 1) for tensor in system.step_inputs), strict=True)
+    values = []
+    for start, step_inputs in zip(range(0, system.steps, length), chunks, strict=True):
+        part = dataclasses.replace(system.slice_steps(states, start, start + length), step_inputs=step_inputs)
+        inside = states[:, start : start + length]
+        values.append(checkpoint(_evaluate_step, part, inside, use_reentrant=False, preserve_rng_state=False))
+        values[-1].untyped_storage().resize_(0)
+    return values
 
 
 def _evaluate_step(system: System, states: Tensor) -> Tensor:
@@ -185,7 +196,7 @@ class _Attach(torch.autograd.Function):
     inputs)."""
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, backward: "_Backward", *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, states: Tensor, backward: "Backward", *inputs: Tensor) -> Tensor:
         ctx.backward_pass = backward
         count = 3 + len(list(backward.cell.parameters()))
         ctx.lengths = [values.shape[1] for values in inputs[count:]]
@@ -203,19 +214,6 @@ class _Attach(torch.autograd.Function):
         return None, None, *[None] * (3 + len(parameters)), *g.split(ctx.lengths, 1)
 
 
-def gradient_tolerance(g: Tensor, rtol: float, cut: Tensor | None, later: Tensor | None = None) -> Tensor:
-    """Return the tolerance of the residual of g in each channel, (batch, time, n).
-
-    Args:
-        g: (batch, time, n).
-        rtol: Relative to the recent scale of the channel, from the last step backwards, and from each reset.
-        cut: (batch, time) bool, whether a step is the last before a reset.
-        later: (batch, n), the recent scale of g after the last step.
-    """
-    ends = None if cut is None else cut.flip(1)
-    return recent_scale(g.flip(1), ends, later).flip(1).mul_(rtol).add_(torch.finfo(g.dtype).tiny)
-
-
 class _GradientTolerance:
     """Tolerance of g in a block, strict enough for the gradients that are computed from g.
 
@@ -226,26 +224,28 @@ class _GradientTolerance:
 
     Args:
         rtol: The relative tolerance.
-        part: The system of the block.
+        part: The system of the block, or of the chunk of this process.
         entering: (batch, time, n), the states that enter its steps.
-        cut: (batch, time) bool, whether a step is the last before a reset.
         has_initial_gradient: Whether the initial state or the reset state requires a gradient.
     """
 
     UNIFORM = 16.0  # if the size of the states varies by less, the recent scale of g is strict enough
 
-    def __init__(self, rtol: float, part: System, entering: Tensor, cut: Tensor | None, has_initial_gradient: bool):
-        self.rtol, self.cut = rtol, cut
+    def __init__(self, rtol: float, part: System, entering: Tensor, has_initial_gradient: bool):
+        self.rtol, self.axis, self.reset = rtol, part.axis, part.reset
         # (batch, time, 1), the size of the state and the input of each step; None if it is about the same for all
         self.magnitude: Tensor | None = torch.maximum(largest(entering), largest(part.step_inputs[0])).unsqueeze(-1)
         self.magnitude.clamp_(min=torch.finfo(entering.dtype).tiny)
-        if bool(self.magnitude.amax() <= self.UNIFORM * self.magnitude.amin()):
+        needed = self.magnitude.new_tensor(float(has_initial_gradient))
+        bounds = self.axis.maximum(torch.stack((self.magnitude.amax(), -self.magnitude.amin(), needed)))
+        if bool(bounds[0] <= self.UNIFORM * -bounds[1]):
             self.magnitude = None
         self.starts: Tensor | None = None  # (batch, time, 1) bool: whether an initial or reset state enters the step
-        if has_initial_gradient:
+        if bool(bounds[2]):
             starts = torch.zeros_like(entering[..., :1], dtype=torch.bool)
             self.starts = starts if part.reset is None else part.reset.unsqueeze(-1).clone()
-            self.starts[:, 0] = True
+            if self.axis.rank == 0:
+                self.starts[:, 0] = True
         self.rounding: Tensor | None = None
 
     def allowed(self, g: Tensor, residual: Tensor, left: int, rounding: Callable[[], Tensor]) -> Tensor:
@@ -258,27 +258,33 @@ class _GradientTolerance:
             rounding: Returns the rounding error of the residual. It is the smallest tolerance once all residuals are
                 within the tolerance by the recent scale of g.
         """
-        strict = recent = gradient_tolerance(g, self.rtol, self.cut)[:, :left]
         least = torch.finfo(g.dtype).tiny
+        cut, later = mark_before_reset(self.reset), self.axis.later_scale(g, self.reset)
+        scale = recent_scale(g, cut, later, reverse=True)
+        strict = recent = scale.mul_(self.rtol).add_(least)[:, :left]
         if self.magnitude is not None:
-            weighted = (g.abs() * self.magnitude).flip(1).cummax(1).values.flip(1) / self.magnitude
-            strict = torch.minimum(strict, weighted[:, :left].mul(self.rtol).add_(least))
+            weighted = self.axis.later_maximum(running_maximum_(g.abs().mul_(self.magnitude), reverse=True))
+            weighted = weighted[:, :left].div_(self.magnitude[:, :left])
+            strict = torch.minimum(strict, weighted.mul_(self.rtol).add_(least))
         if self.starts is not None:
             alone = g[:, :left].abs().mul_(self.rtol).add_(least)
             strict = torch.where(self.starts[:, :left], torch.minimum(strict, alone), strict)
         if strict is recent:
             return recent
-        if self.rounding is None and bool((residual <= recent).all() & (residual > strict).any()):
-            self.rounding = rounding()
+        if self.rounding is None:
+            above = torch.stack([~(residual <= allowed).all() for allowed in (recent, strict)])
+            above_recent, above_strict = self.axis.maximum(above.to(torch.uint8)).bool().tolist()
+            if above_strict and not above_recent:
+                self.rounding = rounding()
         return strict if self.rounding is None else torch.minimum(recent, strict.maximum(self.rounding[:, :left]))
 
 
-class Progress:
+class _Progress:
     """Convergence test of g. Its tensors are (batch, remaining steps), from the last step to the first.
 
     Args:
         rtol: The relative tolerance of g.
-        steps: The length of the sequence.
+        steps: The length of the sequence, in all processes.
         dtype: The dtype of g.
     """
 
@@ -301,21 +307,25 @@ class Progress:
         self.contraction.update(excess)
         return (excess <= 1) & (self.contraction.error(move, self.steps) <= self.drift)
 
-    def drop_converged(self, excess: Tensor, move: Tensor) -> int:
-        """Return how many steps have newly converged in all sequences, and exclude them from now on.
+    def drop(self, count: int) -> None:
+        """Exclude steps that have converged in all sequences.
 
         Args:
-            excess: The residual of each step, in tolerances.
-            move: The change of each step in the next iteration, in tolerances.
+            count: The number of steps, from the last.
         """
-        count = int(self.is_converged(excess, move).all(0).long().cumprod(0).sum())
         assert self.contraction is not None
         self.contraction = self.contraction.part(None, count)
-        return count
 
 
-class _Backward:
-    """Backward pass: solves for g."""
+class Backward:
+    """Backward pass: solves for g, over the time axis of the system.
+
+    Args:
+        adjoint: The tolerance and the maximum number of iterations.
+        cell: The cell of the system.
+        system: The equations, in tensors that may carry a graph.
+        linearize, block: As in `Implicit.attach`; over several processes there are no blocks.
+    """
 
     def __init__(
         self,
@@ -323,18 +333,23 @@ class _Backward:
         cell: Cell,
         system: System,
         linearize: Callable[[System, Tensor], Transition] | None,
-        block: int | None,
-        has_initial_gradient: bool,
+        block: int | None = None,
     ):
         self.adjoint = adjoint
         self.cell = cell
-        self.system = system
         self.linearize = linearize
         self.block = block or max(1, system.steps)
-        self.has_initial_gradient = has_initial_gradient
+        self.has_initial_gradient = system.initial.requires_grad or system.reset_state.requires_grad
+        with torch.no_grad():
+            self.system = system.detach(cell.stepper())
 
     def solve(self, gradient: Tensor, states: Tensor) -> Tensor:
-        """Return g from dL/dx, solved block by block from the last to the first."""
+        """Return g from dL/dx, solved block by block from the last to the first.
+
+        Args:
+            gradient: dL/dx, (batch, time, n), of this process.
+            states: (batch, time, n), of this process.
+        """
         steps = self.system.steps
         relative = default_rtol(states.dtype) if self.adjoint.rtol is None else self.adjoint.rtol
         known = gradient.clone() if self.block < steps else gradient  # dL/dx, plus the gradient from the next block
@@ -351,55 +366,85 @@ class _Backward:
     def _solve_block(self, part: System, states: Tensor, known: Tensor, g: Tensor, rtol: float) -> None:
         """Fill g of a block. Steps that have not converged are computed sequentially, in reverse."""
         left = self._iterate(part, states, known, g, rtol)
-        for t in reversed(range(left)):
-            g[:, t] = known[:, t]
-            if t + 1 < part.steps:
-                self._pull_back(part, states, g, slice(t + 1, t + 2), g[:, t : t + 1])
+        if not left:
+            return
+        axis, stop = part.axis, part.axis.total(part.steps)
+        incoming = torch.zeros_like(known[:, :1])  # the gradient from the next process
+        for rank, length in reversed(list(enumerate(axis.lengths(part.steps)))):
+            stop -= length
+            if rank == axis.rank:
+                for t in reversed(range(max(0, min(length, left - stop)))):
+                    g[:, t] = known[:, t]
+                    if t + 1 < length:
+                        self._pull_back(part, states, g, slice(t + 1, t + 2), g[:, t : t + 1])
+                    else:
+                        g[:, t:] += incoming
+                incoming = self._leaving_gradient(part, states, g)
+            incoming = axis.broadcast(incoming, rank)
 
     def _iterate(self, part: System, states: Tensor, known: Tensor, g: Tensor, rtol: float) -> int:
-        """Fill g of a block by iterations. Return the number of leading steps that have not converged."""
-        steps = left = part.steps
-        iterations = steps if self.adjoint.max_iterations is None else self.adjoint.max_iterations
+        """Fill g of a block by iterations. Return the number of leading steps, of all processes, not yet converged.
+
+        One process drops the steps that have converged. Several keep all of theirs, because every process must take
+        part in each iteration.
+        """
+        axis, left = part.axis, part.steps  # left: the leading steps of this process that are iterated
+        unconverged = total = axis.total(part.steps)
+        iterations = total if self.adjoint.max_iterations is None else self.adjoint.max_iterations
         if self.linearize is None or not iterations:
-            return steps
+            return total
         entering = part.entering_states(states)
         with torch.no_grad():
-            backward = self.linearize(part, entering).backward()
-        cut = None if part.reset is None else part.reset.roll(-1, 1)  # whether a step is the last before a reset
-        zero = torch.zeros_like(part.initial)
+            scan_back = axis.make_scan_back(self.linearize(part, entering), part.reset, part.steps)
         buffer = known.clone(memory_format=torch.contiguous_format)
-        g.copy_(backward.scan(buffer, zero, cut, reverse=True))
+        g.copy_(scan_back(buffer))
         rises, previous = 0, math.inf
-        progress = Progress(rtol, steps, g.dtype)
-        tolerance = _GradientTolerance(rtol, part, entering, cut, self.has_initial_gradient)
+        progress = _Progress(rtol, total, g.dtype)
+        tolerance = _GradientTolerance(rtol, part, entering, self.has_initial_gradient)
         del entering  # as large as the states
         for _ in range(iterations):
             residual = torch.sub(known[:, :left], g[:, :left], out=buffer[:, :left])
-            self._pull_back(part, states, g, slice(1, min(left + 1, steps)), residual)
+            self._pull_back_all(part, states, g, left, residual)
             size = residual.abs()
             allowed = tolerance.allowed(g, size, left, lambda: self._rounding(part, states, known, g))
-            excess, worst = (size / allowed).amax(-1), float(size.amax())
+            excess, worst = axis.later_maximum((size / allowed).amax(-1)), float(axis.maximum(size.amax()))
             del size
             rises = rises + 1 if worst > previous else 0
             previous = worst
             if rises == PATIENCE or not math.isfinite(worst):
                 break
-            resets = None if cut is None else cut[:, :left]
-            move = backward.part(None, 0, left).scan(residual, zero, resets, reverse=True)
+            move = scan_back(residual)
             g[:, :left] += move
-            left -= progress.drop_converged(excess.flip(1), (move.abs_() / allowed).amax(-1).flip(1))
-            if not left:
+            converged = progress.is_converged(excess.flip(1), (move.abs_() / allowed).amax(-1).flip(1)).flip(1)
+            count = axis.count_trailing(converged.all(0))
+            if axis.is_split:
+                unconverged = total - count
+            else:
+                progress.drop(count)
+                unconverged = left = left - count
+            if not unconverged:
                 break
-        return left
+        return unconverged
 
     def _rounding(self, part: System, states: Tensor, known: Tensor, g: Tensor) -> Tensor:
         """Return the residual that the rounding of g and of dL/dx alone may cause, (batch, time, n)."""
         rounding = torch.finfo(g.dtype).eps
-        generator = torch.Generator("cpu").manual_seed(0)
-        signs = 2 * torch.randint(0, 2, g.shape, generator=generator, device="cpu").to(g) - 1
         change = torch.zeros_like(g)
-        self._pull_back(part, states, rounding * signs * g, slice(1, part.steps), change[:, :-1])
+        self._pull_back_all(part, states, random_signs(g).mul_(rounding).mul_(g), part.steps, change)
         return 8 * (change.abs_() + rounding * known.abs())
+
+    def _pull_back_all(self, part: System, states: Tensor, g: Tensor, left: int, to: Tensor) -> None:
+        """Add J'_{t+1} g_{t+1} to `to` for the first `left` steps t, also that of the next process."""
+        self._pull_back(part, states, g, slice(1, min(left + 1, part.steps)), to)
+        if part.axis.is_split:
+            to[:, -1:] += part.axis.receive_from_next(self._leaving_gradient(part, states, g))
+
+    def _leaving_gradient(self, part: System, states: Tensor, g: Tensor) -> Tensor:
+        """Return J'g of the first step, the gradient that this process passes to the previous one, (batch, 1, n)."""
+        leaving = torch.zeros_like(g[:, :1])
+        if part.axis.is_split:
+            self._pull_back(part, states, g, slice(0, 1), leaving)
+        return leaving
 
     def _pull_back(self, part: System, states: Tensor, g: Tensor, times: slice, to: Tensor) -> None:
         """Add J'_t g_t for t in `times`, the gradient that each step passes back, to `to`; nothing at a reset."""

@@ -6,6 +6,7 @@ and take the same branch.
 """
 
 import dataclasses
+import functools
 import math
 import secrets
 from typing import Any
@@ -17,10 +18,10 @@ from torch import Tensor, nn
 from .._validate import check_dtype
 from ..cells.base import ADPTState, Cell, count_positions
 from ..errors import DistributedError, IncompatibleError, InputError
-from .adjoints import Adjoint, Implicit
+from .adjoints import Adjoint, Backward, Implicit
 from .base import Solution, Solver
 from .damping import Adaptive, Scale, Undamped
-from .distributed_adjoint import AdjointContext, attach
+from .distributed_adjoint import attach
 from .linearizations import MeanConjugate, MeanRotation
 from .newton import Newton
 from .parallel import check_guess, full_precision, is_transform_active
@@ -100,11 +101,10 @@ class TimeParallel(Solver):
                 states = system.run()  # empty, but with a graph
             elif any(needs_gradient.every):
                 implicit = adjoint if isinstance(adjoint, Implicit) else Implicit()
-                context = AdjointContext(cell, axis, self.newton.linearize, implicit)
-                token = calls.every[0]["token"]
                 if axis.rank:
                     system = dataclasses.replace(system, initial=ends[axis.rank - 1])
-                states, final = attach(context, system, states, final, token)
+                backward = Backward(implicit, cell, system, functools.partial(self.newton.linearize, cell))
+                states, final = attach(backward, ranks, system, states, final, calls.every[0]["token"])
         return Solution(
             states=states if problem.batched else states.squeeze(0),
             final=final if problem.batched else final.squeeze(0),

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import DistributedError
 from ..ops.tolerance import HALF_LIFE, remembered_scale
 from .system import System
-from .time_axis import TimeAxis
+from .time_axis import TimeAxis, mark_before_reset
 from .transitions import Transition, ZeroTransition
 
 __all__ = ["AffineMap", "Exchange", "RankedTimeAxis", "Ranks"]
@@ -170,34 +170,44 @@ class Ranks:
             entering = each(entering)
         return transition.scan(offset, entering, reset)
 
-    def scan_back(self, transition: Transition, offset: Tensor, reset: Tensor | None) -> Tensor:
-        """Run the adjoint recurrence backward over the time of all ranks, and return the states of this rank.
+    def make_scan_back(
+        self, transition: Transition, reset: Tensor | None, steps: int, scan_chunk: Callable[[Tensor], Tensor]
+    ) -> Callable[[Tensor], Tensor]:
+        """Return a function that runs the adjoint recurrence over the time of all ranks, for this rank.
 
-        The recurrence is x_t = A'_{t+1} x_{t+1} + offset_t, and x_t = offset_t before a reset.
+        The products of the transitions are sent once; each call sends only the gradient that leaves a chunk.
 
         Args:
             transition: The transition of the forward recurrence of this rank.
-            offset: (batch, time, n), of this rank. Overwritten.
             reset: (batch, time) bool, of this rank.
+            steps: The number of steps of this rank.
+            scan_chunk: Runs the recurrence over the chunk of this rank, with zero after it.
         """
-        back = transition.backward()
-        next_reset = None if reset is None else reset.roll(-1, 1)
-        zero = torch.zeros_like(offset[:, 0])
         if self.size == 1 or isinstance(transition, ZeroTransition):
-            return back.scan(offset, zero, next_reset, reverse=True)
-        local = back.scan(offset.clone(), zero, next_reset, reverse=True)
-        leaving = transition.part(None, 0, 1).backward().mv(local[:, :1]).squeeze(1)
-        if reset is not None:
-            leaving = torch.where(reset[:, :1], 0.0, leaving)
-        product = transition.product(offset.shape[1]).backward()
-        maps = self._gather_maps(AffineMap(product, _has_reset(offset, reset), leaving))
-        if self.rank == self.size - 1:
-            return local
-        entering = zero
-        for each in reversed(maps[self.rank + 1 :]):
-            entering = each(entering)
-        offset[:, -1] += entering
-        return back.scan(offset, zero, next_reset, reverse=True)
+            return scan_chunk
+        first = transition.part(None, 0, 1).backward()
+        product = transition.product(steps).backward()
+        maps: list[AffineMap] = []
+
+        def scan_back(offset: Tensor) -> Tensor:
+            local = scan_chunk(offset.clone())
+            leaving = first.mv(local[:, :1]).squeeze(1)
+            if reset is not None:
+                leaving = torch.where(reset[:, :1], 0.0, leaving)
+            if not maps:
+                maps.extend(self._gather_maps(AffineMap(product, _has_reset(offset, reset), leaving)))
+                ends = [each.end for each in maps]
+            else:
+                ends = self.all_gather(leaving)
+            if self.rank == self.size - 1:
+                return local
+            entering = torch.zeros_like(leaving)
+            for each, end in reversed(list(zip(maps, ends, strict=True))[self.rank + 1 :]):
+                entering = each._replace(end=end)(entering)
+            offset[:, -1] += entering
+            return scan_chunk(offset)
+
+        return scan_back
 
 
 class RankedTimeAxis(TimeAxis):
@@ -220,8 +230,9 @@ class RankedTimeAxis(TimeAxis):
     def scan(self, transition: Transition, offset: Tensor, initial: Tensor, reset: Tensor | None) -> Tensor:
         return self.ranks.scan(transition, offset, initial, reset)
 
-    def scan_back(self, transition: Transition, offset: Tensor, reset: Tensor | None) -> Tensor:
-        return self.ranks.scan_back(transition, offset, reset)
+    def make_scan_back(self, transition: Transition, reset: Tensor | None, steps: int) -> Callable[[Tensor], Tensor]:
+        scan_chunk = super().make_scan_back(transition, reset, steps)
+        return self.ranks.make_scan_back(transition, reset, steps, scan_chunk)
 
     def with_previous(self, system: System, states: Tensor) -> System:
         own = remembered_scale(states, system.reset)
@@ -253,7 +264,9 @@ class RankedTimeAxis(TimeAxis):
         later = self.ranks.all_gather(values)[self.rank + 1 :]
         return later[0] if later else torch.zeros_like(values)
 
-    def later_scale(self, scale: Tensor, reset: Tensor | None) -> Tensor | None:
+    def later_scale(self, values: Tensor, reset: Tensor | None) -> Tensor | None:
+        cut = mark_before_reset(reset)
+        scale = remembered_scale(values.flip(1), None if cut is None else cut.flip(1))
         has_reset = scale.new_zeros(len(scale), 1) if reset is None else reset.any(1, keepdim=True).to(scale)
         first_reset = scale.new_zeros(len(scale), 1) if reset is None else reset[:, :1].to(scale)
         after = torch.zeros_like(scale)

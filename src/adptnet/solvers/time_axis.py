@@ -1,5 +1,6 @@
 """The time axis of a solve. Here all steps are in this process; `ranks.RankedTimeAxis` splits them over processes."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,7 +10,7 @@ if TYPE_CHECKING:
     from .system import System
     from .transitions import Transition
 
-__all__ = ["ONE_PROCESS", "TimeAxis"]
+__all__ = ["ONE_PROCESS", "TimeAxis", "mark_before_reset"]
 
 
 class TimeAxis:
@@ -53,16 +54,25 @@ class TimeAxis:
         """
         return transition.scan(offset, initial, reset)
 
-    def scan_back(self, transition: "Transition", offset: Tensor, reset: Tensor | None) -> Tensor:
-        """Run the adjoint recurrence x_t = A'_{t+1} x_{t+1} + offset_t, and x_t = offset_t before a reset.
+    def make_scan_back(self, transition: "Transition", reset: Tensor | None, steps: int) -> Callable[[Tensor], Tensor]:
+        """Return a function that runs x_t = A'_{t+1} x_{t+1} + offset_t, and x_t = offset_t before a reset.
+
+        The function takes the offset (batch, time, n) of this process, or of its leading steps, with zero after them,
+        if there is one process. It may overwrite the offset.
 
         Args:
             transition: A of the forward recurrence, of this process.
-            offset: (batch, time, n), of this process. Overwritten.
             reset: (batch, time) bool, of this process.
+            steps: The number of steps of this process.
         """
-        next_reset = None if reset is None else reset.roll(-1, 1)
-        return transition.backward().scan(offset, torch.zeros_like(offset[:, 0]), next_reset, reverse=True)
+        backward, cut = transition.backward(), mark_before_reset(reset)
+
+        def scan_back(offset: Tensor) -> Tensor:
+            left = offset.shape[1]
+            resets = None if cut is None else cut[:, :left]
+            return backward.part(None, 0, left).scan(offset, torch.zeros_like(offset[:, 0]), resets, reverse=True)
+
+        return scan_back
 
     def with_previous(self, system: "System", states: Tensor) -> "System":
         """Return the system of this process with the state and the recent scale that enter its first step.
@@ -114,11 +124,11 @@ class TimeAxis:
         """
         return values
 
-    def later_scale(self, scale: Tensor, reset: Tensor | None) -> Tensor | None:
+    def later_scale(self, values: Tensor, reset: Tensor | None) -> Tensor | None:
         """Return the recent scale, with time running backwards, after the last step of this process, (batch, n).
 
         Args:
-            scale: (batch, n), the recent scale at the first step of this process, as if zero came after its last.
+            values: (batch, time, n), of this process.
             reset: (batch, time) bool, of this process.
         """
         return None
@@ -149,3 +159,12 @@ class TimeAxis:
 
 
 ONE_PROCESS = TimeAxis()
+
+
+def mark_before_reset(reset: Tensor | None) -> Tensor | None:
+    """Return whether each step is the last before a reset, (batch, time); False for the last step of a process.
+
+    Args:
+        reset: (batch, time) bool.
+    """
+    return None if reset is None else torch.cat((reset[:, 1:], torch.zeros_like(reset[:, :1])), 1)

@@ -239,10 +239,12 @@ class DenseTransition(Transition):
     def product(self, steps: int) -> Transition:
         if self.matrices.shape[1] == 1:
             return DenseTransition(torch.linalg.matrix_power(self.matrices, steps))
-        whole = self.matrices[:, :1]
-        for t in range(1, steps):
-            whole = self.matrices[:, t : t + 1] @ whole
-        return DenseTransition(whole)
+        products = self.matrices
+        while products.shape[1] > 1:  # products of neighbours, in about log2(steps) operations
+            pairs = products.shape[1] // 2
+            joined = products[:, 1 : 2 * pairs : 2] @ products[:, : 2 * pairs : 2]
+            products = torch.cat((joined, products[:, 2 * pairs :]), 1)
+        return DenseTransition(products)
 
 
 class BasisTransition(Transition):

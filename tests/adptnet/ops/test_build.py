@@ -190,7 +190,7 @@ for size in (1, 3, 4, 13, 50):
             for reverse, reset in ((False, None), (True, torch.rand(3, 37) < 0.3)):
                 factors = torch.randn(*shape, dtype=dtype) / 9
                 states = cpu.forward(factors, offset, initial, reset, reverse)
-                cpu.backward(offset, states, factors, initial, reset, reverse, to_transition=True)
+                cpu.backward(offset, states, factors, initial, reset, reverse, needs_transition_grad=True)
                 cpu.forward(factors, offset.clone(), None, reset, reverse, overwrite=True)
 """,
 }

@@ -31,7 +31,7 @@ for dtype, shape, reverse, resets, starts in (
     start = initial if starts else None
     with torch.no_grad():
         found = triton.forward(transition, offset, start, reset, reverse)
-        back = triton.backward(upstream, found, transition, start, reset, reverse, to_transition=True)
+        back = triton.backward(upstream, found, transition, start, reset, reverse, needs_transition_grad=True)
         over = offset.clone()
         triton.forward(transition, over, start, reset, reverse, overwrite=True)
     torch.testing.assert_close(over, found)
@@ -56,7 +56,7 @@ for dtype in (torch.float32, torch.complex64):
                     given[broken - 1][0, 5 - at if reverse else at] = bad
                 a, b, g = given
                 states = triton.forward(a, b, None, marks, reverse)
-                back = triton.backward(g, states, a, None, marks, reverse, to_transition=True)
+                back = triton.backward(g, states, a, None, marks, reverse, needs_transition_grad=True)
                 found = [t.flip(1) if reverse else t for t in (states, *back[:2])]
                 expected = expected if broken else found
                 whole = range(6) if broken < 2 else [0, 1, 4, 5]
@@ -138,7 +138,7 @@ constants = Constants(torch.rand(4), weight=torch.randn(1, 2, 4, 4), beta=torch.
 adpt.forward(drive, state, constants, Form(), None, None)
 adpt.backward(drive, drive, state, constants, Form(), None, None)
 linear.forward(constants.real, drive, None, None, False)
-linear.backward(drive, drive, constants.real, None, None, False, to_transition=True)
+linear.backward(drive, drive, constants.real, None, None, False, needs_transition_grad=True)
 assert events == [("enter", "cpu"), "launch", "leave"] * 4, events
 print("guarded")
 """

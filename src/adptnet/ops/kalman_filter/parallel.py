@@ -159,9 +159,9 @@ def _scan_prefixes(steps: _Segment, join: Callable[[_Segment, _Segment], _Segmen
             continue
         rest = join(entering, _Segment(*(part.narrow(time, 1, chunks - 1) for part in _present(row))))
         both = zip(_present(row), _present(rest), strict=True)
-        joined.append(_Segment(*(torch.cat((part.narrow(time, 0, 1), r), time) for part, r in both)))
-    every = [torch.stack(parts, time) for parts in zip(*map(_present, joined), strict=True)]
-    return _Segment(*(part.flatten(time - 1, time).narrow(time, 0, count) for part in every))
+        joined.append(_Segment(*(torch.cat((part.narrow(time, 0, 1), later), time) for part, later in both)))
+    stacked = [torch.stack(parts, time) for parts in zip(*map(_present, joined), strict=True)]
+    return _Segment(*(part.flatten(time - 1, time).narrow(time, 0, count) for part in stacked))
 
 
 def _present(segment: _Segment) -> list[Tensor]:

@@ -96,10 +96,10 @@ def _scan_backward(
     initial: Tensor | None,
     reset: Tensor | None,
     reverse: bool,
-    to_transition: bool,
+    needs_transition_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients: tuple[Tensor, Tensor, Tensor] = _select_kernel(gradient).backward(
-        gradient, states, transition, initial, reset, reverse, to_transition=to_transition
+        gradient, states, transition, initial, reset, reverse, needs_transition_grad=needs_transition_grad
     )
     return gradients
 
@@ -116,9 +116,9 @@ def _(*_: Any) -> None:
 
 @_scan_backward.register_fake
 def _(gradient: Tensor, states: Tensor, transition: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    to_transition = transition.new_empty(transition.shape if others[-1] else 0)
+    grad_transition = transition.new_empty(transition.shape if others[-1] else 0)
     shape = gradient.shape
-    return to_transition, gradient.new_empty(shape), gradient.new_empty(*shape[:-2], shape[-1])
+    return grad_transition, gradient.new_empty(shape), gradient.new_empty(*shape[:-2], shape[-1])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -134,10 +134,12 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         inputs = separate_views((transition, offset, initial))
         required = [t for t, need in zip(inputs, needed, strict=True) if need]
         recomputed = chunked.linear_scan(*inputs, reset=reset, reverse=ctx.reverse)
-        found = iter(torch.autograd.grad(recomputed, required, gradient, create_graph=True, materialize_grads=True))
-        return *(next(found) if need else None for need in needed), None, None
-    every = _scan_backward(gradient, states, transition, initial, reset, ctx.reverse, needed[0])
-    return *(g if need else None for g, need in zip(every, needed, strict=True)), None, None
+        differentiable = iter(
+            torch.autograd.grad(recomputed, required, gradient, create_graph=True, materialize_grads=True)
+        )
+        return *(next(differentiable) if need else None for need in needed), None, None
+    gradients = _scan_backward(gradient, states, transition, initial, reset, ctx.reverse, needed[0])
+    return *(g if need else None for g, need in zip(gradients, needed, strict=True)), None, None
 
 
 _scan.register_autograd(_differentiate, setup_context=_setup_context)

@@ -63,9 +63,9 @@ def forward(
         overwrite: Write the states to `offset`, and return it.
     """
     call = _Call(transition, offset, reset, reverse, min_bytes=PAGE)
-    states = call.offset if overwrite else _buffers.empty(*call.offset.shape, dtype=call.offset.dtype)
+    states = call.rows if overwrite else _buffers.empty(*call.rows.shape, dtype=call.rows.dtype)
     call.set(initial=_as_real(initial))
-    call.set_rows("offset", call.offset)
+    call.set_rows("offset", call.rows)
     call.set_rows("states", states)
     call.run("linear_scan_forward")
     if not overwrite:
@@ -83,7 +83,7 @@ def backward(
     reset: Tensor | None,
     reverse: bool,
     *,
-    to_transition: bool,
+    needs_transition_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward kernel and return the gradients with respect to transition, offset and initial state.
 
@@ -91,31 +91,31 @@ def backward(
         gradient: The gradient with respect to the states.
         states: The result of `forward`.
         transition, initial, reset, reverse: As in `reference.linear_scan`.
-        to_transition: Whether to compute the gradient with respect to the transition; if not, an empty tensor is
+        needs_transition_grad: Whether to compute the gradient with respect to the transition; if not, an empty tensor is
             returned for it.
     """
     call = _Call(transition, gradient, reset, reverse, min_bytes=CACHE_LINE)
-    batch, steps, size = call.offset.shape
-    dtype = call.offset.dtype
-    to_offset, to_initial = _buffers.empty(batch, steps, size, dtype=dtype), call.offset.new_zeros(batch, size)
-    call.set(initial=_as_real(initial), initial_gradients=to_initial)
+    batch, steps, size = call.rows.shape
+    dtype = call.rows.dtype
+    grad_offset, grad_initial = _buffers.empty(batch, steps, size, dtype=dtype), call.rows.new_zeros(batch, size)
+    call.set(initial=_as_real(initial), initial_gradients=grad_initial)
     call.set_rows("states", _as_real(states).reshape(batch, steps, size).contiguous())
-    call.set_rows("state_gradients", call.offset.contiguous())
-    call.set_rows("offset_gradients", to_offset)
-    found: Tensor | None = None
-    if to_transition and call.scan.transition_time:
-        found = _buffers.empty(batch, steps, size, dtype=dtype)
-        call.set_rows("transition_gradients", found)
-    elif to_transition:
-        found = call.offset.new_zeros(batch, 1, size, dtype=torch.float64)
-        call.set(transition_sums=found)
+    call.set_rows("state_gradients", call.rows.contiguous())
+    call.set_rows("offset_gradients", grad_offset)
+    grad_transition: Tensor | None = None
+    if needs_transition_grad and call.scan.transition_time:
+        grad_transition = _buffers.empty(batch, steps, size, dtype=dtype)
+        call.set_rows("transition_gradients", grad_transition)
+    elif needs_transition_grad:
+        grad_transition = call.rows.new_zeros(batch, 1, size, dtype=torch.float64)
+        call.set(transition_sums=grad_transition)
         call.scan.tile = 16  # number of steps summed in the working precision before they are added to a float64 sum
     call.run("linear_scan_backward")
-    to_start = _as_like(to_initial, gradient[..., 0, :])
-    if found is None:
-        return transition.new_empty(0), _as_like(to_offset, gradient), to_start
-    every = _as_like(found.to(dtype), gradient[..., : found.shape[1], :])
-    return every.sum_to_size(transition.shape).contiguous(), _as_like(to_offset, gradient), to_start
+    grad_initial = _as_like(grad_initial, gradient[..., 0, :])
+    if grad_transition is None:
+        return transition.new_empty(0), _as_like(grad_offset, gradient), grad_initial
+    grad_transition = _as_like(grad_transition.to(dtype), gradient[..., : grad_transition.shape[1], :])
+    return grad_transition.sum_to_size(transition.shape).contiguous(), _as_like(grad_offset, gradient), grad_initial
 
 
 def _as_real(values: Any) -> Any:
@@ -146,29 +146,29 @@ class _Call:
     def __init__(self, transition: Tensor, rows: Tensor, reset: Tensor | None, reverse: bool, *, min_bytes: int):
         self.library = _declare_functions(_build.load("linear_scan", SCALARS[rows.dtype]))
         lead, (steps, width) = rows.shape[:-2], rows.shape[-2:]
-        whole = _as_real(rows)
+        real_rows = _as_real(rows)
         # (batch, time, size), without a copy if the strides allow it
-        self.offset = whole.reshape(-1, *whole.shape[-2:])
-        if self.offset.stride(-1) != 1:
-            self.offset = self.offset.contiguous()
-        self.copied = self.offset.data_ptr() != rows.data_ptr()
-        batch, _, size = self.offset.shape
+        self.rows = real_rows.reshape(-1, *real_rows.shape[-2:])
+        if self.rows.stride(-1) != 1:
+            self.rows = self.rows.contiguous()
+        self.copied = self.rows.data_ptr() != rows.data_ptr()
+        batch, _, size = self.rows.shape
         self.reverse, self.steps = reverse, steps
         self.tensors: dict[str, Tensor] = {}
         self.scan = _Scan(batch=batch, steps=steps, size=size, pairs=rows.is_complex())
-        factors = transition.reshape((1,) * (rows.dim() - transition.dim()) + tuple(transition.shape))
-        factors = factors.expand(*factors.shape[:-1], width)
-        shared = all(count == 1 for count in factors.shape[:-2])
-        factors = _as_real(factors).contiguous()
+        transition = transition.reshape((1,) * (rows.dim() - transition.dim()) + tuple(transition.shape))
+        transition = transition.expand(*transition.shape[:-1], width)
+        shared = all(count == 1 for count in transition.shape[:-2])
+        transition = _as_real(transition).contiguous()
         if not shared:
-            factors = factors.expand(*lead, *factors.shape[-2:])
-        factors = factors.reshape(1 if shared else batch, *factors.shape[-2:])
-        self.set_rows("transition", factors)
+            transition = transition.expand(*lead, *transition.shape[-2:])
+        transition = transition.reshape(1 if shared else batch, *transition.shape[-2:])
+        self.set_rows("transition", transition)
         if reset is not None:
             self.set_rows("reset", reset.reshape(batch, steps, 1).contiguous())
-        self._divide(batch, size, self.offset.itemsize, min_bytes)
+        self._plan_threads(batch, size, self.rows.itemsize, min_bytes)
 
-    def _divide(self, batch: int, size: int, itemsize: int, min_bytes: int) -> None:
+    def _plan_threads(self, batch: int, size: int, itemsize: int, min_bytes: int) -> None:
         """Choose the number of threads, and of tasks per sequence; a task gets at least `min_bytes` of each row.
 
         The forward pass is bound by memory bandwidth. If two threads processed parts of the same page, the hardware

@@ -163,7 +163,7 @@ def backward(
     reset: Tensor | None,
     reverse: bool,
     *,
-    to_transition: bool,
+    needs_transition_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward kernel; arguments as in `cpu.backward`."""
     rows = _rows(gradient)
@@ -171,22 +171,22 @@ def backward(
     factors, batch_stride, time_stride = _make_factors(transition, gradient)
     start = rows if initial is None else _as_real(initial)
     reset_bytes = rows if reset is None else reset.contiguous().view(torch.uint8)
-    to_offset, to_initial = torch.empty_like(rows), rows.new_empty(batch, width)
+    grad_offset, grad_initial = torch.empty_like(rows), rows.new_empty(batch, width)
     varies = time_stride != 0
-    gradients = rows.new_empty(batch, steps if varies else 1, width)
+    grad_transition = rows.new_empty(batch, steps if varies else 1, width)
     size = gradient.shape[-1]
     with torch.cuda.device_of(gradient):
         backward_kernel[(batch, triton.cdiv(size, COLUMNS))](
-            rows, _rows(states), factors, start, reset_bytes, to_offset, to_initial, gradients,
+            rows, _rows(states), factors, start, reset_bytes, grad_offset, grad_initial, grad_transition,
             batch_stride, time_stride, steps, size,
             STARTS=initial is not None, RESETS=reset is not None, REVERSE=reverse, PAIRS=gradient.is_complex(),
             VARIES=varies, COLUMNS=COLUMNS,
         )  # fmt: skip
-    to_start = _as_like(to_initial, gradient[..., 0, :])
-    if not to_transition:
-        return transition.new_empty(0), _as_like(to_offset, gradient), to_start
-    every = _as_like(gradients, gradient[..., : gradients.shape[1], :])
-    return every.sum_to_size(transition.shape).contiguous(), _as_like(to_offset, gradient), to_start
+    grad_initial = _as_like(grad_initial, gradient[..., 0, :])
+    if not needs_transition_grad:
+        return transition.new_empty(0), _as_like(grad_offset, gradient), grad_initial
+    grad_transition = _as_like(grad_transition, gradient[..., : grad_transition.shape[1], :])
+    return grad_transition.sum_to_size(transition.shape).contiguous(), _as_like(grad_offset, gradient), grad_initial
 
 
 def _as_real(values: Tensor) -> Tensor:

@@ -25,55 +25,68 @@ def matrix_scan(
     Args:
         transition, offset, initial, reset, reverse: As in `reference.matrix_scan`.
     """
-    steps = offset.shape[-2]
-    if steps < MIN_STEPS:
+    steps, n = offset.shape[-2:]
+    if steps < MIN_STEPS or not offset.numel():
         return reference.matrix_scan(transition, offset, initial, reset=reset, reverse=reverse)
-    varies = reset is not None or transition.shape[-3] > 1
-    if varies:
-        transition = torch.broadcast_to(transition, (*offset.shape, offset.shape[-1]))
-    if reset is not None:
-        transition = torch.where(reset[..., None, None], 0, transition)
-
+    lead = offset.shape[:-2]
+    batch = math.prod(lead)
     length = math.isqrt(steps)
     chunks = -(-steps // length)
     missing = chunks * length - steps  # filled by steps after the last
-    rows = _split_chunks(offset.unsqueeze(-1), chunks, length, missing, reverse)
-    matrices = _split_chunks(transition, chunks, length, missing, reverse) if varies else (transition,) * length
-    order = range(length - 1, -1, -1) if reverse else range(length)
-    resets = None
+
+    def split_chunks(values: Tensor) -> Tensor:
+        """Return (batch, chunks, length, ...) of (..., time, ...)."""
+        values = values.reshape(batch, steps, *values.shape[len(lead) + 1 :])
+        if missing:
+            filling = values.new_zeros(batch, missing, *values.shape[2:])
+            values = torch.cat((filling, values) if reverse else (values, filling), 1)
+        return values.reshape(batch, chunks, length, *values.shape[2:])
+
+    # All products are of 3-dimensional tensors: torch.matmul would spend more time on shapes than on small products.
+    # Chunks are part of the batch if each has matrices of its own; otherwise they are the columns of one state.
+    varies = reset is not None or transition.shape[-3] > 1
+    resets = cut = None
     if reset is not None:
-        marks = torch.broadcast_to(reset, offset.shape[:-1])[..., None, None]
-        resets = torch.stack(_split_chunks(marks, chunks, length, missing, reverse), -3)  # (..., chunks, length, 1, 1)
+        transition = torch.where(reset[..., None, None], 0, transition)
+        mask = split_chunks(torch.broadcast_to(reset, offset.shape[:-1]))
+        resets = mask.flatten(0, 1)[..., None, None].unbind(1)  # length times (batch * chunks, 1, 1)
+        cut = mask.any(-1)[..., None, None].unbind(1)  # whether a reset in the chunk cuts off the state that enters
+    if varies:
+        transition = split_chunks(torch.broadcast_to(transition, (*offset.shape, n)))
+        matrices = transition.flatten(0, 1).unbind(1)  # length times (batch * chunks, n, n)
+        rows = split_chunks(offset).flatten(0, 1).unsqueeze(-1).unbind(1)  # length times (batch * chunks, n, 1)
+    else:
+        matrices = (torch.broadcast_to(transition, (*lead, 1, n, n)).reshape(batch, n, n),) * length
+        rows = split_chunks(offset).transpose(1, 3).unbind(2)  # length times (batch, n, chunks)
 
-    def apply_reset(values: Tensor, i: int) -> Tensor:
+    def apply_reset(state: Tensor, i: int) -> Tensor:
         """Return the state before step i of each chunk, zeroed by resets: a product with zeros would keep a NaN."""
-        return values if resets is None else torch.where(resets[..., i, :, :], 0, values)
+        return state if resets is None else torch.where(resets[i], 0, state)
 
+    order = range(length - 1, -1, -1) if reverse else range(length)
     end, reach = rows[order[0]], matrices[order[0]]
     for i in order[1:]:
-        end = matrices[i] @ apply_reset(end, i) + rows[i]
-        reach = matrices[i] @ apply_reset(reach, i)
-    ends = end.unbind(-3)
-    across = reach.unbind(-3) if varies else (reach.squeeze(-3),) * chunks
-    entering = [torch.zeros_like(ends[0]) if initial is None else initial.unsqueeze(-1).expand_as(ends[0])]
-    cut = None if resets is None else resets.any(-3)  # whether a reset in the chunk cuts off the state that enters it
+        end = torch.baddbmm(rows[i], matrices[i], apply_reset(end, i))
+        reach = torch.bmm(matrices[i], apply_reset(reach, i))
+    ends = end.reshape(batch, chunks, n, 1).unbind(1) if varies else end.split(1, -1)
+    across = reach.reshape(batch, chunks, n, n).unbind(1) if varies else (reach,) * chunks
+    first = offset.new_zeros(()) if initial is None else initial
+    entering = [torch.broadcast_to(first, (*lead, n)).reshape(batch, n, 1)]
     for j in range(chunks - 1, 0, -1) if reverse else range(chunks - 1):
-        enters = entering[-1] if cut is None else torch.where(cut[..., j, :, :], 0, entering[-1])
-        entering.append(across[j] @ enters + ends[j])
+        state = entering[-1] if cut is None else torch.where(cut[j], 0, entering[-1])
+        entering.append(torch.baddbmm(ends[j], across[j], state))
+    if reverse:
+        entering.reverse()
 
-    state = torch.stack(entering[::-1] if reverse else entering, -3)  # (..., chunks, n, 1)
+    state = torch.stack(entering, 1).flatten(0, 1) if varies else torch.cat(entering, -1)
     states = []
     for i in order:
-        state = matrices[i] @ apply_reset(state, i) + rows[i]
-        states.append(state.squeeze(-1))
-    whole = torch.stack(states[::-1] if reverse else states, -2).flatten(-3, -2)
-    return whole.narrow(-2, missing if reverse else 0, steps)
-
-
-def _split_chunks(values: Tensor, chunks: int, length: int, missing: int, before: bool) -> tuple[Tensor, ...]:
-    """Return one tensor per step of a chunk, `length` of them, each (..., chunks, n, n or 1)."""
-    if missing:
-        filling = values.new_zeros(*values.shape[:-3], missing, *values.shape[-2:])
-        values = torch.cat((filling, values) if before else (values, filling), -3)
-    parts: tuple[Tensor, ...] = values.unflatten(-3, (chunks, length)).unbind(-3)
-    return parts
+        state = torch.baddbmm(rows[i], matrices[i], apply_reset(state, i))
+        states.append(state)
+    if reverse:
+        states.reverse()
+    if varies:
+        joined = torch.stack(states, 1).reshape(batch, chunks * length, n)
+    else:
+        joined = torch.stack(states, -1).reshape(batch, n, chunks * length).transpose(1, 2)
+    return joined.narrow(1, missing if reverse else 0, steps).reshape(*lead, steps, n)
