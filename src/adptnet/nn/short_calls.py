@@ -1,4 +1,4 @@
-"""Short calls of a layer, prepared once for each layer: one compiled call without gradients, one autograd function with.
+"""Short calls of a layer, prepared once: one compiled call without gradients, one autograd function with them.
 
 A call of a layer through modules, solver and dispatcher takes ten times as long as a step itself. Here everything that
 follows from the structure of the layer is kept, and each call checks that the structure is the same: modules, hooks,
