@@ -1,9 +1,10 @@
-"""Short calls of a layer without autograd: a few steps in one compiled call, prepared once for each layer.
+"""Short calls of a layer, prepared once: one compiled call without gradients, one autograd function with them.
 
 A call of a layer through modules, solver and dispatcher takes ten times as long as a step itself. Here everything that
 follows from the structure of the layer is kept, and each call checks that the structure is the same: modules, hooks,
 parameters and attributes. Values are never assumed: the kernel reads the matrices as they are, and compares the bytes
-of the small parameters from which eigenvalues, gain and β were evaluated.
+of the small parameters from which eigenvalues, gain and β were evaluated. With gradients these are evaluated at every
+call, since autograd needs them as a part of its graph.
 """
 
 import operator
@@ -21,12 +22,14 @@ from ..cells import fused
 from ..cells.adpt import ADPTCell
 from ..cells.base import ADPTState
 from ..ops import _build, adpt_layer
-from ..ops._torch_state import can_bypass_dispatcher
-from ..ops.adpt_layer import LayerCall, LayerVectors, LayerWeights
+from ..ops._torch_state import can_bypass_dispatcher, is_autocast_enabled
+from ..ops.adpt_layer import Evaluated, LayerCall, LayerVectors, LayerWeights, TrainingCall
 from ..ops.adpt_scan import Form
 from ..recurrence.beta import Beta
 from ..recurrence.drive import EMA, LRU, ZOH, Drive, Gain
-from ..recurrence.projections.base import Biased
+from ..recurrence.drive.drive import is_scaling_faster
+from ..recurrence.drive.tied_ema import TiedEMA
+from ..recurrence.projections.base import Biased, apply_map
 from ..recurrence.projections.dense import DenseProjection
 from ..recurrence.projections.heads import Heads
 
@@ -92,19 +95,31 @@ class PreparedLayer:
 
     Args:
         cell: Its cell.
+        readout: Its read-out.
         form: The form of the recurrence.
         weights: The matrices of a call.
     """
 
-    def __init__(self, cell: ADPTCell, form: Form, weights: LayerWeights):
-        self._cell, self._form = cell, form
+    def __init__(self, cell: ADPTCell, readout: nn.Module | None, form: Form, weights: LayerWeights):
+        self._cell, self._readout, self._form, self._weights = cell, readout, form, weights
         modules = (cell.spectrum, cell.drive.gain, cell.beta)
         sources = [*dict.fromkeys(t for module in modules for t in chain(module.parameters(), module.buffers()))]
         self._tensors = [*weights.tensors(), *sources]
-        self.call = LayerCall(form, weights, self._evaluate(), sources)
+        with torch.no_grad():
+            vectors = self._evaluate()
+        # A linear recurrence does not use K and V, but its kernel with gradients gives them gradients of zero.
+        unused = weights._replace(directions=(), direction_biases=()) if form.linear else weights
+        self.call = LayerCall(form, unused, vectors, sources)
+        self.can_train = vectors.gain_imag is None
+        # In closed form if β is fixed and all parameters have the dtype of the layer, otherwise by the modules.
+        in_dtype = all(t.dtype == weights.input_weight.dtype for t in sources)
+        closed = TiedEMA.find_parameters(cell.spectrum, cell.drive.gain) if in_dtype else None
+        self._parameters = closed if cell.beta.parameter is None else None
+        source = Evaluated() if self._parameters is None else TiedEMA(vectors.beta)
+        self._training = TrainingCall(form, weights, source)
         directions = sum(t.numel() for t in weights.directions)
-        readout = 0 if weights.readout_weight is None else weights.readout_weight.numel()
-        self._work = weights.input_weight.numel() + directions + readout
+        readout_size = 0 if weights.readout_weight is None else weights.readout_weight.numel()
+        self._work = weights.input_weight.numel() + directions + readout_size
 
     def is_short(self, rows: int) -> bool:
         """Return whether a call is so short that it is not worth packing weights or starting threads for it.
@@ -122,19 +137,36 @@ class PreparedLayer:
         """Run the layer, see `LayerCall.run`; evaluate vectors again if their parameters have changed."""
         outputs = self.call.run(x, initial, final)
         while outputs is None:
-            self.call.set_vectors(self._evaluate())
+            with torch.no_grad():
+                self.call.set_vectors(self._evaluate())
             outputs = self.call.run(x, initial, final)
         return outputs
 
-    @torch.no_grad()
+    def run_training(self, x: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Run the layer with gradients, with the same result as the general path.
+
+        Args:
+            x: (batch, steps, width).
+            initial: The state before the first step, (batch, n); None for zeros.
+
+        Returns:
+            The outputs, and the state after the last step.
+        """
+        scale_weight = self._weights.input_bias is None and is_scaling_faster(x)
+        sources = self._evaluate() if self._parameters is None else self._parameters
+        states, final = self._training.run(x, initial, sources, scale_weight=scale_weight)
+        return states if self._readout is None else apply_map(self._readout, states), final
+
     def _evaluate(self) -> LayerVectors:
-        cell, heads = self._cell, self._form.heads
+        cell, form = self._cell, self._form
         blocks = cell.spectrum()
         real = blocks.real
         gain = cell.drive.gain(cell.spectrum)
+        if not form.rotates:
+            return LayerVectors(real, blocks.imag, gain.real, gain.imag, None)
         beta = cell.beta(real)
         beta = beta.reshape(-1) if isinstance(beta, Tensor) else real.new_full((1,), beta)
-        return LayerVectors(real, blocks.imag, gain.real, gain.imag, beta.expand(heads))
+        return LayerVectors(real, blocks.imag, gain.real, gain.imag, beta.expand(form.heads))
 
 
 def prepare_layer(layer: nn.Module, watch: ModuleWatch) -> PreparedLayer | None:
@@ -160,10 +192,10 @@ def prepare_layer(layer: nn.Module, watch: ModuleWatch) -> PreparedLayer | None:
     if not all(type(part).__module__.startswith("adptnet.") for part in cell.spectrum.modules()):
         return None
     readout: Any = layer.readout
-    weights = _find_weights(cell, readout, rotates=form.rotates and not form.linear)
+    weights = _find_weights(cell, readout, rotates=form.rotates)
     if weights is None or dtype is None or not adpt_layer.has_kernel(dtype):
         return None
-    return PreparedLayer(cell, form, weights)
+    return PreparedLayer(cell, readout, form, weights)
 
 
 class _Map(NamedTuple):
@@ -253,7 +285,7 @@ def find_prepared(layer: nn.Module) -> PreparedLayer | None:
 
 
 def run_short_call(layer: nn.Module, x: Tensor, state: ADPTState | None) -> tuple[Tensor, ADPTState] | None:
-    """Run a layer if the call is short, on a CPU, needs no gradient, and nothing but the result can observe it.
+    """Run a layer if the call is short, on a CPU, and nothing but its result and its gradients can observe it.
 
     Args:
         layer: The layer.
@@ -274,25 +306,30 @@ def run_short_call(layer: nn.Module, x: Tensor, state: ADPTState | None) -> tupl
     if not rows or steps > MAX_STEPS or rows > MAX_WORK or x.layout is not torch.strided:
         return None
     prepared = find_prepared(layer)
-    if prepared is None or not _build.kernels_enabled() or not prepared.is_short(rows):
+    if prepared is None or not _build.kernels_enabled():
         return None
     call = prepared.call
     if x.dtype != call.dtype or shape[-1] != call.input_size:
         return None
-    if torch.is_grad_enabled() and (True in [t.requires_grad for t in given] or prepared.requires_grad()):
-        return None
-    final = torch.empty((batch, call.state_size), dtype=call.dtype, device="cpu")
     initial = None
     if state is None:
         position = torch.full((batch,), steps, dtype=torch.int64, device="cpu")
     else:
         initial, position = state
-        if initial.shape != final.shape or initial.dtype != call.dtype or not initial.is_cpu:
+        if initial.shape != (batch, call.state_size) or initial.dtype != call.dtype or not initial.is_cpu:
             return None
         if position.shape != (batch,) or position.dtype != torch.int64 or not position.is_cpu:
             return None
-        initial = _as_array(initial)
         position = position + steps
+    if torch.is_grad_enabled() and (True in [t.requires_grad for t in given] or prepared.requires_grad()):
+        if not prepared.can_train or is_autocast_enabled(x.device):
+            return None
+        outputs, final = prepared.run_training(x if len(shape) == 3 else x.unsqueeze(1), initial)
+        return outputs if len(shape) == 3 else outputs.squeeze(1), ADPTState(final, position)
+    if not prepared.is_short(rows):
+        return None
+    final = torch.empty((batch, call.state_size), dtype=call.dtype, device="cpu")
+    initial = None if initial is None else _as_array(initial)
     return prepared.run(_as_array(x), initial, final), ADPTState(final, position)
 
 

@@ -5,14 +5,14 @@ import copy
 import pytest
 import torch
 
-from adptnet import ADPTNet
+from adptnet import ADPTNet, TrainableBeta, solvers
 from adptnet.nn import short_calls
+from adptnet.ops.adpt_layer import TrainingCall
 from support.members import legal_layers
 
 
 def general(layer, x, state=None):
-    with torch.enable_grad():  # a parameter requires a gradient: the general path
-        y, after = layer(x, state)
+    y, after = layer(x, state, solver=solvers.Sequential())  # a solver of the call: the general path
     return y.detach(), after.detach()
 
 
@@ -61,4 +61,88 @@ def test_every_change_of_the_layer_is_seen():
 def test_a_longer_sequence_rounds_as_in_training():
     layer, x = ADPTNet(8), torch.randn(2, short_calls.MAX_STEPS + 1, 8)
     with torch.no_grad():
+        assert torch.equal(layer(x)[0], general(layer, x)[0])
+
+
+def gradients(layer, x, state, weights, **run):
+    """Return outputs, state and all gradients of a weighted sum of outputs and final state."""
+    leaves = [x, state.state, *layer.parameters()]
+    y, after = layer(x, state, **run)
+    total = (weights[0] * y).sum() + (weights[1] * after.state).sum()
+    return y, after, torch.autograd.grad(total, leaves, allow_unused=True)
+
+
+@pytest.mark.parametrize("axes", list(legal_layers()), ids=str)
+@pytest.mark.parametrize(("batch", "steps"), [(1, 1), (3, 5), (13, 16)])
+def test_a_short_call_in_training_equals_the_general_path(axes, batch, steps):
+    layer = ADPTNet(**axes, dtype=torch.float64)
+    x = torch.randn(batch, steps, axes["width"], dtype=torch.float64, requires_grad=True)
+    state = layer.initial_state(batch)
+    state = state._replace(state=torch.randn_like(state.state).mul_(0.3).requires_grad_())
+    weights = torch.randn_like(x), torch.randn_like(state.state)
+    y, after, found = gradients(layer, x, state, weights)
+    expected_y, expected_after, expected = gradients(layer, x, state, weights, solver=solvers.Sequential())
+    assert torch.equal(y, expected_y)
+    assert torch.equal(after.state, expected_after.state)
+    assert torch.equal(after.position, expected_after.position)
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("axes", [{}, {"beta": 0.0}, {"beta": TrainableBeta(1.0), "state_size": 9}], ids=str)
+def test_a_training_call_is_one_function(axes, monkeypatch):
+    calls, run = [], TrainingCall.run
+    monkeypatch.setattr(TrainingCall, "run", lambda *a, **k: calls.append(1) or run(*a, **k))
+    layer, x = ADPTNet(6, **axes), torch.randn(2, 3, 6)
+    layer(x)[0].sum().backward()
+    assert calls
+    found = [p.grad.clone() for p in layer.parameters()]
+    layer.zero_grad()
+    layer(x, solver=solvers.Sequential())[0].sum().backward()
+    assert len(calls) == 1
+    for one, p in zip(found, layer.parameters(), strict=True):
+        torch.testing.assert_close(one, p.grad)
+
+
+def test_frozen_parameters_and_partial_gradients():
+    layer, x = ADPTNet(5, beta=1.0, dtype=torch.float64), torch.randn(2, 4, 5, dtype=torch.float64)
+    whole = dict(layer.named_parameters())
+    layer(x)[1].state.square().sum().backward()  # the final state only
+    expected = {name: p.grad.clone() for name, p in whole.items()}
+    for name, p in whole.items():
+        layer.requires_grad_(False)
+        layer.zero_grad()
+        p.requires_grad_(True)
+        layer(x)[1].state.square().sum().backward()
+        torch.testing.assert_close(p.grad, expected[name])
+        assert all(other.grad is None for key, other in whole.items() if key != name)
+
+
+def test_second_order_gradients_of_a_short_call():
+    layer = ADPTNet(3, beta=1.0, dtype=torch.float64)
+    x = torch.randn(2, 3, 3, dtype=torch.float64, requires_grad=True)
+    parameters = list(layer.parameters())
+    assert torch.autograd.gradgradcheck(lambda x, *_: layer(x)[0], (x, *parameters))
+    found = torch.autograd.gradcheck(
+        lambda x, *_: (layer(x)[0], layer(x)[1].state), (x, *parameters), check_batched_grad=True
+    )
+    assert found
+
+
+def test_training_sees_every_change_of_the_parameters():
+    layer, x = ADPTNet(6, beta=1.0), torch.randn(2, 3, 6)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.5)
+    for _ in range(3):
+        assert torch.equal(layer(x)[0], general(layer, x)[0])
+        layer(x)[0].square().sum().backward()
+        optimizer.step()
+        for parameter in layer.parameters():
+            parameter.data.add_(0.01)  # does not change the version of the parameter
+
+
+def test_autocast_does_not_change_a_short_call():
+    layer, x = ADPTNet(6), torch.randn(2, 3, 6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(layer(x)[0], general(layer, x)[0])

@@ -1,6 +1,15 @@
-"""A short call of a whole layer in one compiled call: drive, recurrence and read-out. Forward only, on CPUs."""
+"""Short calls of a whole layer on CPUs: one compiled call without gradients, one autograd function with gradients."""
 
 from .cpu import LayerCall, has_kernel
-from .form import LayerVectors, LayerWeights
+from .form import Evaluated, LayerVectors, LayerWeights, VectorSource
+from .training import TrainingCall
 
-__all__ = ["LayerCall", "LayerVectors", "LayerWeights", "has_kernel"]
+__all__ = [
+    "Evaluated",
+    "LayerCall",
+    "LayerVectors",
+    "LayerWeights",
+    "TrainingCall",
+    "VectorSource",
+    "has_kernel",
+]

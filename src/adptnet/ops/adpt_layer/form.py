@@ -1,10 +1,12 @@
 """Arguments of `adpt_layer`: the matrices that a call reads, and the vectors that are evaluated beforehand."""
 
-from typing import NamedTuple
+import abc
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["LayerVectors", "LayerWeights"]
+__all__ = ["Evaluated", "LayerVectors", "LayerWeights", "VectorSource"]
 
 
 class LayerWeights(NamedTuple):
@@ -31,3 +33,35 @@ class LayerVectors(NamedTuple):
     gain_real: Tensor  # (n,)
     gain_imag: Tensor | None
     beta: Tensor | None  # (heads,); None without a rotation
+
+
+class VectorSource(abc.ABC):
+    """A way to evaluate the vectors of a layer from differentiable tensors, its sources, and to differentiate them."""
+
+    @abc.abstractmethod
+    def evaluate(self, sources: Sequence[Any]) -> LayerVectors:
+        """Return the vectors.
+
+        Args:
+            sources: The tensors that they depend on.
+        """
+
+    @abc.abstractmethod
+    def pull_back(self, sources: Sequence[Any], vectors: LayerVectors, gradients: LayerVectors) -> list[Any]:
+        """Return the gradients of the sources.
+
+        Args:
+            sources: As in `evaluate`.
+            vectors: Their vectors.
+            gradients: The gradients of the vectors.
+        """
+
+
+class Evaluated(VectorSource):
+    """Vectors that were evaluated in operations of torch, which differentiates them itself."""
+
+    def evaluate(self, sources: Sequence[Any]) -> LayerVectors:
+        return LayerVectors(*sources)
+
+    def pull_back(self, sources: Sequence[Any], vectors: LayerVectors, gradients: LayerVectors) -> list[Any]:
+        return [*gradients]

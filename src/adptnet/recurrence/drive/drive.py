@@ -12,9 +12,19 @@ from .gain import Gain
 from .gate import Gate
 from .rope import RotaryPositions
 
-__all__ = ["Drive"]
+__all__ = ["Drive", "is_scaling_faster"]
 
 MIN_ROWS = 64  # with fewer rows, scaling B first does not save time
+
+
+def is_scaling_faster(inputs: Tensor) -> bool:
+    """Return whether (gain B) o is faster than gain ⊙ (B o).
+
+    Args:
+        inputs: o, (*b, t, width).
+    """
+    rows = inputs.numel() // max(1, inputs.shape[-1])
+    return rows >= MIN_ROWS and rows > inputs.shape[-1]
 
 
 class Drive(nn.Module):
@@ -72,10 +82,9 @@ class Drive(nn.Module):
             inputs: o, (*b, t, width).
             spectrum: The spectrum that a tied gain follows.
         """
-        rows = inputs.numel() // max(1, inputs.shape[-1])
         if self.gate is not None or self.rope is not None or torch.compiler.is_compiling():
             return None
-        if rows < MIN_ROWS or rows <= inputs.shape[-1] or is_autocast_enabled(inputs.device):
+        if not is_scaling_faster(inputs) or is_autocast_enabled(inputs.device):
             return None
         modules = ((self, Drive), (self.input_projection, DenseProjection), (self.gain, Gain))
         if not all(type(module) is kind and not is_hooked(module) for module, kind in modules):

@@ -1,0 +1,208 @@
+"""Drive and recurrence of a layer as one autograd function, for short calls in training on a CPU.
+
+The values are those of the layer's modules called one by one: B x, the gain, and `adpt_scan`, whose kernels run both
+directions. With g the gradient of the drive gain ⊙ (B x + b) and G = g' x, the gradients are
+
+    B: gain ⊙ G (row by row)    b: gain ⊙ Σ g    gain: Σ_j G_ij B_ij + b_i Σ g_i    x: (gain ⊙ g) B
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _backends
+from .._torch_state import can_bypass_dispatcher, separate_views
+from ..adpt_scan import DENSE, Constants, Form
+from ..adpt_scan import cpu as adpt_scan_cpu
+from . import reference
+from .form import LayerVectors, LayerWeights, VectorSource
+
+__all__ = ["TrainingCall"]
+
+MAX_PLANS = 64  # batch sizes and lengths whose plans are cached
+_OTHERS = None, None, *DENSE  # no reset, no lengths, no factors
+
+
+class _Plan(NamedTuple):
+    """The plan of the kernel for a batch size and a length, and the state from which sequences start."""
+
+    scan: adpt_scan_cpu.Plan
+    zeros: Tensor
+
+
+class TrainingCall:
+    """Runs drive and recurrence of a layer with gradients. The read-out is left to the caller.
+
+    All tensors are CPU tensors of one dtype, for which `adpt_scan` has a kernel.
+
+    Args:
+        form: The form of the recurrence: not `directions_in_drive`, `beta_in_drive`, `dot` or `norm_epsilon`.
+        weights: The matrices; the read-out is not used.
+        source: Evaluates the vectors, with a real gain.
+    """
+
+    def __init__(self, form: Form, weights: LayerWeights, source: VectorSource):
+        self.form, self.source = form, source
+        self.has_biases = bool(weights.direction_biases)
+        self._tensors = weights.input_weight, weights.input_bias, *weights.directions, *weights.direction_biases
+        self.weight_count = len(self._tensors)
+        self._plans: dict[Any, _Plan] = {}
+
+    def run(
+        self, x: Tensor, state: Tensor | None, sources: Sequence[Tensor | None], *, scale_weight: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the states after every step, (batch, steps, n), and after the last, (batch, n).
+
+        Args:
+            x: (batch, steps, width), at least one step.
+            state: The state before the first step, (batch, n); None for zeros.
+            sources: The tensors from which the vectors are evaluated.
+            scale_weight: Compute (gain B) x rather than gain (B x); only without a bias.
+        """
+        found: tuple[Tensor, Tensor] = _States.apply(  # type: ignore[no-untyped-call]
+            (self, scale_weight), x, state, *self._tensors, *sources
+        )
+        return found
+
+    def find_plan(self, drive: Tensor, constants: Constants) -> _Plan:
+        """Return the plan for the batch size and length of a drive.
+
+        Args:
+            drive: (batch, steps, n).
+            constants: The constants of the recurrence.
+        """
+        key = drive.shape, torch.get_num_threads()
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
+            zeros = drive.new_zeros(drive.shape[0], drive.shape[2])
+            scan = adpt_scan_cpu.make_plan((drive, zeros, *constants, *_OTHERS), self.form)
+            plan = self._plans[key] = _Plan(scan, zeros)
+        return plan
+
+    def unpack(self, tensors: Sequence[Any]) -> LayerWeights:
+        """Return the matrices from a flat sequence, in the order in which `run` passes them.
+
+        Args:
+            tensors: The matrices.
+        """
+        weight, bias, *matrices = tensors
+        count = len(matrices) // 2 if self.has_biases else len(matrices)
+        return LayerWeights(weight, bias, tuple(matrices[:count]), tuple(matrices[count:]), None, None)
+
+
+class _States(torch.autograd.Function):
+    """Autograd wrapper: the drive, and the kernels of `adpt_scan`."""
+
+    @staticmethod
+    def forward(ctx: Any, call: tuple[TrainingCall, bool], x: Tensor, state: Any, *tensors: Any) -> tuple[Tensor, ...]:
+        """Run the kernel; see `TrainingCall.run`."""
+        training, scale_weight = call
+        count = training.weight_count
+        weights, vectors = training.unpack(tensors[:count]), training.source.evaluate(tensors[count:])
+        batch, steps, width = x.shape
+        rows, matrix = x.reshape(-1, width), weights.input_weight
+        if scale_weight:
+            drive = rows @ (vectors.gain_real * matrix.t())
+        else:
+            u = rows @ matrix.t()
+            drive = vectors.gain_real * (u if weights.input_bias is None else u + weights.input_bias)
+        drive = drive.view(batch, steps, -1)
+        constants = Constants(
+            vectors.real,
+            vectors.imag,
+            _stack(weights.directions, training.form.heads),
+            _stack(weights.direction_biases, training.form.heads),
+            vectors.beta,
+        )
+        plan = training.find_plan(drive, constants)
+        initial = plan.zeros if state is None else state
+        states, projections = adpt_scan_cpu.forward(plan.scan, (drive, initial, *constants, *_OTHERS), True)
+        ctx.training, ctx.plan = training, plan.scan
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, state, *tensors, drive, initial, *vectors, *constants[2:4], states, projections)
+        return states, states[:, -1].clone()
+
+    @staticmethod
+    def backward(ctx: Any, to_states: Tensor | None, to_final: Tensor | None) -> tuple[Any, ...]:
+        """Return the gradients, by the kernel unless double backward or a transform needs the reference."""
+        *inputs, drive, initial, real, imag, gain, _, beta, matrices, biases, states, projections = ctx.saved_tensors
+        given = [g for g in (to_states, to_final) if g is not None]
+        if not given:
+            return (None,) * (1 + len(inputs))
+        training: TrainingCall = ctx.training
+        needs = ctx.needs_input_grad
+        if torch.is_grad_enabled() or not can_bypass_dispatcher(*given):
+            return None, *_differentiate_reference(training, inputs, needs[1:], (to_states, to_final))
+        gradient = to_states
+        if to_final is not None:
+            gradient = torch.zeros_like(states) if to_states is None else to_states.clone()
+            gradient[:, -1] += to_final
+        count = 3 + training.weight_count
+        x, _, *tensors = inputs
+        weights, sources = training.unpack(tensors[: count - 3]), tensors[count - 3 :]
+        constants = Constants(real, imag, matrices, biases, beta)
+        needs_vectors, needs_matrices = True in needs[count:], True in needs[5:count]
+        needed = (needs_vectors, needs_vectors, needs_matrices, needs_matrices, needs_vectors)
+        present = [need for need, t in zip(needed, constants[:5], strict=True) if t is not None]
+        leaves = (drive, initial, *constants, *_OTHERS)
+        found = adpt_scan_cpu.backward(ctx.plan, gradient, leaves, states, projections, (True, needs[2], *present))
+        to_drive, to_state, *others = found
+        flat, rows = to_drive.view(-1, to_drive.shape[-1]), x.reshape(-1, x.shape[-1])  # type: ignore[union-attr]
+        matrix, bias = weights.input_weight, weights.input_bias
+        product, total = flat.t() @ rows, None if bias is None else flat.sum(0)
+        to_sources: Sequence[Any] = (None,) * len(sources)
+        remaining = iter(others)
+        to_real, to_imag, to_matrices, to_biases, to_beta = (
+            None if t is None else next(remaining) for t in constants[:5]
+        )
+        if needs_vectors:
+            to_gain = (product * matrix).sum(1)
+            to_gain = to_gain if total is None else to_gain.addcmul_(bias, total)
+            vectors = LayerVectors(real, imag, gain, None, beta)
+            to_sources = training.source.pull_back(
+                sources, vectors, LayerVectors(to_real, to_imag, to_gain, None, to_beta)
+            )
+        return (
+            None,
+            ((flat * gain) @ matrix).view(x.shape) if needs[1] else None,
+            to_state if needs[2] else None,
+            product.mul_(gain.unsqueeze(-1)) if needs[3] else None,
+            total * gain if total is not None and needs[4] else None,
+            *_split(to_matrices, len(weights.directions)),
+            *_split(to_biases, len(weights.direction_biases)),
+            *to_sources,
+        )
+
+
+def _stack(parts: Sequence[Tensor], heads: int) -> Tensor | None:
+    """Return K and V of all heads as one tensor, (heads, 2, …)."""
+    return torch.stack(parts).view(heads, 2, *parts[0].shape) if parts else None
+
+
+def _split(gradient: Tensor | None, count: int) -> Sequence[Any]:
+    """Return the gradients of K and V of each head from that of `_stack`."""
+    return (None,) * count if gradient is None else gradient.flatten(0, 1).unbind()
+
+
+def _differentiate_reference(
+    training: TrainingCall, inputs: list[Any], needed: Any, gradients: tuple[Tensor | None, Tensor | None]
+) -> list[Tensor | None]:
+    """Return the gradients through the eager reference loop, which supports double backward."""
+    _backends.log_fallback("the kernel does not support double backward (second-order gradients) or transforms.")
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        leaves = separate_views(inputs)
+        x, state, *tensors = leaves
+        weights = training.unpack(tensors[: training.weight_count])
+        vectors = training.source.evaluate(tensors[training.weight_count :])
+        initial = x.new_zeros(x.shape[0], weights.input_weight.shape[0]) if state is None else state
+        outputs = reference.adpt_layer(x, initial, training.form, weights, vectors)
+        pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if g is not None]
+        required = [t for t, need in zip(leaves, needed, strict=True) if need]
+        ys, gs = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(ys, required, gs, create_graph=create_graph, allow_unused=True))
+    return [next(found) if need else None for need in needed]
