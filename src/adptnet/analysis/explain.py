@@ -10,7 +10,6 @@ from torch import Tensor
 from .._dtype import compute_dtype
 from ..errors import InputError
 from ..nn.layer import RecurrentLayer
-from ..nn.short_calls import MAX_STEPS, find_prepared
 from ..ops._backends import REFERENCE, Backend, Run, record_runs
 from ..solvers import Auto, Sequential, Solver
 
@@ -121,7 +120,7 @@ def explain(layer: RecurrentLayer, x: Tensor, **call: Any) -> Explanation:
     internal = compute_dtype(x.dtype)
     dtypes = str(x.dtype) if internal == x.dtype else f"{x.dtype}, recurrence in {internal}"
     title = f"{type(layer).__name__}, x of shape {tuple(x.shape)} on {x.device}, {dtypes}, {mode}:"
-    return Explanation(title, programs, tuple(_advise(layer, x, runs, solver, outputs.requires_grad)))
+    return Explanation(title, programs, tuple(_advise(layer, x, runs, solver)))
 
 
 def _last(runs: Sequence[Run], phase: str) -> Backend | None:
@@ -158,7 +157,7 @@ def _describe(phase: str, backends: Sequence[Backend]) -> Program:
     return Program(last.name, _TEXTS[phase].get(last.name, last.name), " Also, ".join(reasons))
 
 
-def _advise(layer: RecurrentLayer, x: Tensor, runs: Sequence[Run], solver: Solver, has_gradient: bool) -> list[str]:
+def _advise(layer: RecurrentLayer, x: Tensor, runs: Sequence[Run], solver: Solver) -> list[str]:
     advice = [run.backend.advice for run in runs if not run.backend.is_kernel and run.backend.advice]
     batch = x.shape[0 if layer.batch_first else 1] if x.dim() == 3 else 1
     steps = x.shape[1 if layer.batch_first else 0] if x.dim() == 3 else x.shape[0]
@@ -170,8 +169,4 @@ def _advise(layer: RecurrentLayer, x: Tensor, runs: Sequence[Run], solver: Solve
         choice = Auto().choose(layer.cell, batch, steps, x.device)
         if not isinstance(choice.solver, Sequential):
             advice.append(f"Use solver=solvers.Auto(), which chooses {choice.solver}: {choice.reason}")
-    if has_gradient and forward is not None and forward.name == "cpu" and steps <= MAX_STEPS:
-        prepared = find_prepared(layer)
-        if prepared is not None and prepared.is_short(batch * steps):
-            advice.append("For inference call the layer under torch.no_grad(): one compiled call of the whole layer.")
     return list(dict.fromkeys(advice))

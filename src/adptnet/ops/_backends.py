@@ -13,6 +13,7 @@ from . import _build
 
 __all__ = [
     "CPU",
+    "DOUBLE_BACKWARD",
     "REFERENCE",
     "TRANSFORMED",
     "Backend",
@@ -51,6 +52,11 @@ TRANSFORMED = Backend(
     REFERENCE,
     "the kernel does not support torch.func transforms and forward-mode derivatives.",
     "Call the layer outside of torch.func, or differentiate by backward().",
+)
+DOUBLE_BACKWARD = Backend(
+    REFERENCE,
+    "the kernel does not support double backward (second-order gradients).",
+    "Drop create_graph=True if the gradient itself is not differentiated.",
 )
 
 

@@ -257,7 +257,6 @@ def test_without_gradients_only_the_forward_pass_runs(steps, ran):
     }
     assert not explanation.advice
     assert "Nothing is known" in str(explanation)
-    assert any("torch.no_grad()" in advice for advice in explain(layer, x).advice) == (steps == 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

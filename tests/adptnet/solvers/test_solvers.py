@@ -131,7 +131,7 @@ def test_a_convolution_rejects_resets():
         (lambda: solvers.DEER(fixed_iterations=True), "fixed_iterations"),
         (lambda: solvers.QuasiDEER(probes=0), "probes"),
         (lambda: solvers.KoopmanDEER(means=0), "means"),
-        (lambda: solvers.Scale(1.5), "from 0 to 1"),
+        (lambda: solvers.Scale(1.5), r"in \[0, 1\]"),
         (lambda: solvers.TrustRegion(-0.1), "finite number"),
         (lambda: solvers.TrustRegion(float("nan")), "finite number"),
         (lambda: solvers.Adaptive(least=0.0), "least"),

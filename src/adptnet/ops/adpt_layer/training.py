@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from .. import _backends
-from .._torch_state import can_bypass_dispatcher, separate_views
+from .._torch_state import is_transformed, separate_views
 from ..adpt_scan import DENSE, Constants, Form
 from ..adpt_scan import cpu as adpt_scan_cpu
+from ..adpt_scan._autograd import run_cpu_backward
 from . import reference
 from .form import LayerVectors, LayerWeights, VectorSource
 
@@ -135,9 +136,9 @@ class _States(torch.autograd.Function):
             return (None,) * (1 + len(inputs))
         training: TrainingCall = ctx.training
         needs = ctx.needs_input_grad
-        if torch.is_grad_enabled() or not can_bypass_dispatcher(*given):
+        if torch.is_grad_enabled() or is_transformed(*given):
             return None, *_differentiate_reference(training, inputs, needs[1:], (to_states, to_final))
-        gradient = to_states
+        gradient: Any = to_states
         if to_final is not None:
             gradient = torch.zeros_like(states) if to_states is None else to_states.clone()
             gradient[:, -1] += to_final
@@ -149,16 +150,15 @@ class _States(torch.autograd.Function):
         needed = (needs_vectors, needs_vectors, needs_matrices, needs_matrices, needs_vectors)
         present = [need for need, t in zip(needed, constants[:5], strict=True) if t is not None]
         leaves = (drive, initial, *constants, *_OTHERS)
-        found = adpt_scan_cpu.backward(ctx.plan, gradient, leaves, states, projections, (True, needs[2], *present))
+        found = run_cpu_backward(ctx.plan, gradient, leaves, states, projections, (True, needs[2], *present))
         to_drive, to_state, *others = found
         flat, rows = to_drive.view(-1, to_drive.shape[-1]), x.reshape(-1, x.shape[-1])  # type: ignore[union-attr]
         matrix, bias = weights.input_weight, weights.input_bias
         product, total = flat.t() @ rows, None if bias is None else flat.sum(0)
         to_sources: Sequence[Any] = (None,) * len(sources)
         remaining = iter(others)
-        to_real, to_imag, to_matrices, to_biases, to_beta = (
-            None if t is None else next(remaining) for t in constants[:5]
-        )
+        to_constants: list[Any] = [None if t is None else next(remaining) for t in constants[:5]]
+        to_real, to_imag, to_matrices, to_biases, to_beta = to_constants
         if needs_vectors:
             to_gain = (product * matrix).sum(1)
             to_gain = to_gain if total is None else to_gain.addcmul_(bias, total)
@@ -178,7 +178,7 @@ class _States(torch.autograd.Function):
         )
 
 
-def _stack(parts: Sequence[Tensor], heads: int) -> Tensor | None:
+def _stack(parts: tuple[Tensor, ...], heads: int) -> Tensor | None:
     """Return K and V of all heads as one tensor, (heads, 2, …)."""
     return torch.stack(parts).view(heads, 2, *parts[0].shape) if parts else None
 
@@ -192,8 +192,8 @@ def _differentiate_reference(
     training: TrainingCall, inputs: list[Any], needed: Any, gradients: tuple[Tensor | None, Tensor | None]
 ) -> list[Tensor | None]:
     """Return the gradients through the eager reference loop, which supports double backward."""
-    _backends.log_fallback("the kernel does not support double backward (second-order gradients) or transforms.")
     create_graph = torch.is_grad_enabled()
+    _backends.note_run("backward", _backends.DOUBLE_BACKWARD if create_graph else _backends.TRANSFORMED)
     with torch.enable_grad():
         leaves = separate_views(inputs)
         x, state, *tensors = leaves

@@ -16,15 +16,10 @@ from . import cpu, flops, reference
 from .dispatch import choose, select_gpu_kernel
 from .form import Constants, Factors, Form, decode_form, encode_form
 
-__all__ = ["LEAF_COUNT", "CpuScan", "register_flop_formulas", "scan"]
+__all__ = ["LEAF_COUNT", "CpuScan", "register_flop_formulas", "run_cpu_backward", "scan"]
 
 LEAF_COUNT = 2 + len(Constants._fields)  # drive, state and constants: the differentiable inputs
 _OTHER_COUNT = 2 + len(Factors._fields)  # reset, lengths and factors: tensors without a gradient
-_DOUBLE = _backends.Backend(
-    _backends.REFERENCE,
-    "the kernel does not support double backward (second-order gradients).",
-    "Drop create_graph=True if the gradient itself is not differentiated.",
-)
 
 
 def _forward(
@@ -155,7 +150,7 @@ def _differentiate_reference(
 ) -> list[Tensor | None]:
     """Return the gradients through the eager reference loop, which supports double backward."""
     if torch.is_grad_enabled():
-        _backends.note_run("backward", _DOUBLE)
+        _backends.note_run("backward", _backends.DOUBLE_BACKWARD)
     elif is_transformed(gradient):
         _backends.note_run("backward", _backends.TRANSFORMED)
     create_graph = torch.is_grad_enabled()
@@ -196,17 +191,33 @@ class CpuScan(torch.autograd.Function):
             return (None,) * (1 + len(present))
         plan: cpu.Plan = ctx.plan
         inputs = _scatter(present, plan.present)
-        if not torch.is_grad_enabled() and can_bypass_dispatcher(gradient):
-            _backends.note_run("backward", _backends.CPU)
-            found = cpu.backward(plan, gradient, inputs, states, projections, ctx.needs_input_grad[1:])
-            return None, *found, *[None] * (len(present) - len(found))
         if torch.is_grad_enabled() or is_transformed(gradient):
             needed = _scatter(ctx.needs_input_grad[1:], plan.present)
             every = _differentiate_reference(gradient, inputs, plan.form, needed)
             return None, *[every[position] if position < LEAF_COUNT else None for position in plan.present]
-        register_flop_formulas()
-        found = _scan_backward(gradient, states, projections, *inputs, encode_form(plan.form))
+        found = run_cpu_backward(plan, gradient, inputs, states, projections, ctx.needs_input_grad[1:])
         return None, *found, *[None] * (len(present) - len(found))
+
+
+def run_cpu_backward(
+    plan: cpu.Plan,
+    gradient: Tensor,
+    inputs: cpu.Inputs,
+    states: Tensor,
+    projections: Tensor,
+    needed: Sequence[bool],
+) -> Sequence[Tensor | None]:
+    """Return the gradients of the inputs that are not None, as a custom operation if a dispatch mode is active.
+
+    Args:
+        plan, gradient, inputs, states, projections, needed: As in `cpu.backward`.
+    """
+    if can_bypass_dispatcher(gradient):
+        _backends.note_run("backward", _backends.CPU)
+        return cpu.backward(plan, gradient, inputs, states, projections, needed)
+    register_flop_formulas()
+    found: list[Tensor] = _scan_backward(gradient, states, projections, *inputs, encode_form(plan.form))
+    return found
 
 
 def _scatter(values: Sequence[Any], positions: Sequence[int]) -> list[Any]:

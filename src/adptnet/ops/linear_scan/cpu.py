@@ -91,8 +91,8 @@ def backward(
         gradient: The gradient with respect to the states.
         states: The result of `forward`.
         transition, initial, reset, reverse: As in `reference.linear_scan`.
-        needs_transition_grad: Whether to compute the gradient with respect to the transition; if not, an empty tensor is
-            returned for it.
+        needs_transition_grad: Whether to compute the gradient with respect to the transition; if not, an empty tensor
+            is returned for it.
     """
     call = _Call(transition, gradient, reset, reverse, min_bytes=CACHE_LINE)
     batch, steps, size = call.rows.shape
