@@ -86,6 +86,8 @@ CODE_IN = [
 PAGES = ["README.md", *(f"docs/{name}.md" for name in CODE_IN)]
 if importlib.util.find_spec("scipy"):
     PAGES.append("docs/how-to/spiking.md")
+if importlib.util.find_spec("transformers"):
+    PAGES.append("docs/how-to/hugging-face.md")
 
 
 @pytest.mark.parametrize("page", PAGES)
