@@ -7,6 +7,7 @@ those of the spec on the meta device before it builds anything.
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,8 +24,9 @@ from ._typing import Device
 from .errors import AdptnetError, CheckpointError
 from .spec import ModuleSpec, Spec
 
-__all__ = ["find_tied", "load", "save", "serialize"]
+__all__ = ["FILE_NAME", "find_tied", "load", "save", "serialize"]
 
+FILE_NAME = "model.safetensors"  # in a folder or a repository
 _KEY = "adptnet"
 _CALLS_PER_TENSOR = 500  # allowed calls of torch functions to build a module, for each of its tensors
 
@@ -89,7 +91,8 @@ def load(path: str | os.PathLike[str], *, device: Device = None) -> nn.Module:
     The model owns its memory: the file may be changed or removed afterwards.
 
     Args:
-        path: A file written by `save`.
+        path: A file written by `save`, a folder with such a file named model.safetensors, or a repository of the
+            Hugging Face Hub, "user/name", which is downloaded if there is no folder `user` (extra `hf`).
         device: Device of the model; the CPU by default.
 
     Raises:
@@ -97,6 +100,7 @@ def load(path: str | os.PathLike[str], *, device: Device = None) -> nn.Module:
             It is raised before more memory is used than the size of the file.
         SpecError: The spec cannot be read; the message names the file.
     """
+    path = _locate(path)
     spec, tensors, tied = _read(path)
     with _naming(path):
         _compare(_lay_out(spec, tensors), tensors)
@@ -114,6 +118,33 @@ def load(path: str | os.PathLike[str], *, device: Device = None) -> nn.Module:
     return model if device is None else model.to(device)
 
 
+def _locate(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """Return the file that `path` means, after downloading it if it is a repository of the Hub."""
+    if os.path.isdir(path):
+        return Path(path, FILE_NAME)
+    name = os.fspath(path)
+    if (
+        os.path.exists(path)
+        or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name)
+        or os.path.exists(name.split("/")[0])
+    ):
+        return path
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise CheckpointError(
+            f"There is no file {name}. To download it from the Hugging Face Hub: pip install 'adptnet[hf]'."
+        ) from None
+    try:
+        found: str = huggingface_hub.hf_hub_download(name, FILE_NAME)
+    except Exception as error:  # of the network, the server or the cache folder
+        raise CheckpointError(
+            f"There is no file {name}, and {FILE_NAME} of the repository {name} could not be downloaded "
+            f"({_shorten(error)})."
+        ) from None
+    return found
+
+
 @contextmanager
 def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
     """Context manager that prefixes errors with the name of the file."""
@@ -129,7 +160,8 @@ def _read(path: str | os.PathLike[str]) -> tuple[ModuleSpec, dict[str, Tensor], 
     if _KEY not in metadata:
         raise CheckpointError(
             f"{os.fspath(path)} holds weights but no adptnet spec. Build the model yourself and use load_state_dict, "
-            "or write the file with adptnet.save(model, path)."
+            "or write the file with adptnet.save(model, path). For a model of transformers: import "
+            "adptnet.integrations.hugging_face, then AutoModelForCausalLM.from_pretrained(...)."
         )
     text = metadata[_KEY]
     document = _parse_document(text)

@@ -107,7 +107,7 @@ def test_what_is_not_a_checkpoint_is_rejected_by_name(tmp_path):
         path.write_bytes(broken)
         with pytest.raises(CheckpointError, match="not a complete safetensors file"):
             adptnet.load(path)
-    with pytest.raises(CheckpointError, match="not a complete safetensors file"):
+    with pytest.raises(CheckpointError, match=r"There is no file .*model\.safetensors"):
         adptnet.load(tmp_path)
     path.write_bytes(safetensors.torch.save({"weight": torch.zeros(2)}))
     with pytest.raises(CheckpointError, match="no adptnet spec"):
