@@ -80,7 +80,7 @@ def blocks(page: str) -> list[str]:
 
 
 CODE_IN = [
-    *("how-to/choose", "how-to/pytorch", "how-to/analyze", "how-to/solve", "how-to/train"),
+    *("how-to/choose", "how-to/pytorch", "how-to/analyze", "how-to/solve", "how-to/train", "how-to/export"),
     *("reference/baselines", "reference/tasks", "explanation/recurrence"),
 ]
 PAGES = ["README.md", *(f"docs/{name}.md" for name in CODE_IN)]

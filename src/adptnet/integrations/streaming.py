@@ -1,4 +1,9 @@
-"""Export of one step of a spiking network by `torch.export` or ONNX, with the state as explicit tensors."""
+"""Export of layers and models by `torch.export` or ONNX, one step at a time or along whole sequences.
+
+The state is explicit: inputs of a step are the inputs of the model, the states and the position; its outputs are the
+outputs, the next states and the next position. Exported programs consist of standard operations and do not need
+adptnet.
+"""
 
 import logging
 import warnings
@@ -9,115 +14,177 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from .._io.files import replace_file
 from ..errors import IncompatibleError, InputError
-from ..nn.layer import RecurrentLayer
 from ..nn.spiking_model import SpikingModel
 
-__all__ = ["StreamingStep", "export_step", "run_onnx", "write_onnx"]
+__all__ = ["StreamingStep", "export_step", "run_onnx", "write_onnx", "write_onnx_sequence"]
 
 
 class StreamingStep(nn.Module):
-    """`model.step` with explicit state tensors: frame, states and position in; output, states and position out.
+    """`model.step` with explicit state tensors: input, states and position in; output, states and position out.
 
-    Frames are (batch, channels). States are (batch, state_size), one for each layer and one for the read-out. The
-    position, (batch,), counts steps. Results equal those of `model` on the whole sequence.
+    Inputs are (batch, features), or (batch,) tokens. States are (batch, ...), one or more for each layer. The position,
+    (batch,), counts steps. Results equal those of `model` on the whole sequence.
 
     Args:
-        model: The network, in evaluation mode.
+        model: A layer, block, stack, `SequenceModel` or `SpikingModel`, in evaluation mode.
+
+    Raises:
+        InputError: The model has no step: it is bidirectional, has the head "mean", or is not of this package.
     """
 
-    def __init__(self, model: SpikingModel):
+    def __init__(self, model: nn.Module):
         super().__init__()
-        if not isinstance(model, SpikingModel):
+        if not hasattr(model, "step") or not hasattr(model, "initial_state"):
             raise InputError(
-                f"a StreamingStep wraps a SpikingModel; got {type(model).__name__}. Build one with nn.SpikingModelSpec."
+                f"a StreamingStep wraps a layer or model that has step() and initial_state(); got "
+                f"{type(model).__name__}. Build it with ADPTNet, Recurrent, Stack, SequenceModel or SpikingModel."
             )
         if model.training:
-            raise InputError("a batch norm cannot train on one step. Call model.eval() first.")
-        self.model = model
+            raise InputError("dropout and batch norms depend on the mode. Call model.eval() first.")
+        self.model: Any = model
+        template = model.initial_state(2)  # type: ignore[operator]
+        leaves, self._structure = pytree.tree_flatten(template)
+        self._is_position = [not leaf.is_floating_point() for leaf in leaves]  # equal in all layers
+        with torch.no_grad():
+            model.step(self.example(2), template)  # type: ignore[operator]  # raises if the model has no step
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the inputs, in order. The outputs are `output`, then the states and position with prefix `next_`."""
-        states = (f"state_{i}" for i in range(len(self.model.layers) + 1))
-        return "frame", *states, "position"
+        count = len(self._is_position) - sum(self._is_position)
+        return "input", *(f"state_{i}" for i in range(count)), "position"
 
-    def initial(self, batch: int = 1) -> tuple[Tensor, ...]:
-        """Return the states and the position before the first frame, for `batch` sequences.
+    def example(self, batch: int) -> Tensor:
+        """Return inputs of the right shape and dtype.
 
         Args:
             batch: Number of sequences.
         """
-        layers: list[Any] = [*(layer.neurons for layer in self.model.layers), self.model.integrators]
-        states = [layer.initial_state(batch) for layer in layers]
-        return *(state.state for state in states), states[0].position
+        spec: Any = getattr(self.model, "spec", None)
+        like = next(self.model.parameters())
+        if getattr(spec, "vocabulary", None) is not None:
+            return torch.zeros(batch, dtype=torch.int64, device=like.device)
+        features = getattr(spec, "input_size", None) or getattr(self.model, "width", None) or spec.width
+        return torch.zeros(batch, features, dtype=like.dtype, device=like.device)
 
-    def forward(self, frame: Tensor, *carried: Tensor) -> tuple[Tensor, ...]:
+    def initial(self, batch: int = 1) -> tuple[Tensor, ...]:
+        """Return the states and the position before the first step.
+
+        Args:
+            batch: Number of sequences.
+        """
+        return self._flatten(self.model.initial_state(batch))
+
+    def forward(self, x: Tensor, *carried: Tensor) -> tuple[Tensor, ...]:
         """Run one step.
 
         Args:
-            frame: (batch, channels).
+            x: (batch, features) or (batch,) tokens.
             carried: The states and the position.
 
         Returns:
-            The output (batch, classes), the next states and the next position.
+            The output, the next states and the next position.
         """
-        *states, position = carried
-        after = []
-        for layer, state in zip(self.model.layers, states, strict=False):
-            frame, following = _run_step(layer.neurons, layer.currents(frame), state, position)  # type: ignore[arg-type, operator]
-            after.append(following)
-        integrated, following = _run_step(self.model.integrators, self.model.decoder(frame), states[-1], position)
-        answer = integrated.softmax(-1) if self.model.spec.readout == "softmax" else integrated
-        return answer, *after, following, position + 1
+        states, position = iter(carried[:-1]), carried[-1]
+        leaves = [position if is_position else next(states) for is_position in self._is_position]
+        output, after = self.model.step(x, pytree.tree_unflatten(leaves, self._structure))
+        return output, *self._flatten(after)
+
+    def _flatten(self, state: Any) -> tuple[Tensor, ...]:
+        leaves = list(zip(pytree.tree_leaves(state), self._is_position, strict=True))
+        position = next(leaf for leaf, is_position in leaves if is_position)
+        return *(leaf for leaf, is_position in leaves if not is_position), position
 
 
-def _run_step(layer: RecurrentLayer, x: Tensor, state: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    """Run one step in torch operations alone, because other programs do not have the fused ones."""
-    drive = layer.cell.prepare(x.to(state.dtype).unsqueeze(-2), position.unsqueeze(-1)).squeeze(-2)
-    after = layer.cell.step(state, drive)
-    shown = layer.cell.output(after)
-    return (shown if layer.readout is None else layer.readout(shown)).to(x.dtype), after
-
-
-def export_step(model: SpikingModel) -> torch.export.ExportedProgram:
+def export_step(model: nn.Module) -> torch.export.ExportedProgram:
     """Return a step as a `torch.export` program for any batch size, with the call signature of `StreamingStep`.
 
     `torch.export.save(export_step(model), "step.pt2")` writes it. Running it does not need adptnet.
 
     Args:
-        model: The network, in evaluation mode.
+        model: A model that `StreamingStep` accepts.
     """
     step = StreamingStep(model)
-    like = next(model.parameters())
-    frame = torch.zeros(2, model.spec.input_size, dtype=like.dtype, device=like.device)
     carried = step.initial(2)
     batch = torch.export.Dim("batch")
     with torch.no_grad():
         return torch.export.export(
-            step, (frame, *carried), dynamic_shapes=({0: batch}, tuple({0: batch} for _ in carried))
+            step, (step.example(2), *carried), dynamic_shapes=({0: batch}, tuple({0: batch} for _ in carried))
         )
 
 
-def write_onnx(model: SpikingModel, path: str | Path) -> None:
+def write_onnx(model: nn.Module, path: str | Path) -> None:
     """Write a step as an ONNX file, atomically. Needs `pip install 'adptnet[onnx]'`.
 
     Inputs and outputs have the names of `StreamingStep.names`. The initial states are zeros.
 
     Args:
-        model: The network, in evaluation mode.
+        model: A model that `StreamingStep` accepts.
         path: The file.
 
     Raises:
-        IncompatibleError: The neurons do not start from zero.
+        IncompatibleError: The initial state is not zero.
         InputError: A package is missing.
     """
+    _save(_convert(model), path)
+
+
+def write_onnx_sequence(model: nn.Module, path: str | Path) -> None:
+    """Write a model along whole sequences as an ONNX file, atomically: one `Scan` over its step.
+
+    The input is (batch, time, features) or (batch, time) tokens, the output (batch, time, outputs), for any batch size
+    and length. A sequence begins at step 0; for chunks of a longer one, use `write_onnx`.
+
+    Args:
+        model: A model that `StreamingStep` accepts.
+        path: The file.
+
+    Raises:
+        IncompatibleError: The initial state is not zero.
+        InputError: A package is missing.
+    """
+    _save(_scan_over(_convert(model)), path)
+
+
+def run_onnx(path: str | Path, inputs: npt.ArrayLike) -> npt.NDArray[np.floating]:
+    """Run an exported step along sequences, to check an export.
+
+    Args:
+        path: The file that `write_onnx` wrote.
+        inputs: (batch, time, features), or (batch, time) tokens.
+
+    Returns:
+        The outputs at every step, (batch, time, outputs).
+    """
+    runtime = _import_required("onnxruntime")
+    session = runtime.InferenceSession(str(path))
+    first, *carried = session.get_inputs()
+    kinds = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(int64)": np.int64}
+    given = np.asarray(inputs, kinds[first.type])
+    expected = first.shape[1:]
+    if given.ndim != 2 + len(expected) or list(given.shape[2:]) != expected:
+        layout = ", ".join(["batch", "time", *map(str, expected)])
+        raise InputError(f"inputs have shape {given.shape}; this step takes ({layout}).")
+    state = [np.zeros((len(given), *put.shape[1:]), kinds[put.type]) for put in carried]
+    answers = []
+    for t in range(given.shape[1]):
+        feed = {put.name: value for put, value in zip((first, *carried), (given[:, t], *state), strict=True)}
+        answer, *state = session.run(None, feed)
+        answers.append(answer)
+    return np.stack(answers, 1)
+
+
+def _convert(model: nn.Module) -> Any:
+    """Return a step as a `ModelProto`."""
     _import_required("onnx", "onnxscript")
-    if any(getattr(module, "initial", "zero") != "zero" for module in model.modules()):
-        raise IncompatibleError('write_onnx: the neurons start at initial="uniform". Build them with initial="zero".')
     step = StreamingStep(model)
+    if any(bool(state.count_nonzero()) for state in step.initial(2)):
+        hint = 'Build the neurons with initial="zero".' if isinstance(model, SpikingModel) else ""
+        raise IncompatibleError(f"an ONNX step starts from zero states, and this model does not. {hint}".rstrip())
     names = step.names
     registration = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = registration.level
@@ -135,34 +202,76 @@ def write_onnx(model: SpikingModel, path: str | Path) -> None:
             )
     finally:
         registration.setLevel(level)
+    return program.model_proto
+
+
+def _scan_over(step: Any) -> Any:
+    """Return a model that runs `step` along the time axis, from states of zero."""
+    from onnx import TensorProto, checker, helper
+
+    body, first, carried = step.graph, step.graph.input[0], step.graph.input[1:]
+    nodes = [
+        helper.make_node("Shape", ["input"], ["batch"], start=0, end=1),
+        helper.make_node("Transpose", ["input"], ["by_time"], perm=[1, 0, *range(2, 1 + len(_shape(first)))]),
+    ]
+    for put in carried:
+        kind, sizes = put.type.tensor_type.elem_type, _shape(put)[1:]
+        tail = helper.make_tensor(f"sizes_of_{put.name}", TensorProto.INT64, [len(sizes)], sizes)
+        zero = helper.make_tensor("zero", kind, [1], [0])
+        nodes += [
+            helper.make_node("Constant", [], [f"sizes_of_{put.name}"], value=tail),
+            helper.make_node("Concat", ["batch", f"sizes_of_{put.name}"], [f"shape_of_{put.name}"], axis=0),
+            helper.make_node("ConstantOfShape", [f"shape_of_{put.name}"], [f"initial_{put.name}"], value=zero),
+        ]
+    order = [*carried, first]
+    inner = helper.make_graph(
+        list(body.node),
+        "step",
+        [_copy(put) for put in order],
+        [_copy(put) for put in (*body.output[1:], body.output[0])],
+    )
+    inner.initializer.extend(body.initializer)
+    last = _shape(body.output[0])[1:]
+    nodes += [
+        helper.make_node(
+            "Scan",
+            [*(f"initial_{put.name}" for put in carried), "by_time"],
+            [*(f"final_{put.name}" for put in carried), "outputs_by_time"],
+            body=inner,
+            num_scan_inputs=1,
+        ),
+        helper.make_node("Transpose", ["outputs_by_time"], ["output"], perm=[1, 0, *range(2, 2 + len(last))]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "sequence",
+        [
+            helper.make_tensor_value_info(
+                "input", first.type.tensor_type.elem_type, ["batch", "time", *_shape(first)[1:]]
+            )
+        ],
+        [helper.make_tensor_value_info("output", body.output[0].type.tensor_type.elem_type, ["batch", "time", *last])],
+    )
+    model = helper.make_model(
+        graph, opset_imports=step.opset_import, functions=step.functions, ir_version=step.ir_version
+    )
+    checker.check_model(model)
+    return model
+
+
+def _shape(put: Any) -> list[Any]:
+    return [size.dim_param or size.dim_value for size in put.type.tensor_type.shape.dim]
+
+
+def _copy(put: Any) -> Any:
+    from onnx import helper
+
+    return helper.make_tensor_value_info(put.name, put.type.tensor_type.elem_type, _shape(put))
+
+
+def _save(model: Any, path: str | Path) -> None:
     with replace_file(path) as draft:
-        program.save(str(draft), external_data=False)
-
-
-def run_onnx(path: str | Path, frames: npt.ArrayLike) -> npt.NDArray[np.floating]:
-    """Run an exported step along sequences, to check an export.
-
-    Args:
-        path: The file that `write_onnx` wrote.
-        frames: (batch, time, channels).
-
-    Returns:
-        The outputs at every step, (batch, time, classes).
-    """
-    runtime = _import_required("onnxruntime")
-    session = runtime.InferenceSession(str(path))
-    first, *carried = session.get_inputs()
-    kinds = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(int64)": np.int64}
-    given = np.asarray(frames, kinds[first.type])
-    if given.ndim != 3 or given.shape[-1] != first.shape[-1]:
-        raise InputError(f"frames have shape {given.shape}; this network takes (batch, time, {first.shape[-1]}).")
-    state = [np.zeros((len(given), *put.shape[1:]), kinds[put.type]) for put in carried]
-    answers = []
-    for t in range(given.shape[1]):
-        feed = {put.name: value for put, value in zip((first, *carried), (given[:, t], *state), strict=True)}
-        answer, *state = session.run(None, feed)
-        answers.append(answer)
-    return np.stack(answers, 1)
+        Path(draft).write_bytes(model.SerializeToString())
 
 
 def _import_required(*names: str) -> Any:

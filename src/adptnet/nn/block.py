@@ -106,6 +106,17 @@ class ResidualBlock(nn.Module):
         mixed, after = self.layer.step(self.norm(x) if self.spec.prenorm else x, state)
         return self._add_residual(x, mixed, None), after
 
+    def initial_state(self, batch: int, *, device: Device = None, dtype: DType = None) -> Any:
+        """Return the state before the first step.
+
+        Args:
+            batch: Number of sequences.
+            device: Device of the state; that of the parameters by default.
+            dtype: Dtype of the state; that of the recurrence by default.
+        """
+        layer: Any = self.layer
+        return layer.initial_state(batch, device=device, dtype=dtype)
+
     def reset_parameters(self) -> None:
         """Reinitialize all parameters in place, as the constructor does."""
         reset_from_spec(self, self.spec)

@@ -201,6 +201,8 @@ class RecurrentLayer(nn.Module, abc.ABC):
             done = run_short_call(self, x, state)
             if done is not None:
                 return done
+        if torch.compiler.is_exporting() and dt is None and beta is None and x.dim() == 2:
+            return self._step_in_torch(x, state)
         cell = self.cell.with_arguments(dt=None if dt is None else torch.as_tensor(dt).unsqueeze(-1), beta=beta)
         outputs, final = self._run(cell, x.unsqueeze(-2), state, None, None, Sequential(), None)
         return outputs.squeeze(-2), final
@@ -310,6 +312,16 @@ class RecurrentLayer(nn.Module, abc.ABC):
             shown = self.cell.output(solution.states)
             outputs = shown if self.readout is None else apply_map(self.readout, shown)
         return outputs.to(x.dtype), ADPTState(solution.final, solution.position)
+
+    def _step_in_torch(self, x: Tensor, state: ADPTState | None) -> tuple[Tensor, ADPTState]:
+        """Run one step in operations of torch alone, which programs without adptnet have too."""
+        before = self.initial_state(x.shape[0]) if state is None else state
+        inputs = x.to(before.state.dtype).unsqueeze(-2)
+        drive = self.cell.prepare(inputs, before.position.unsqueeze(-1)).squeeze(-2)
+        after = self.cell.step(before.state, drive)
+        shown = self.cell.output(after)
+        outputs = shown if self.readout is None else apply_map(self.readout, shown)
+        return outputs.to(x.dtype), ADPTState(after, before.position + 1)
 
     def _is_plain_sequence(self, x: Tensor) -> bool:
         """Return whether `x` is a padded batch, batch first, that the default solver runs step by step."""

@@ -17,7 +17,7 @@ from .block import BlockSpec, Norm, NormName, ResidualBlock
 from .layer import LayerSpec
 from .mixer import MixerSpec
 from .packing import check_padded
-from .states import LayerStates, split_states
+from .states import LayerStates, make_initial_states, split_states
 from .swiglu import SwiGLUBlock, SwiGLUBlockSpec
 
 __all__ = ["HeadName", "ModelSpec", "SequenceModel", "evaluation_mode"]
@@ -180,6 +180,16 @@ class SequenceModel(nn.Module):
             leaving.append(after)
         logits: Tensor = self.decoder(y if self.norm is None else self.norm(y))
         return logits, LayerStates(leaving)
+
+    def initial_state(self, batch: int, *, device: Device = None, dtype: DType = None) -> LayerStates:
+        """Return the state before the first step.
+
+        Args:
+            batch: Number of sequences.
+            device: Device of the state; that of the parameters by default.
+            dtype: Dtype of the state; that of the recurrence by default.
+        """
+        return make_initial_states(self.blocks, batch, device, dtype)
 
     def reset_parameters(self) -> None:
         """Reinitialize all parameters in place, as the constructor does."""

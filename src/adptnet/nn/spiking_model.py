@@ -17,7 +17,7 @@ from ..spec import ModuleSpec, check_fraction, check_kind, check_size, reset_fro
 from .block import Norm
 from .layer import Recurrent
 from .packing import check_padded
-from .states import LayerStates, split_states
+from .states import LayerStates, make_initial_states, split_states
 
 __all__ = ["SpikingModel", "SpikingModelSpec", "SpikingTrace"]
 
@@ -210,6 +210,17 @@ class SpikingModel(nn.Module):
             )
             x = traces[-1].spikes.to(x.dtype)
         return traces
+
+    def initial_state(self, batch: int, *, device: Device = None, dtype: DType = None) -> LayerStates:
+        """Return the state before the first step.
+
+        Args:
+            batch: Number of sequences.
+            device: Device of the state; that of the parameters by default.
+            dtype: Dtype of the state; that of the recurrence by default.
+        """
+        layers = [*(layer.neurons for layer in self.layers), self.integrators]
+        return make_initial_states(layers, batch, device, dtype)
 
     def reset_parameters(self) -> None:
         """Reinitialize all parameters in place, as the constructor does."""

@@ -11,7 +11,7 @@ from .bidirectional import BidirectionalSpec, check_layer
 from .layer import LayerSpec
 from .mixer import MixerSpec
 from .packing import check_padded
-from .states import LayerStates, split_states
+from .states import LayerStates, make_initial_states, split_states
 
 __all__ = ["Stack", "StackSpec"]
 
@@ -94,6 +94,16 @@ class Stack(nn.Module):
             state: The states that an earlier call returned.
         """
         return self._run_layers(lambda layer: layer.step, x, state)
+
+    def initial_state(self, batch: int, *, device: Device = None, dtype: DType = None) -> LayerStates:
+        """Return the state before the first step.
+
+        Args:
+            batch: Number of sequences.
+            device: Device of the state; that of the parameters by default.
+            dtype: Dtype of the state; that of the recurrence by default.
+        """
+        return make_initial_states(self.layers, batch, device, dtype)
 
     def reset_parameters(self) -> None:
         """Reinitialize all parameters in place, as the constructor does."""

@@ -1,14 +1,15 @@
 """The hidden states of several layers as one tuple."""
 
-from collections.abc import Sized
+from collections.abc import Iterable, Sized
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from .._typing import Device, DType
 from ..errors import InputError
 
-__all__ = ["LayerStates", "split_states"]
+__all__ = ["LayerStates", "make_initial_states", "split_states"]
 
 
 class LayerStates(tuple[Any, ...]):
@@ -69,3 +70,23 @@ def split_states(layers: Sized, state: tuple[Any, ...] | None) -> tuple[Any, ...
             + (f" of {len(state)}." if isinstance(state, (tuple, list)) else ".")
         )
     return tuple(state)
+
+
+def make_initial_states(layers: Iterable[Any], batch: int, device: Device, dtype: DType) -> LayerStates:
+    """Return the state of each layer before the first step.
+
+    Args:
+        layers: The layers.
+        batch: Number of sequences.
+        device: Device of the states; that of the parameters if None.
+        dtype: Dtype of the states; that of the recurrences if None.
+
+    Raises:
+        InputError: A layer has no initial state, such as a mixer.
+    """
+    layers = list(layers)
+    for layer in layers:
+        inner = getattr(layer, "layer", layer)
+        if not hasattr(inner, "initial_state"):
+            raise InputError(f"{type(inner).__name__} has no initial state of its own. Pass None as the state instead.")
+    return LayerStates([layer.initial_state(batch, device=device, dtype=dtype) for layer in layers])

@@ -109,6 +109,17 @@ class SwiGLUBlock(nn.Module):
         mixed, after = self.layer.step(self.norm(x), state)
         return self._apply_unit(x + mixed, None), after
 
+    def initial_state(self, batch: int, *, device: Device = None, dtype: DType = None) -> Any:
+        """Return the state before the first step.
+
+        Args:
+            batch: Number of sequences.
+            device: Device of the state; that of the parameters by default.
+            dtype: Dtype of the state; that of the recurrence by default.
+        """
+        layer: Any = self.layer
+        return layer.initial_state(batch, device=device, dtype=dtype)
+
     def reset_parameters(self) -> None:
         """Reinitialize all parameters in place, as the constructor does."""
         reset_from_spec(self, self.spec)

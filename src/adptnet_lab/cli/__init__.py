@@ -30,6 +30,7 @@ COMMANDS = {
     "sweep": Command("cli.sweep", None, "Train every point of a grid, on this machine or with Slurm."),
     "replay": Command("cli.replay", "Replay", "Repeat the step at which a run diverged and report where."),
     "analyze": Command("cli.analyze", "Analyze", "Measure the dynamics of every recurrent layer of a checkpoint."),
+    "export": Command("cli.export", "Export", "Write a trained model as an ONNX or torch.export program."),
     "kernels": Command("cli.kernels", "Kernels", "Compile the kernels now, or show what executes each operation."),
     "bench": Command("benchmarks.command", "Bench", "Measure operations, layers and solvers against stated goals."),
     "data": Command("cli.data", "Data", "List, fetch and verify the data sets that tasks read."),

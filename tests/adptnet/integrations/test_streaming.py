@@ -1,4 +1,4 @@
-"""Exported steps give the results of the network on the whole sequence."""
+"""Exported steps and sequences give the results of the model on the whole sequence."""
 
 import dataclasses
 import sys
@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from adptnet import cells
+from adptnet import Bidirectional, Recurrent, SequenceModel, SpikingADPTNet, Stack, cells, spectra
 from adptnet.errors import IncompatibleError, InputError
-from adptnet.integrations.streaming import StreamingStep, export_step, run_onnx, write_onnx
+from adptnet.integrations.streaming import StreamingStep, export_step, run_onnx, write_onnx, write_onnx_sequence
 from adptnet.nn import ADPTNet, SpikingModelSpec, silif_for_speech, spiking_adpt_for_speech
+from support.members import legal_layers
 
 NETWORKS = {
     "silif": silif_for_speech(12, input_size=7, output_size=3),
@@ -93,7 +94,7 @@ def test_an_onnx_step_is_the_sequence(name, tmp_path):
     expected = along(model, frames).numpy()
     np.testing.assert_allclose(run_onnx(path, frames), expected, rtol=0, atol=1e-5)
     np.testing.assert_allclose(run_onnx(path, frames[:1]), expected[:1], rtol=0, atol=1e-5)
-    with pytest.raises(InputError, match=r"frames have shape \(3, 7\); this network takes \(batch, time, 7\)"):
+    with pytest.raises(InputError, match=r"inputs have shape \(3, 7\); this step takes \(batch, time, 7\)"):
         run_onnx(path, frames[:, 0])
 
 
@@ -101,8 +102,12 @@ def test_what_cannot_be_exported_is_reported(tmp_path, monkeypatch):
     model = NETWORKS["silif"].build()
     with pytest.raises(InputError, match=r"Call model\.eval\(\) first"):
         export_step(model)
-    with pytest.raises(InputError, match="wraps a SpikingModel; got ADPTNet"):
-        export_step(ADPTNet(4))
+    with pytest.raises(InputError, match=r"has step\(\) and initial_state\(\); got Linear"):
+        export_step(torch.nn.Linear(4, 4))
+    with pytest.raises(InputError, match="got Bidirectional"):
+        export_step(Bidirectional(ADPTNet(4).spec).eval())
+    with pytest.raises(InputError, match='head="mean" needs the whole sequence'):
+        export_step(SequenceModel(ADPTNet(4).spec, vocabulary=5, head="mean").eval())
     monkeypatch.setitem(sys.modules, "onnx", None)
     with pytest.raises(InputError, match=r"ONNX needs onnx: pip install 'adptnet\[onnx\]'"):
         write_onnx(model.eval(), tmp_path / "step.onnx")
@@ -115,5 +120,86 @@ def test_what_cannot_be_exported_is_reported(tmp_path, monkeypatch):
 def test_a_random_initial_state_is_not_exported(tmp_path):
     pytest.importorskip("onnxscript")
     model = SpikingModelSpec(cells.SiLIF(4, initial="uniform"), 7, 3).build().eval()
-    with pytest.raises(IncompatibleError, match=r'Build them with initial="zero"'):
+    with pytest.raises(IncompatibleError, match=r'Build the neurons with initial="zero"'):
         write_onnx(model, tmp_path / "step.onnx")
+
+
+MODELS = {
+    "layer": lambda: ADPTNet(6, beta=1.0),
+    "tokens": lambda: SequenceModel(ADPTNet(6, beta=1.0).spec, depth=2, vocabulary=9),
+    "numbers": lambda: SequenceModel(ADPTNet(6, beta=1.0).spec, input_size=3, output_size=2, head="last"),
+    "stack": lambda: Stack(ADPTNet(6, spectrum=spectra.S4DInv(), beta=1.0).spec, 2),
+    "expanded": lambda: ADPTNet(6, state_size=12, beta=1.0),
+    "spikes": lambda: SpikingADPTNet(9, beta=0.8, threshold=0.3),
+    "gru": lambda: Recurrent(cells.GRU(6)),
+    "lstm": lambda: Recurrent(cells.from_torch(torch.nn.LSTMCell(6, 5))),
+}
+
+
+def inputs_of(model, batch=3, steps=200):
+    """Return random inputs (batch, steps, ...) of a model."""
+    like = StreamingStep(model).example(1)
+    if not like.is_floating_point():
+        return torch.randint(model.spec.vocabulary, (batch, steps))
+    return torch.randn(batch, steps, like.shape[-1], dtype=like.dtype)
+
+
+def outputs_of(model, x):
+    """Return the outputs at every step of a run along the whole sequence."""
+    if getattr(getattr(model, "spec", None), "head", None) == "last":
+        return torch.stack([model(x[:, : t + 1])[0] for t in range(x.shape[1])], 1)
+    return model(x)[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_of_any_model_is_the_sequence(name):
+    model = MODELS[name]().eval()
+    x, step = inputs_of(model, steps=20), StreamingStep(model)
+    assert len(step.names) == 1 + len(step.initial(3))
+    with torch.no_grad():
+        assert_close(streamed(step, x, step.initial(3)), outputs_of(model, x), rtol=0, atol=1e-12)
+
+
+def check_export(model, tmp_path):
+    """Compare `torch.export` and ONNX programs of a step and of whole sequences with the model."""
+    x, step = inputs_of(model), StreamingStep(model)
+    with torch.no_grad():
+        expected = outputs_of(model, x)
+        torch.export.save(export_step(model), tmp_path / "step.pt2")
+        exported = torch.export.load(tmp_path / "step.pt2")
+        assert not [n for n in exported.graph.nodes if "adptnet" in str(n.target)]  # standard operations only
+        found = streamed(exported.module(), x, step.initial(3))
+    assert_close(found, expected, rtol=0, atol=1e-5 * max(1.0, expected.abs().max().item()))
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    write_onnx(model, tmp_path / "step.onnx")
+    write_onnx_sequence(model, tmp_path / "sequence.onnx")
+    session = runtime.InferenceSession(str(tmp_path / "sequence.onnx"))
+    tolerance = 1e-5 * max(1.0, expected.abs().max().item())
+    for rows, steps in ((3, 200), (1, 7)):
+        part, answer = x[:rows, :steps].numpy(), expected[:rows, :steps].numpy()
+        np.testing.assert_allclose(run_onnx(tmp_path / "step.onnx", part), answer, rtol=0, atol=tolerance)
+        (along_time,) = session.run(None, {"input": part})
+        np.testing.assert_allclose(along_time, answer, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "tokens" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
+def test_an_exported_model_is_the_sequence(name, tmp_path):
+    torch.set_default_dtype(torch.float32)
+    check_export(MODELS[name]().eval(), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", list(legal_layers()), ids=str)
+def test_every_exported_layer_is_the_sequence(axes, tmp_path):
+    torch.set_default_dtype(torch.float32)
+    check_export(ADPTNet(**axes).eval(), tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def default_dtype():
+    before = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(before)
