@@ -42,6 +42,8 @@ def test_the_public_names_are_these():
 def test_every_module_has_a_docstring_and_names_its_exports(name):
     if name.endswith(".triton"):
         pytest.importorskip("triton", reason="triton is not installed: pip install 'adptnet[triton]'")
+    if ".hugging_face" in name:
+        pytest.importorskip("transformers", reason="transformers is not installed: pip install 'adptnet[hf]'")
     module = importlib.import_module(name)
     assert module.__doc__
     if hasattr(module, "__all__"):
