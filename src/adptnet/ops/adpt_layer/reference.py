@@ -28,8 +28,8 @@ def adpt_layer(
     """
     u = functional.linear(x, weights.input_weight, weights.input_bias)
     if weights.gate is not None:
-        down, up, bias = weights.gate
-        u = u * functional.softplus(functional.linear(functional.linear(u, down), up, bias))
+        gate = weights.gate
+        u = u * functional.softplus(functional.linear(functional.linear(u, gate.down), gate.up, gate.bias))
     drive = vectors.gain_real * u
     if vectors.gain_imag is not None:
         drive = drive + vectors.gain_imag * torch.stack((-u[..., 1::2], u[..., ::2]), -1).flatten(-2)

@@ -5,9 +5,8 @@ directions. With g the gradient of the drive gain ⊙ (B x + b) and G = g' x, th
 
     B: gain ⊙ G (row by row)    b: gain ⊙ Σ g    gain: Σ_j G_ij B_ij + b_i Σ g_i    x: (gain ⊙ g) B
 
-With an input gate γ = softplus(a), a = U D' u + c and u = B x + b, the drive is gain ⊙ γ ⊙ u. Its derivative with respect
-to a is t = gain ⊙ g ⊙ u ⊙ (1 - exp(-γ)), and the gradient of u, from which those of B, b and x follow, is
-gain ⊙ g ⊙ γ + (t U) D'.
+With an input gate γ = softplus(a), a = U D' u + c and u = B x + b, the drive is gain ⊙ γ ⊙ u. The gradient of a is
+t = gain ⊙ g ⊙ u ⊙ (1 - exp(-γ)), and that of u, from which those of B, b and x follow, is gain ⊙ g ⊙ γ + (t U) D'.
 """
 
 from collections.abc import Sequence
@@ -212,7 +211,7 @@ class _States(torch.autograd.Function):
             to_x = to_u @ matrix if needs[1] else None
         return (
             None,
-            None if to_x is None else to_x.view(x.shape),  # type: ignore[union-attr]
+            None if to_x is None else to_x.view(x.shape),
             to_state if needs[2] else None,
             product if needs[3] else None,
             total if needs[4] else None,

@@ -18,7 +18,7 @@ __all__ = ["TiedGain"]
 
 
 class TiedGain(VectorSource):
-    """λ̄ and gain as functions of `log_decay` and `log_dt`, with the operations of `ContinuousSpectrum`, `EMA` and `LRU`.
+    """λ̄ and gain as functions of `log_decay` and `log_dt`, with the operations of the modules.
 
     Args:
         gain: The gain.
