@@ -14,6 +14,7 @@ from ..cells import ADPTCell, ADPTState, Cell, from_torch
 from ..errors import IncompatibleError, InputError, NonFiniteError
 from ..nn.layer import RecurrentLayer
 from ..solvers.problem import make_problem
+from .scalar_program import record_program
 
 __all__ = [
     "MapCell",
@@ -56,7 +57,36 @@ class MapCell(Cell):
         self.driven = driven
 
     def step(self, state: Tensor, drive: Tensor) -> Tensor:
+        if state.shape[:-1] == (1,):  # one trajectory: vmap would take several times as long as the function itself
+            return self._call_checked(*(part[0] for part in ((state, drive) if self.driven else (state,)))).unsqueeze(0)
         return self._map_rows(self._call_checked, state, drive).reshape(state.shape)
+
+    def scan(
+        self,
+        drive: Tensor,
+        state: Tensor,
+        *,
+        reset: Tensor | None = None,
+        lengths: Tensor | None = None,
+        lean: bool = False,
+    ) -> Tensor | None:
+        """Run one trajectory of a map of few dimensions as a program of Python numbers; see `Cell.scan`.
+
+        The numbers are in float64 and are rounded to the dtype of the state at the end.
+        """
+        if torch.is_grad_enabled() or len(state) != 1 or reset is not None or lengths is not None or not state.is_cpu:
+            return None
+        rows = drive[0] if self.driven else drive[0, :, :0]
+        program = record_program(self._call_checked, *((state[0], rows[0]) if self.driven else (state[0],)))
+        if program is None:
+            return None
+        states = [state[0].tolist()]
+        try:
+            for row in rows.tolist():
+                states.append(program(states[-1] + row))
+        except (ArithmeticError, ValueError):  # torch continues with infinities, and Python does not
+            return None
+        return torch.tensor(states[1:], dtype=state.dtype).unsqueeze(0)
 
     def jacobian(self, state: Tensor, drive: Tensor) -> Tensor:
         matrices = self._map_rows(torch.func.jacfwd(self._call_checked), state, drive)

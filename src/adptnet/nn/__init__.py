@@ -11,6 +11,7 @@ from .spiking_model import SpikingModel, SpikingModelSpec
 from .spiking_presets import silif_for_speech, spiking_adpt_for_speech
 from .stack import Stack, StackSpec
 from .states import LayerStates
+from .streaming import Streaming
 from .swiglu import SwiGLUBlock, SwiGLUBlockSpec
 from .variants import CoupledADPTNet, LinearADPTNet, TaylorADPTNet
 
@@ -38,6 +39,7 @@ __all__ = [
     "SpikingModelSpec",
     "Stack",
     "StackSpec",
+    "Streaming",
     "SwiGLUBlock",
     "SwiGLUBlockSpec",
     "TaylorADPTNet",

@@ -17,6 +17,7 @@ from .bidirectional import BidirectionalSpec, check_layer
 from .layer import LayerSpec
 from .mixer import MixerSpec
 from .packing import check_padded
+from .streaming import Streamable
 
 __all__ = ["BlockSpec", "Norm", "NormName", "ResidualBlock"]
 
@@ -57,7 +58,7 @@ class BlockSpec(ModuleSpec):
         return ResidualBlock(self, device=device, dtype=dtype)
 
 
-class ResidualBlock(nn.Module):
+class ResidualBlock(Streamable):
     """The residual block z + W(dropout(GELU(layer(norm(z))))): (batch, time, width) in and out.
 
     Args:

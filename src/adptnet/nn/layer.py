@@ -5,7 +5,7 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from .. import solvers
@@ -27,6 +27,7 @@ from ..solvers.parallel import Parallel
 from ..spec import ModuleSpec, check_kind, reject_unknown, reset_from_spec, spec
 from .packing import check_padded, run_packed, run_ragged
 from .short_calls import run_short_call
+from .streaming import Streamable
 
 __all__ = ["ADPTNet", "LayerSpec", "Recurrent", "RecurrentLayer"]
 
@@ -67,7 +68,7 @@ class LayerSpec(ModuleSpec):
         return layer
 
 
-class RecurrentLayer(nn.Module, abc.ABC):
+class RecurrentLayer(Streamable, abc.ABC):
     """Base class of layers that run a cell along a sequence: (batch, time, width) in and out.
 
     A call returns outputs and the hidden state. Nothing is kept in the module between calls. `solver` and `adjoint`

@@ -4,13 +4,14 @@ import abc
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._validate import check_lengths, check_not_nested, check_reset, make_validity_mask
 from ..cells.base import count_positions, register_state, select_rows
 from ..errors import InputError, SpecError
 from ..ops._fx import Proxy, record_call
 from ..spec import ModuleSpec, check_size, reset_from_spec
+from .streaming import Streamable
 
 __all__ = ["Mixer", "MixerSpec", "MixerState", "Steps", "check_heads"]
 
@@ -70,7 +71,7 @@ class Steps(NamedTuple):
         return values[torch.arange(values.shape[0], device=values.device), self.lengths - 1]
 
 
-class Mixer(nn.Module, abc.ABC):
+class Mixer(Streamable, abc.ABC):
     """Base class of mixers: (batch, time, width) in and out, with an explicit state.
 
     A subclass implements `mix`. Nothing is kept in the module between calls.

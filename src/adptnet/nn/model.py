@@ -18,6 +18,7 @@ from .layer import LayerSpec
 from .mixer import MixerSpec
 from .packing import check_padded
 from .states import LayerStates, make_initial_states, split_states
+from .streaming import Streamable
 from .swiglu import SwiGLUBlock, SwiGLUBlockSpec
 
 __all__ = ["HeadName", "ModelSpec", "SequenceModel", "evaluation_mode"]
@@ -74,7 +75,7 @@ class ModelSpec(ModuleSpec):
         return model
 
 
-class SequenceModel(nn.Module):
+class SequenceModel(Streamable):
     """A model from tokens or real-valued vectors to logits, with the state of every layer.
 
     Args:
@@ -228,11 +229,12 @@ class SequenceModel(nn.Module):
         if not temperature >= 0 or (top_k is not None and top_k < 1):
             raise InputError(f"temperature={temperature}, top_k={top_k}: temperature must be >= 0, top_k >= 1.")
         with evaluation_mode(self):
-            logits, state = self(prompt)
+            stream = self.streaming(len(prompt))
+            logits, stream.state = self(prompt)
             tokens, last = [prompt], logits[:, -1]
             for _ in range(steps):
                 tokens.append(_sample(last, temperature, top_k, generator))
-                last, state = self.step(tokens[-1].squeeze(-1), state)
+                last = stream(tokens[-1].squeeze(-1))
         return torch.cat(tokens, 1)
 
     def _decode(self, y: Tensor, lengths: Tensor | None) -> Tensor:

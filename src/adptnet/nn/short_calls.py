@@ -11,6 +11,7 @@ import operator
 import threading
 import weakref
 from itertools import chain
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +24,13 @@ from ..cells.adpt import ADPTCell
 from ..cells.base import ADPTState
 from ..ops import _build, adpt_layer
 from ..ops._torch_state import can_bypass_dispatcher, is_autocast_enabled
-from ..ops.adpt_layer import Evaluated, LayerCall, LayerVectors, LayerWeights, TrainingCall
+from ..ops.adpt_layer import Evaluated, GateWeights, LayerCall, LayerVectors, LayerWeights, TrainingCall
 from ..ops.adpt_scan import Form
 from ..recurrence.beta import Beta
 from ..recurrence.drive import EMA, LRU, ZOH, Drive, Gain
 from ..recurrence.drive.drive import is_scaling_faster
-from ..recurrence.drive.tied_ema import TiedEMA
+from ..recurrence.drive.gate import Gate
+from ..recurrence.drive.tied_gain import TiedGain
 from ..recurrence.projections.base import Biased, apply_map
 from ..recurrence.projections.dense import DenseProjection
 from ..recurrence.projections.heads import Heads
@@ -113,9 +115,9 @@ class PreparedLayer:
         self.can_train = vectors.gain_imag is None
         # In closed form if β is fixed and all parameters have the dtype of the layer, otherwise by the modules.
         in_dtype = all(t.dtype == weights.input_weight.dtype for t in sources)
-        closed = TiedEMA.find_parameters(cell.spectrum, cell.drive.gain) if in_dtype else None
+        closed = TiedGain.find_parameters(cell.spectrum, cell.drive.gain) if in_dtype else None
         self._parameters = closed if cell.beta.parameter is None else None
-        source = Evaluated() if self._parameters is None else TiedEMA(vectors.beta)
+        source = Evaluated() if self._parameters is None else TiedGain(cell.drive.gain, vectors.beta)
         self._training = TrainingCall(form, weights, source)
         directions = sum(t.numel() for t in weights.directions)
         readout_size = 0 if weights.readout_weight is None else weights.readout_weight.numel()
@@ -152,7 +154,8 @@ class PreparedLayer:
         Returns:
             The outputs, and the state after the last step.
         """
-        scale_weight = self._weights.input_bias is None and is_scaling_faster(x)
+        weights = self._weights
+        scale_weight = weights.input_bias is None and weights.gate is None and is_scaling_faster(x)
         sources = self._evaluate() if self._parameters is None else self._parameters
         states, final = self._training.run(x, initial, sources, scale_weight=scale_weight)
         return states if self._readout is None else apply_map(self._readout, states), final
@@ -185,7 +188,7 @@ def prepare_layer(layer: nn.Module, watch: ModuleWatch) -> PreparedLayer | None:
     form = fused.make_form(spec)
     if form.directions_in_drive or form.dot is not None or form.norm_epsilon is not None or cell.start is not None:
         return None
-    if type(drive) is not Drive or drive.gate is not None or drive.rope is not None:
+    if type(drive) is not Drive or type(drive.gate) not in (NoneType, Gate) or drive.rope is not None:
         return None
     if type(drive.gain) is not Gain or type(drive.gain.spec) not in (EMA, LRU, ZOH) or type(cell.beta) is not Beta:
         return None
@@ -226,7 +229,7 @@ def _find_weights(cell: ADPTCell, readout: nn.Module | None, *, rotates: bool) -
     found = [part for part in maps if part is not None]
     if len(found) < len(maps):
         return None
-    first = 1 if readout is None else 2
+    first, gate = 1 if readout is None else 2, cell.drive.gate
     weights = LayerWeights(
         input_weight=found[0].weight,
         input_bias=found[0].bias,
@@ -234,6 +237,7 @@ def _find_weights(cell: ADPTCell, readout: nn.Module | None, *, rotates: bool) -
         direction_biases=tuple(part.bias for part in found[first:] if part.bias is not None),
         readout_weight=None if readout is None else found[1].weight,
         readout_bias=None if readout is None else found[1].bias,
+        gate=None if gate is None else GateWeights(gate.down, gate.up, gate.bias),
     )
     tensors = [*weights.tensors(), *cell.parameters(), *cell.buffers()]
     return (

@@ -18,6 +18,7 @@ from .block import Norm
 from .layer import Recurrent
 from .packing import check_padded
 from .states import LayerStates, make_initial_states, split_states
+from .streaming import Streamable
 
 __all__ = ["SpikingModel", "SpikingModelSpec", "SpikingTrace"]
 
@@ -112,7 +113,7 @@ class _Layer(nn.Module):
         self.dropout = nn.Dropout(spec.dropout)
 
 
-class SpikingModel(nn.Module):
+class SpikingModel(Streamable):
     """A network from event frames to one score per class, with the state of every layer and of the read-out.
 
     Args:

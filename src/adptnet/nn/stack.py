@@ -12,6 +12,7 @@ from .layer import LayerSpec
 from .mixer import MixerSpec
 from .packing import check_padded
 from .states import LayerStates, make_initial_states, split_states
+from .streaming import Streamable
 
 __all__ = ["Stack", "StackSpec"]
 
@@ -43,7 +44,7 @@ class StackSpec(ModuleSpec):
         return Stack(self.layer, self.num_layers, dropout=self.dropout, device=device, dtype=dtype)
 
 
-class Stack(nn.Module):
+class Stack(Streamable):
     """A stack of layers: (batch, time, width) in and out, with a tuple of states.
 
     Args:

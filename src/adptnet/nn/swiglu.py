@@ -16,6 +16,7 @@ from .block import Norm, NormName
 from .layer import LayerSpec
 from .mixer import MixerSpec
 from .packing import check_padded
+from .streaming import Streamable
 
 __all__ = ["SwiGLUBlock", "SwiGLUBlockSpec"]
 
@@ -59,7 +60,7 @@ class SwiGLUBlockSpec(ModuleSpec):
         return SwiGLUBlock(self, device=device, dtype=dtype)
 
 
-class SwiGLUBlock(nn.Module):
+class SwiGLUBlock(Streamable):
     """The block z = x + layer(norm(x)), then z + W₃(SiLU(W₁ norm(z)) ⊙ W₂ norm(z)): (batch, time, width) in and out.
 
     Args:

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from adptnet import ADPTNet, TrainableBeta, solvers
+from adptnet import ADPTNet, TrainableBeta, drive, projections, solvers, spectra
 from adptnet.nn import short_calls
 from adptnet.ops.adpt_layer import TrainingCall
 from support.members import legal_layers
@@ -40,8 +40,66 @@ def test_the_default_layer_is_prepared_at_odd_sizes(size, dtype):
         torch.testing.assert_close(layer(x)[0], general(layer, x)[0])
 
 
+GATED = [
+    {},
+    {"gate": drive.SoftplusGate(rank=9), "gain": drive.EMA()},
+    {"spectrum": spectra.S4DInv(), "state_size": 10},
+    {"input_projection": projections.Dense(bias=True), "gain": drive.ZOH()},
+    {"beta": 0.0},
+]
+
+
+@pytest.mark.parametrize("axes", GATED, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("batch", "steps"), [(1, 1), (3, 5), (11, 7)])
+def test_an_input_gate_runs_in_the_short_call(axes, dtype, batch, steps):
+    layer = ADPTNet(7, **{"gate": drive.SoftplusGate(), "gain": drive.LRU(), **axes}, dtype=dtype)
+    torch.nn.init.normal_(layer.cell.drive.gate.up)
+    layer.cell.drive.gate.bias.data.copy_(torch.linspace(-120, 60, layer.state_size))  # beyond both ends of softplus
+    x = torch.randn(batch, steps, 7, dtype=dtype)
+    assert short_calls.find_prepared(layer) is not None
+    with torch.no_grad():
+        y, state = layer(x)
+    expected, end = general(layer, x)
+    tight = {torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
+    torch.testing.assert_close(y, expected, rtol=tight, atol=tight * float(expected.abs().max()))
+    torch.testing.assert_close(state.position, end.position)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        with torch.no_grad():
+            layer.cell.drive.gate.bias[2] = bad
+            torch.testing.assert_close(layer(x)[0].isfinite(), general(layer, x)[0].isfinite())
+
+
+@pytest.mark.parametrize("axes", GATED, ids=str)
+def test_a_training_call_with_an_input_gate_has_the_gradients_of_the_general_path(axes):
+    layer = ADPTNet(7, **{"gate": drive.SoftplusGate(), "gain": drive.LRU(), **axes}, dtype=torch.float64)
+    torch.nn.init.normal_(layer.cell.drive.gate.up, std=3.0)
+    x, state = torch.randn(3, 4, 7, dtype=torch.float64, requires_grad=True), layer.initial_state(3)
+    state = state._replace(state=torch.randn_like(state.state).requires_grad_())
+    weights = torch.randn_like(x), torch.randn_like(state.state)
+    y, _, found = gradients(layer, x, state, weights)
+    expected_y, _, expected = gradients(layer, x, state, weights, solver=solvers.Sequential())
+    torch.testing.assert_close(y, expected_y, rtol=1e-12, atol=1e-12)
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
+
+
+def test_eigenvalues_of_one_have_finite_gradients_with_the_lru_gain():
+    layer, x = ADPTNet(4, gain=drive.LRU(), dtype=torch.float64), torch.randn(2, 3, 4, dtype=torch.float64)
+    layer.cell.spectrum.log_decay.data[1] = -800.0  # λ̄ = 1 and a gain of zero
+    layer(x)[0].sum().backward()
+    found = {name: p.grad.clone() for name, p in layer.named_parameters()}
+    layer.zero_grad()
+    layer(x, solver=solvers.Sequential())[0].sum().backward()
+    for name, p in layer.named_parameters():
+        torch.testing.assert_close(found[name], p.grad, rtol=1e-9, atol=1e-12)
+        assert p.grad.isfinite().all()
+
+
 def test_every_change_of_the_layer_is_seen():
-    layer, x = ADPTNet(6, beta=1.0), torch.randn(2, 3, 6)
+    layer, x = ADPTNet(6, beta=1.0, gate=drive.SoftplusGate()), torch.randn(2, 3, 6)
     with torch.no_grad():
         layer(x)
         for parameter in layer.parameters():

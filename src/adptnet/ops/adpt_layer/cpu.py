@@ -15,8 +15,11 @@ __all__ = ["LayerCall", "has_kernel"]
 
 _SCALARS = {torch.float32: "float", torch.float64: "double"}
 _INTEGERS = "batch steps width heads size output_width complex_pairs rotates source retraction rotation_aware"
-_POINTERS = "x initial input_weight input_bias gain_real gain_imag real imag beta directions direction_biases"
-_POINTERS += " readout_weight readout_bias"
+_INTEGERS += " gate_rank"
+_POINTERS = (
+    "x initial input_weight input_bias gain_real gain_imag real imag beta gate_down gate_up gate_bias directions"
+)
+_POINTERS += " direction_biases readout_weight readout_bias"
 
 
 class _Layer(ctypes.Structure):
@@ -83,9 +86,11 @@ class LayerCall:
             retraction=int(form.retraction),
             rotation_aware=form.rotation_aware
             and form.retraction in (RetractionKind.EXPONENTIAL, RetractionKind.CAYLEY),
+            gate_rank=0 if weights.gate is None else weights.gate.down.shape[0],
             spike_threshold=form.spike_threshold,
             input_weight=weights.input_weight.data_ptr(),
             input_bias=_address(weights.input_bias),
+            **({} if weights.gate is None else {f"gate_{k}": t.data_ptr() for k, t in weights.gate._asdict().items()}),
             directions=ctypes.addressof(directions),
             direction_biases=ctypes.addressof(biases) if weights.direction_biases else None,
             readout_weight=_address(weights.readout_weight),

@@ -6,7 +6,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Evaluated", "LayerVectors", "LayerWeights", "VectorSource"]
+__all__ = ["Evaluated", "GateWeights", "LayerVectors", "LayerWeights", "VectorSource"]
+
+
+class GateWeights(NamedTuple):
+    """Parameters of the input gate softplus(U D' u + bias)."""
+
+    down: Tensor  # (rank, n): D'
+    up: Tensor  # (n, rank): U
+    bias: Tensor  # (n,)
 
 
 class LayerWeights(NamedTuple):
@@ -18,11 +26,13 @@ class LayerWeights(NamedTuple):
     direction_biases: tuple[Tensor, ...]  # (m,) each; empty without biases
     readout_weight: Tensor | None  # (outputs, n); None for the identity
     readout_bias: Tensor | None  # (outputs,)
+    gate: GateWeights | None = None
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors that are not None."""
         optional = (self.input_weight, self.input_bias, self.readout_weight, self.readout_bias)
-        return [*(t for t in optional if t is not None), *self.directions, *self.direction_biases]
+        gate = () if self.gate is None else self.gate
+        return [*(t for t in optional if t is not None), *self.directions, *self.direction_biases, *gate]
 
 
 class LayerVectors(NamedTuple):

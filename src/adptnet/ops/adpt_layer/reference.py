@@ -27,6 +27,9 @@ def adpt_layer(
         The outputs, (batch, time, outputs), and the state after the last step.
     """
     u = functional.linear(x, weights.input_weight, weights.input_bias)
+    if weights.gate is not None:
+        gate = weights.gate
+        u = u * functional.softplus(functional.linear(functional.linear(u, gate.down), gate.up, gate.bias))
     drive = vectors.gain_real * u
     if vectors.gain_imag is not None:
         drive = drive + vectors.gain_imag * torch.stack((-u[..., 1::2], u[..., ::2]), -1).flatten(-2)

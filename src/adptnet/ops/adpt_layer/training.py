@@ -4,6 +4,9 @@ The values are those of the layer's modules called one by one: B x, the gain, an
 directions. With g the gradient of the drive gain ⊙ (B x + b) and G = g' x, the gradients are
 
     B: gain ⊙ G (row by row)    b: gain ⊙ Σ g    gain: Σ_j G_ij B_ij + b_i Σ g_i    x: (gain ⊙ g) B
+
+With an input gate γ = softplus(a), a = U D' u + c and u = B x + b, the drive is gain ⊙ γ ⊙ u. The gradient of a is
+t = gain ⊙ g ⊙ u ⊙ (1 - exp(-γ)), and that of u, from which those of B, b and x follow, is gain ⊙ g ⊙ γ + (t U) D'.
 """
 
 from collections.abc import Sequence
@@ -11,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .. import _backends
 from .._torch_state import is_transformed, separate_views
@@ -18,7 +22,7 @@ from ..adpt_scan import DENSE, Constants, Form
 from ..adpt_scan import cpu as adpt_scan_cpu
 from ..adpt_scan._autograd import run_cpu_backward
 from . import reference
-from .form import LayerVectors, LayerWeights, VectorSource
+from .form import GateWeights, LayerVectors, LayerWeights, VectorSource
 
 __all__ = ["TrainingCall"]
 
@@ -31,6 +35,14 @@ class _Plan(NamedTuple):
 
     scan: adpt_scan_cpu.Plan
     zeros: Tensor
+
+
+class _Gate(NamedTuple):
+    """Values of the input gate of a call, each (rows, …)."""
+
+    u: Tensor  # B x + b
+    hidden: Tensor  # D' u
+    gate: Tensor  # softplus(U D' u + c)
 
 
 class TrainingCall:
@@ -47,7 +59,10 @@ class TrainingCall:
     def __init__(self, form: Form, weights: LayerWeights, source: VectorSource):
         self.form, self.source = form, source
         self.has_biases = bool(weights.direction_biases)
-        self._tensors = weights.input_weight, weights.input_bias, *weights.directions, *weights.direction_biases
+        self.has_gate = weights.gate is not None
+        gate = () if weights.gate is None else weights.gate
+        directions = *weights.directions, *weights.direction_biases
+        self._tensors = weights.input_weight, weights.input_bias, *gate, *directions
         self.weight_count = len(self._tensors)
         self._plans: dict[Any, _Plan] = {}
 
@@ -60,7 +75,7 @@ class TrainingCall:
             x: (batch, steps, width), at least one step.
             state: The state before the first step, (batch, n); None for zeros.
             sources: The tensors from which the vectors are evaluated.
-            scale_weight: Compute (gain B) x rather than gain (B x); only without a bias.
+            scale_weight: Compute (gain B) x rather than gain (B x); only without a bias and a gate.
         """
         found: tuple[Tensor, Tensor] = _States.apply(  # type: ignore[no-untyped-call]
             (self, scale_weight), x, state, *self._tensors, *sources
@@ -91,8 +106,10 @@ class TrainingCall:
             tensors: The matrices.
         """
         weight, bias, *matrices = tensors
+        gate = GateWeights(*matrices[:3]) if self.has_gate else None
+        matrices = matrices[3:] if self.has_gate else matrices
         count = len(matrices) // 2 if self.has_biases else len(matrices)
-        return LayerWeights(weight, bias, tuple(matrices[:count]), tuple(matrices[count:]), None, None)
+        return LayerWeights(weight, bias, tuple(matrices[:count]), tuple(matrices[count:]), None, None, gate)
 
 
 class _States(torch.autograd.Function):
@@ -106,11 +123,16 @@ class _States(torch.autograd.Function):
         weights, vectors = training.unpack(tensors[:count]), training.source.evaluate(tensors[count:])
         batch, steps, width = x.shape
         rows, matrix = x.reshape(-1, width), weights.input_weight
+        gated: tuple[Tensor, ...] = ()
         if scale_weight:
             drive = rows @ (vectors.gain_real * matrix.t())
         else:
             u = rows @ matrix.t()
-            drive = vectors.gain_real * (u if weights.input_bias is None else u + weights.input_bias)
+            u = u if weights.input_bias is None else u + weights.input_bias
+            if weights.gate is not None:
+                gated = _apply_gate(weights.gate, u)
+                u = gated[2] * u
+            drive = vectors.gain_real * u
         drive = drive.view(batch, steps, -1)
         constants = Constants(
             vectors.real,
@@ -124,13 +146,18 @@ class _States(torch.autograd.Function):
         states, projections = adpt_scan_cpu.forward(plan.scan, (drive, initial, *constants, *_OTHERS), True)
         ctx.training, ctx.plan = training, plan.scan
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, state, *tensors, drive, initial, *vectors, *constants[2:4], states, projections)
+        kept = drive, initial, *vectors, *constants[2:4], states, projections
+        ctx.input_count = 2 + len(tensors)
+        ctx.save_for_backward(x, state, *tensors, *kept, *gated)
         return states, states[:, -1].clone()
 
     @staticmethod
     def backward(ctx: Any, to_states: Tensor | None, to_final: Tensor | None) -> tuple[Any, ...]:
         """Return the gradients, by the kernel unless double backward or a transform needs the reference."""
-        *inputs, drive, initial, real, imag, gain, _, beta, matrices, biases, states, projections = ctx.saved_tensors
+        inputs = [*ctx.saved_tensors[: ctx.input_count]]
+        drive, initial, real, imag, gain, _, beta, matrices, biases, states, projections, *gated = ctx.saved_tensors[
+            ctx.input_count :
+        ]
         given = [g for g in (to_states, to_final) if g is not None]
         if not given:
             return (None,) * (1 + len(inputs))
@@ -146,7 +173,8 @@ class _States(torch.autograd.Function):
         x, _, *tensors = inputs
         weights, sources = training.unpack(tensors[: count - 3]), tensors[count - 3 :]
         constants = Constants(real, imag, matrices, biases, beta)
-        needs_vectors, needs_matrices = True in needs[count:], True in needs[5:count]
+        first = 8 if training.has_gate else 5
+        needs_vectors, needs_matrices = True in needs[count:], True in needs[first:count]
         needed = (needs_vectors, needs_vectors, needs_matrices, needs_matrices, needs_vectors)
         present = [need for need, t in zip(needed, constants[:5], strict=True) if t is not None]
         leaves = (drive, initial, *constants, *_OTHERS)
@@ -154,28 +182,62 @@ class _States(torch.autograd.Function):
         to_drive, to_state, *others = found
         flat, rows = to_drive.view(-1, to_drive.shape[-1]), x.reshape(-1, x.shape[-1])  # type: ignore[union-attr]
         matrix, bias = weights.input_weight, weights.input_bias
-        product, total = flat.t() @ rows, None if bias is None else flat.sum(0)
+        to_gate: tuple[Any, ...] = ()
+        if weights.gate is None:
+            product, total = flat.t() @ rows, None if bias is None else flat.sum(0)
+        else:
+            scaled = flat * gain
+            to_u, to_gate = _pull_back_gate(weights.gate, _Gate(*gated), scaled)
+            product, total = to_u.t() @ rows, None if bias is None else to_u.sum(0)
         to_sources: Sequence[Any] = (None,) * len(sources)
         remaining = iter(others)
         to_constants: list[Any] = [None if t is None else next(remaining) for t in constants[:5]]
         to_real, to_imag, to_matrices, to_biases, to_beta = to_constants
         if needs_vectors:
-            to_gain = (product * matrix).sum(1)
-            to_gain = to_gain if total is None else to_gain.addcmul_(bias, total)
+            if weights.gate is None:
+                to_gain = (product * matrix).sum(1)
+                to_gain = to_gain if total is None else to_gain.addcmul_(bias, total)
+            else:
+                to_gain = torch.linalg.vecdot(flat, gated[0] * gated[2], dim=0)
             vectors = LayerVectors(real, imag, gain, None, beta)
             to_sources = training.source.pull_back(
                 sources, vectors, LayerVectors(to_real, to_imag, to_gain, None, to_beta)
             )
+        if weights.gate is None:
+            to_x = (flat * gain) @ matrix if needs[1] else None
+            product.mul_(gain.unsqueeze(-1))
+            total = None if total is None else total * gain
+        else:
+            to_x = to_u @ matrix if needs[1] else None
         return (
             None,
-            ((flat * gain) @ matrix).view(x.shape) if needs[1] else None,
+            None if to_x is None else to_x.view(x.shape),
             to_state if needs[2] else None,
-            product.mul_(gain.unsqueeze(-1)) if needs[3] else None,
-            total * gain if total is not None and needs[4] else None,
+            product if needs[3] else None,
+            total if needs[4] else None,
+            *to_gate,
             *_split(to_matrices, len(weights.directions)),
             *_split(to_biases, len(weights.direction_biases)),
             *to_sources,
         )
+
+
+def _apply_gate(weights: GateWeights, u: Tensor) -> _Gate:
+    """Return the gate of projected inputs and what its derivative needs, with the operations of the module."""
+    hidden = u @ weights.down.t()
+    return _Gate(u, hidden, functional.softplus(hidden @ weights.up.t() + weights.bias))
+
+
+def _pull_back_gate(weights: GateWeights, values: _Gate, scaled: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return the gradients of the projected inputs and of D', U and c.
+
+    `scaled` is the gradient of gate ⊙ u, which is the gain times that of the drive.
+    """
+    u, hidden, gate = values
+    slope = (scaled * u).mul_(torch.expm1(-gate).neg_())  # the derivative of softplus is 1 - exp(-softplus)
+    to_hidden = slope @ weights.up
+    to_u = torch.addmm(scaled * gate, to_hidden, weights.down)
+    return to_u, (to_hidden.t() @ u, slope.t() @ hidden, slope.sum(0))
 
 
 def _stack(parts: tuple[Tensor, ...], heads: int) -> Tensor | None:

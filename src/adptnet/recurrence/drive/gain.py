@@ -10,7 +10,7 @@ from ...optim import NoDecay
 from ...spec import Spec, spec
 from ..spectra import BlockDiagonal, Spectrum
 
-__all__ = ["EMA", "LRU", "ZOH", "Gain", "GainSpec"]
+__all__ = ["EMA", "LRU", "ZOH", "Gain", "GainSpec", "evaluate_lru"]
 
 
 class GainSpec(Spec, abc.ABC):
@@ -100,9 +100,18 @@ class LRU(GainSpec):
     tied: bool = True
 
     def evaluate(self, spectrum: Spectrum, dt: Tensor | None = None) -> BlockDiagonal:
-        squared = -torch.expm1(2 * spectrum.log_modulus(dt))
-        zero = squared == 0  # a step of length zero, where the square root has no derivative
-        return BlockDiagonal(torch.where(zero, 1.0, squared).sqrt().masked_fill(zero, 0.0))
+        return BlockDiagonal(evaluate_lru(spectrum.log_modulus(dt)))
+
+
+def evaluate_lru(log_modulus: Tensor) -> Tensor:
+    """Return √(1 - |λ̄|²).
+
+    Args:
+        log_modulus: ln |λ̄|.
+    """
+    squared = -torch.expm1(2 * log_modulus)
+    zero = squared == 0  # a step of length zero, where the square root has no derivative
+    return torch.where(zero, 1.0, squared).sqrt().masked_fill(zero, 0.0)
 
 
 @spec

@@ -8,6 +8,7 @@
 // Letters, as in ../../adpt_scan/csrc/plane.h:
 //   x, u         the state before the step, and the drive
 //   p, q         the projections K x and V x; k and w are unit vectors along p and along the rest of q
+//   D, U         the matrices of the input gate, `gate_down` and `gate_up`
 // Sizes and indices:
 //   m, n, pad    the state dimension of a head, that of all heads, and m padded to whole cache lines
 //   r, t, l      sequence, step, and sequence within a group of as many sequences as a SIMD vector has lanes
@@ -20,10 +21,12 @@
 struct Layer {
   int64_t batch, steps, width, heads, size, output_width;  // size: state dimension of one head
   int64_t complex_pairs, rotates, source, retraction, rotation_aware;  // booleans, and the enums of adpt_scan/form.py
+  int64_t gate_rank;                                                   // 0 without an input gate
   double spike_threshold;
   const void *x, *initial;                                             // initial: null for zeros
   const void *input_weight, *input_bias, *gain_real, *gain_imag;       // (n, width), (n); imaginary parts and biases may
   const void *real, *imag, *beta;                                      // be null
+  const void *gate_down, *gate_up, *gate_bias;                         // (gate_rank, n), (n, gate_rank), (n)
   const void *const *directions, *const *direction_biases;             // (heads, 2): K and V of each head
   const void *readout_weight, *readout_bias;                           // (output_width, n); null for the identity
   int64_t source_count;
@@ -192,13 +195,74 @@ template <class T, bool Pairs> void run_group(const Layer& s, const Memory<T>& a
   }
 }
 
-// The drive: gain (B x + bias). `gain_imag` multiplies swapped pairs and has the sign of the first entry reversed.
-template <class T> void compute_drive(const Layer& s) {
+// ---- Drive ----------------------------------------------------------------------------------------------------------
+
+template <class T> struct Softplus;
+template <> struct Softplus<float> {
+  static constexpr int exp_terms = 8, log_terms = 8;
+  static constexpr float least = -87.0f, ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
+  static constexpr int mantissa = 23, bias = 127;
+};
+template <> struct Softplus<double> {
+  static constexpr int exp_terms = 14, log_terms = 17;
+  static constexpr double least = -708.0, ln2_high = 0.693145751953125, ln2_low = 1.42860682030941723212e-6;
+  static constexpr int mantissa = 52, bias = 1023;
+};
+
+// log(1 + exp(x)), and x itself above 20 as in torch. With e = exp(-|x|) it is max(x, 0) + 2 artanh(e / (2 + e)), whose
+// argument is at most 1/3, so that the series of artanh needs few terms and no logarithm.
+template <class T> INLINE Vec<T> softplus(Vec<T> x) {
+  using Constant = Softplus<T>;
+  typedef typename Types<T>::index Bits __attribute__((vector_size(VECTOR_BYTES)));
+  Vec<T> y = x > 0 ? -x : x;
+  y = y < Constant::least ? Vec<T>{} + Constant::least : y;
+  const Vec<T> scaled = y * T(1.44269504088896340736) - T(0.5);
+  const Bits power = __builtin_convertvector(scaled, Bits);  // rounds toward zero, hence to the nearest integer
+  const Vec<T> whole = __builtin_convertvector(power, Vec<T>);
+  const Vec<T> r = (y - whole * Constant::ln2_high) - whole * Constant::ln2_low;
+  Vec<T> e = Vec<T>{} + 1;
+  for (int i = Constant::exp_terms; i > 0; --i) e = 1 + e * r * (T(1) / T(i));  // Taylor's series of exp(r)
+  const Bits shifted = (power + Constant::bias) << Constant::mantissa;
+  Vec<T> two_to_power;
+  std::memcpy(&two_to_power, &shifted, sizeof shifted);
+  e *= two_to_power;
+  const Vec<T> z = e / (e + 2), square = z * z;
+  Vec<T> sum = {};
+  for (int i = Constant::log_terms - 1; i >= 0; --i) sum = sum * square + T(2) / T(2 * i + 1);
+  const Vec<T> smooth = (x > 0 ? x : Vec<T>{}) + z * sum;
+  return x <= 20 ? smooth : x;  // NaN passes
+}
+
+// Multiply the projected inputs of `rows` rows by the gate softplus(U D' u + bias). `hidden` and `gate` have room for
+// `block_rows` rows of D' u and of the gate.
+template <class T> void apply_gate(const Layer& s, int64_t rows, T* u, T* hidden, T* gate) {
+  const int64_t n = s.heads * s.size;
+  for (int64_t first = 0; first < rows; first += block_rows) {
+    const int64_t count = std::min(block_rows, rows - first);
+    T* const block = u + first * n;
+    multiply_unpacked<T>(count, block, n, static_cast<const T*>(s.gate_down), n, s.gate_rank, nullptr, hidden,
+                         s.gate_rank);
+    multiply_unpacked<T>(count, hidden, s.gate_rank, static_cast<const T*>(s.gate_up), s.gate_rank, n,
+                         static_cast<const T*>(s.gate_bias), gate, n);
+    const int64_t entries = count * n, whole = entries / lanes<T> * lanes<T>;
+    for (int64_t i = 0; i < whole; i += lanes<T>)
+      store<T>(block + i, load<T>(block + i) * softplus<T>(load<T>(gate + i)));
+    for (int64_t i = whole; i < entries; ++i) {
+      Vec<T> last = {};
+      last[0] = gate[i];
+      block[i] *= softplus<T>(last)[0];
+    }
+  }
+}
+
+// The drive: gain gate (B x + bias). `gain_imag` multiplies swapped pairs and has the sign of the first entry reversed.
+template <class T> void compute_drive(const Layer& s, T* hidden, T* gate) {
   const int64_t n = s.heads * s.size, rows = s.batch * s.steps;
   T* const drive = static_cast<T*>(s.drive);
   const T *real = static_cast<const T*>(s.gain_real), *imag = static_cast<const T*>(s.gain_imag);
   multiply_unpacked<T>(rows, static_cast<const T*>(s.x), s.width, static_cast<const T*>(s.input_weight), s.width, n,
                        static_cast<const T*>(s.input_bias), drive, n);
+  if (s.gate_rank) apply_gate<T>(s, rows, drive, hidden, gate);
   for (int64_t r = 0; r < rows; ++r) {
     T* const u = drive + r * n;
     if (!imag) {
@@ -214,9 +278,21 @@ template <class T> void compute_drive(const Layer& s) {
   }
 }
 
-template <class T> Memory<T> allocate_group(const Layer& s, Arena<T>& memory) {
-  Memory<T> at;
-  at.allocate(padded_size<T>(s.size), memory);
+// ---- A call ---------------------------------------------------------------------------------------------------------
+
+// Workspace of a call.
+template <class T> struct Workspace {
+  Memory<T> group;
+  T *hidden, *gate;  // of a block of rows
+};
+
+template <class T> Workspace<T> allocate_workspace(const Layer& s, Arena<T>& memory) {
+  Workspace<T> at = {};
+  at.group.allocate(padded_size<T>(s.size), memory);
+  if (s.gate_rank) {
+    at.hidden = memory.allocate(block_rows * s.gate_rank);
+    at.gate = memory.allocate(block_rows * s.heads * s.size);
+  }
   return at;
 }
 
@@ -231,9 +307,10 @@ bool is_current(const Layer& s) {
 template <class T> bool run(const Layer& s) {
   if (!is_current(s)) return false;
   Arena<T> memory = {static_cast<T*>(s.workspace), 0};
-  const Memory<T> at = allocate_group<T>(s, memory);
+  const Workspace<T> workspace = allocate_workspace<T>(s, memory);
+  const Memory<T>& at = workspace.group;
   std::memset(at.projections, 0, group_rows<T> * 2 * padded_size<T>(s.size) * sizeof(T));  // the padding stays zero
-  compute_drive<T>(s);
+  compute_drive<T>(s, workspace.hidden, workspace.gate);
   for (int64_t first = 0; first < s.batch; first += group_rows<T>) {
     const int count = int(std::min(group_rows<T>, s.batch - first));
     s.complex_pairs ? run_group<T, true>(s, at, first, count) : run_group<T, false>(s, at, first, count);
@@ -252,7 +329,7 @@ int64_t adpt_layer_layout() { return sizeof(Layer); }
 // Size of the workspace in bytes.
 int64_t adpt_layer_workspace(const Layer* s) {
   Arena<SCALAR> memory = {nullptr, 0};
-  allocate_group<SCALAR>(*s, memory);
+  allocate_workspace<SCALAR>(*s, memory);
   return memory.used * sizeof(SCALAR);
 }
 // Return 1 if the layer was run, 0 if the evaluated vectors are out of date.
