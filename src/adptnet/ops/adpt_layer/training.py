@@ -154,8 +154,9 @@ class _States(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, to_states: Tensor | None, to_final: Tensor | None) -> tuple[Any, ...]:
         """Return the gradients, by the kernel unless double backward or a transform needs the reference."""
-        inputs = [*ctx.saved_tensors[: ctx.input_count]]
-        drive, initial, real, imag, gain, _, beta, matrices, biases, states, projections, *gated = ctx.saved_tensors[
+        saved = ctx.saved_tensors  # read once: activation checkpointing computes the tensors at each read
+        inputs = [*saved[: ctx.input_count]]
+        drive, initial, real, imag, gain, _, beta, matrices, biases, states, projections, *gated = saved[
             ctx.input_count :
         ]
         given = [g for g in (to_states, to_final) if g is not None]
