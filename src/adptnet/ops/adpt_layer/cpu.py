@@ -2,37 +2,26 @@
 
 import ctypes
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _backends, _buffers, _build
+from .._structures import read_structure
 from ..adpt_scan import Form, RetractionKind
 from .form import LayerVectors, LayerWeights
 
 __all__ = ["LayerCall", "has_kernel"]
 
 _SCALARS = {torch.float32: "float", torch.float64: "double"}
-_INTEGERS = "batch steps width heads size output_width complex_pairs rotates source retraction rotation_aware"
-_INTEGERS += " gate_rank"
-_POINTERS = (
-    "x initial input_weight input_bias gain_real gain_imag real imag beta gate_down gate_up gate_bias directions"
-)
-_POINTERS += " direction_biases readout_weight readout_bias"
 
 
-class _Layer(ctypes.Structure):
-    """Mirror of `struct Layer` in csrc/kernel.cpp, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in _INTEGERS.split(" ")),
-        ("spike_threshold", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in _POINTERS.split(" ")),
-        ("source_count", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ["sources", "source_bytes", "source_copies"]),
-        *((name, ctypes.c_void_p) for name in ["drive", "states", "final", "outputs", "workspace"]),
-    )
+@functools.cache
+def _mirror() -> Any:
+    """Return the ctypes mirror of `struct Layer` in csrc/kernel.cpp."""
+    return read_structure(Path(__file__).parent / "csrc" / "kernel.cpp", "Layer")
 
 
 def has_kernel(dtype: torch.dtype) -> bool:
@@ -75,7 +64,7 @@ class LayerCall:
         source_addresses = _pointers(sources)
         source_bytes = (ctypes.c_int64 * len(sources))(*(t.nbytes for t in sources))
         self._arrays = directions, biases, source_addresses, source_bytes
-        self._call = _Layer(
+        self._call = _mirror()(
             width=width,
             heads=form.heads,
             size=size // form.heads,
@@ -181,6 +170,6 @@ def _declare_functions(library: Any) -> Any:
     library.adpt_layer_layout.restype = library.adpt_layer_workspace.restype = ctypes.c_int64
     library.adpt_layer_forward.restype = ctypes.c_int64
     for function in (library.adpt_layer_workspace, library.adpt_layer_forward):
-        function.argtypes = [ctypes.POINTER(_Layer)]
-    assert library.adpt_layer_layout() == ctypes.sizeof(_Layer)
+        function.argtypes = [ctypes.POINTER(_mirror())]
+    assert library.adpt_layer_layout() == ctypes.sizeof(_mirror())
     return library

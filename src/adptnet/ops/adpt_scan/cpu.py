@@ -3,6 +3,7 @@
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -10,22 +11,20 @@ from torch import Tensor
 
 from ...errors import InputError
 from .. import _backends, _buffers, _build
+from .._structures import read_structure
 from .form import Constants, Factors, Form, RetractionKind, check, decode_form, encode_form
 
 __all__ = ["Inputs", "Plan", "backward", "forward", "has_kernel", "make_plan", "run_products", "saved_shape"]
 
 # Sequences per tile: two register tiles of four rows, two of six rows, and the largest tile.
 TILE_OF_EIGHT, TILE_OF_TWELVE, LARGEST_TILE = 8, 12, 64
-DOT_COUNT = 16  # dot products saved per row, beside its projections: `dot_count` in plane.h
+DOT_COUNT = 16  # dot products saved per row, beside its projections: `dot_count` in directions.h
 SMALL_SIZE = 256  # state dimension up to which K and V fit well into the L2 cache
 MAX_PLANS = 64  # call signatures whose plans are cached
 MIN_WORK_PER_THREAD = 1_000_000  # multiplications
 
 _SCALARS = {torch.float32: "float", torch.float64: "double"}
 
-_INTEGERS = "batch steps heads size features width tile threads complex_pairs directions_in_drive rotates source"
-_INTEGERS += " retraction rotation_aware slow_memory beta_in_drive has_fixed_dot has_norm"
-_INTEGERS += " factored rank outer_size inner_size"
 _LEAF_COUNT = 2 + len(Constants._fields)  # drive, state and constants: the differentiable inputs
 _INPUT_COUNT = _LEAF_COUNT + 2 + len(Factors._fields)  # and reset, lengths, factors
 _IMAGINARY = [2 + Constants._fields.index(name) for name in ("imag", "feed_imag")]
@@ -34,21 +33,10 @@ _DECAY = 2 + Constants._fields.index("decay")
 Inputs: TypeAlias = Sequence[Any]  # drive, state, constants, reset, lengths, factors: each a tensor or None
 
 
-class _Scan(ctypes.Structure):
-    """Mirror of `struct Scan` in csrc/kernel.cpp, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in _INTEGERS.split(" ")),
-        ("spike_threshold", ctypes.c_double),
-        ("dot", ctypes.c_double),
-        ("norm_epsilon", ctypes.c_double),
-        ("inputs", ctypes.c_void_p * _INPUT_COUNT),
-        ("states", ctypes.c_void_p),
-        ("projections", ctypes.c_void_p),
-        ("state_gradients", ctypes.c_void_p),
-        ("gradients", ctypes.c_void_p * _LEAF_COUNT),
-        ("workspace", ctypes.c_void_p),
-    )
+@functools.cache
+def _mirror(name: str) -> Any:
+    """Return the ctypes mirror of a structure in csrc/arguments.h."""
+    return read_structure(Path(__file__).parent / "csrc" / "arguments.h", name)
 
 
 class Plan(NamedTuple):
@@ -57,9 +45,10 @@ class Plan(NamedTuple):
     library: Any
     form: Form
     dtype: torch.dtype
-    scan: _Scan  # without pointers
+    scan: Any  # the arguments of a call (`struct Scan`), without pointers
     forward_bytes: int  # size of the workspace
     backward_bytes: int
+    states_shape: tuple[int, ...]
     saved_shape: tuple[int, ...]  # shape of what the forward saves for the backward
     empty: Tensor  # returned if nothing is saved
     present: list[int]  # positions of the inputs that are not None
@@ -115,9 +104,10 @@ def forward(plan: Plan, inputs: Inputs, save: bool) -> tuple[Tensor, Tensor]:
         for all calls, if `save` is False.
     """
     scan, dtype = _make_scan(plan, inputs), plan.dtype
-    states = _buffers.empty(scan.batch, scan.steps, scan.width, dtype=dtype)
+    states = _buffers.empty(*plan.states_shape, dtype=dtype)
     projections = _buffers.empty(*plan.saved_shape, dtype=dtype) if save else plan.empty
-    scan.states, scan.projections = states.data_ptr(), projections.data_ptr()
+    outputs = scan.outputs
+    outputs.states, outputs.projections = states.data_ptr(), projections.data_ptr()
     _run(plan.library.adpt_scan_forward, scan, plan.forward_bytes)
     return states, projections
 
@@ -154,10 +144,12 @@ def backward(
         _buffers.empty(*t.shape, dtype=plan.dtype) if need else None for t, need in zip(leaves, required, strict=False)
     ]
     gradient, states, projections = _densify(gradient), _densify(states), _densify(projections)  # hooks may restride
-    scan.states, scan.projections, scan.state_gradients = _addresses((states, projections, gradient))
+    outputs = scan.outputs
+    outputs.states, outputs.projections, scan.state_gradients = _addresses((states, projections, gradient))
+    pointers = _as_array(scan, "gradients", _LEAF_COUNT)
     for position, found in zip(plan.present, gradients, strict=False):
         if found is not None:
-            scan.gradients[position] = found.data_ptr()
+            pointers[position] = found.data_ptr()
     _run(plan.library.adpt_scan_backward, scan, plan.backward_bytes)
     return gradients
 
@@ -172,28 +164,33 @@ def run_products(inputs: Inputs, form: Form, which: str) -> None:
     """
     plan = make_plan(inputs, form)
     scan, library = _make_scan(plan, inputs), plan.library
-    scan.tile = min(LARGEST_TILE, scan.batch)  # the fastest for products alone
+    scan.sizes.tile = min(LARGEST_TILE, scan.sizes.batch)  # the fastest for products alone
     size = library.adpt_scan_workspace(ctypes.byref(scan), which != "forward")
     _run(library.adpt_scan_products, scan, size, ("forward", "backward", "weights").index(which))
 
 
-def _run(function: Callable[..., None], scan: _Scan, workspace_bytes: int, *arguments: int) -> None:
+def _run(function: Callable[..., None], scan: Any, workspace_bytes: int, *arguments: int) -> None:
     workspace = _buffers.acquire(workspace_bytes)
     scan.workspace = workspace.address
     function(ctypes.byref(scan), *arguments)
     _buffers.release(workspace)
 
 
-def _make_scan(plan: Plan, inputs: Inputs) -> _Scan:
+def _make_scan(plan: Plan, inputs: Inputs) -> Any:
     """Return the structure of a call with pointers to its inputs."""
     dense = [t if t is None or (t.is_contiguous() and not t.is_neg()) else _densify(t) for t in inputs]
     for position in _IMAGINARY:
         if (imag := dense[position]) is not None:
             dense[position] = _negate_first_of_pairs(imag)
-    scan = _Scan.from_buffer_copy(plan.scan)
-    scan.inputs[:] = _addresses(dense)
+    scan = type(plan.scan).from_buffer_copy(plan.scan)
+    _as_array(scan, "inputs", _INPUT_COUNT)[:] = _addresses(dense)
     scan.tensors = dense  # keeps them alive as long as the pointers
     return scan
+
+
+def _as_array(scan: Any, group: str, count: int) -> Any:
+    """Return the pointers of a group of `struct Scan` as an array, in the order of the inputs of a call."""
+    return (ctypes.c_void_p * count).from_buffer(scan, getattr(type(scan), group).offset)
 
 
 def _densify(tensor: Tensor) -> Tensor:
@@ -271,7 +268,7 @@ def _make_new_plan(inputs: Inputs, form: Form, threads: int) -> Plan:
     work = batch * steps * form.heads * (2 * size * size + 16 * size)
     threads = max(1, min(threads, work // MIN_WORK_PER_THREAD))
     tile = _choose_tile(batch, form.heads, size, threads)
-    scan = _Scan(
+    sizes = _mirror("Sizes")(
         batch=batch,
         steps=steps,
         heads=form.heads,
@@ -280,24 +277,26 @@ def _make_new_plan(inputs: Inputs, form: Form, threads: int) -> Plan:
         width=state.shape[-1],
         tile=tile,
         threads=max(1, min(threads, -(-batch // tile) * form.heads)),
+        rank=rank,
+        outer=outer,
+        inner=inner,
+    )
+    options = _mirror("Options")(
         complex_pairs=inputs[_IMAGINARY[0]] is not None,
-        directions_in_drive=form.directions_in_drive,
         rotates=rotates,
-        source=int(form.source),
-        retraction=int(form.retraction),
+        directions_in_drive=form.directions_in_drive,
+        beta_in_drive=form.beta_in_drive,
         rotation_aware=form.rotation_aware and form.retraction in (RetractionKind.EXPONENTIAL, RetractionKind.CAYLEY),
         slow_memory=inputs[_DECAY] is not None,
-        beta_in_drive=form.beta_in_drive,
-        has_fixed_dot=rotates and form.dot is not None,
         has_norm=rotates and form.norm_epsilon is not None,
-        factored=rank > 0 or outer > 0,
-        rank=rank,
-        outer_size=outer,
-        inner_size=inner,
+        has_fixed_dot=rotates and form.dot is not None,
+        source=int(form.source),
+        retraction=int(form.retraction),
         spike_threshold=form.spike_threshold,
-        dot=0.0 if form.dot is None else form.dot,
         norm_epsilon=0.0 if form.norm_epsilon is None else form.norm_epsilon,
+        dot=0.0 if form.dot is None else form.dot,
     )
+    scan = _mirror("Scan")(sizes=sizes, options=options)
     whole, projections = (batch, steps, state.shape[-1]), saved_shape(drive, Constants(real), form, True)
     return Plan(
         library,
@@ -306,6 +305,7 @@ def _make_new_plan(inputs: Inputs, form: Form, threads: int) -> Plan:
         scan,
         forward_bytes=library.adpt_scan_workspace(ctypes.byref(scan), False),
         backward_bytes=library.adpt_scan_workspace(ctypes.byref(scan), True),
+        states_shape=whole,
         saved_shape=projections,
         empty=torch.empty(0, dtype=drive.dtype, device="cpu"),
         present=[i for i, t in enumerate(inputs) if t is not None],
@@ -316,12 +316,13 @@ def _make_new_plan(inputs: Inputs, form: Form, threads: int) -> Plan:
 
 @functools.cache
 def _declare_functions(library: Any) -> Any:
-    library.adpt_scan_workspace.argtypes = [ctypes.POINTER(_Scan), ctypes.c_int64]
-    library.adpt_scan_products.argtypes = [ctypes.POINTER(_Scan), ctypes.c_int64]
+    scan = _mirror("Scan")
+    library.adpt_scan_workspace.argtypes = [ctypes.POINTER(scan), ctypes.c_int64]
+    library.adpt_scan_products.argtypes = [ctypes.POINTER(scan), ctypes.c_int64]
     for function in (library.adpt_scan_workspace, library.adpt_scan_layout):
         function.restype = ctypes.c_int64
     for function in (library.adpt_scan_forward, library.adpt_scan_backward):
-        function.argtypes = [ctypes.POINTER(_Scan)]
+        function.argtypes = [ctypes.POINTER(scan)]
         function.restype = None
-    assert library.adpt_scan_layout() == ctypes.sizeof(_Scan)
+    assert library.adpt_scan_layout() == ctypes.sizeof(scan)
     return library

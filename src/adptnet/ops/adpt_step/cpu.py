@@ -2,12 +2,14 @@
 
 import ctypes
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _backends, _buffers, _build
+from .._structures import read_structure
 from ..adpt_scan.form import Constants, Form
 from ..tolerance import HALF_LIFE, Tolerance
 from .reference import Pass
@@ -18,20 +20,11 @@ _SCALARS = {torch.float32: "float", torch.float64: "double"}
 TILE = 16  # steps whose projections are one product
 MIN_WORK_PER_THREAD = 1 << 20  # multiplications
 
-_INTEGERS = "batch steps size retraction threads tile packed diagonal sweep states_batch drive_batch"
-_DOUBLES = "relative absolute scale_decay"
-_POINTERS = "real weight bias beta drive initial reset_state reset recent_scale states updated"
-_POINTERS += " residual excess scale move jacobians workspace"
 
-
-class _Step(ctypes.Structure):
-    """Mirror of `struct Step` in csrc/kernel.cpp, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in _INTEGERS.split(" ")),
-        *((name, ctypes.c_double) for name in _DOUBLES.split(" ")),
-        *((name, ctypes.c_void_p) for name in _POINTERS.split(" ")),
-    )
+@functools.cache
+def _mirror() -> Any:
+    """Return the ctypes mirror of `struct Step` in csrc/kernel.cpp."""
+    return read_structure(Path(__file__).parent / "csrc" / "kernel.cpp", "Step")
 
 
 def has_kernel(dtype: torch.dtype) -> bool:
@@ -129,7 +122,7 @@ class _Call:
         assert constants.weight is not None
         assert constants.beta is not None
         batch, steps, size = states.shape
-        self.step = _Step(batch=batch, steps=steps, size=size, retraction=int(form.retraction), tile=TILE)
+        self.step = _mirror()(batch=batch, steps=steps, size=size, retraction=int(form.retraction), tile=TILE)
         self.step.states_batch = states.stride(0)
         self.tensors: dict[str, Tensor] = {}
         self.set(states=states, real=constants.real.contiguous(), weight=constants.weight.contiguous())
@@ -155,9 +148,9 @@ class _Call:
 @functools.cache
 def _declare_functions(library: Any) -> Any:
     for function in (library.adpt_step_workspace, library.adpt_step_run):
-        function.argtypes = [ctypes.POINTER(_Step)]
+        function.argtypes = [ctypes.POINTER(_mirror())]
     for function in (library.adpt_step_workspace, library.adpt_step_layout):
         function.restype = ctypes.c_int64
     library.adpt_step_run.restype = None
-    assert library.adpt_step_layout() == ctypes.sizeof(_Step)
+    assert library.adpt_step_layout() == ctypes.sizeof(_mirror())
     return library

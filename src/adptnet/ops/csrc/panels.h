@@ -1,109 +1,34 @@
-// Rows in padded memory, software prefetch, and products of rows with matrices packed in panels.
+// Small matrix products: rows times a matrix that is packed in panels.
 //
-// pad      a row length rounded up to whole cache lines; the padding is zero
-// stride   the distance from one row to the next, in entries
-// panel    two SIMD vectors of columns of a matrix, stored row after row: the unit in which weights are packed
+// panel    two SIMD vectors of columns of a matrix, stored row after row: the unit in which matrices are packed
 // depth    the number of terms in each dot product, i.e. the rows of a packed matrix
-// Rows, Vectors   the register tile of a product: Rows rows of x by Vectors vectors of the result
+// Count, Vectors   the register tile of a product: Count rows of x by Vectors vectors of the result
+// x, w, out        rows, packed matrix and result of out[r, :] (+)= sum_i x[r, i] w[i, :]
 
 #pragma once
 
 #include <algorithm>
 
-#include "simd.h"
+#include "prefetch.h"
+#include "rows.h"
 
 namespace {
 
 template <class T> constexpr int64_t panel_width = 2 * lanes<T>;
 
-// Return `size` rounded up to whole cache lines, which are whole panels.
-template <class T> int64_t padded_size(int64_t size) {
-  constexpr int64_t line = 64 / sizeof(T);
-  return (size + line - 1) / line * line;
-}
-
-// Return the stride of rows that a product reads column by column: one cache line more than a row, because a stride
-// that is a power of two would map all rows to a few sets of the L1 cache.
-template <class T> int64_t row_stride(int64_t entries) { return entries + 64 / sizeof(T); }
-
-// Copy a row of `size` entries from a tensor into padded memory, copy it back, or add it to a row.
-template <class T> INLINE void load_row(const T* from, int64_t size, T* to, int64_t pad) {
-  const int64_t whole = size / lanes<T> * lanes<T>;
-  for (int64_t i = 0; i < whole; i += lanes<T>) store<T>(to + i, load<T>(from + i));
-  for (int64_t i = whole; i < pad; ++i) to[i] = i < size ? from[i] : T(0);
-}
-template <class T> INLINE void store_row(const T* from, int64_t size, T* to) {
-  const int64_t whole = size / lanes<T> * lanes<T>;
-  for (int64_t i = 0; i < whole; i += lanes<T>) store<T>(to + i, load<T>(from + i));
-  for (int64_t i = whole; i < size; ++i) to[i] = from[i];
-}
-template <class T> INLINE void add_row(const T* from, int64_t size, T* to) {
-  const int64_t whole = size / lanes<T> * lanes<T>;
-  for (int64_t i = 0; i < whole; i += lanes<T>) store<T>(to + i, load<T>(to + i) + load<T>(from + i));
-  for (int64_t i = whole; i < size; ++i) to[i] += from[i];
-}
-
-// Bump allocator for the memory of a task. With a null `base` it only counts, which gives the size of the workspace.
-template <class T> struct Arena {
-  T* base;
-  int64_t used;
-  T* allocate(int64_t count) {
-    T* out = base ? base + used : nullptr;
-    used += (count + 15) / 16 * 16;
-    return out;
-  }
+// A packed matrix of `count` panels.
+template <class T> struct Panels {
+  const T* data;
+  int64_t count;
 };
 
-// Queue of memory regions that the next steps need. A product issues the prefetches between its register tiles, a few
-// cache lines at a time: issued all at once they would wait for each other. They go to L2, so that L1 keeps the
-// operands of the product.
-class Prefetcher {
- public:
-  void clear() { regions = lines = region = row = line = 0; }
-  // Queue `count` entries of each of `rows` rows.
-  template <class T> INLINE void add(const T* from, int64_t count, int64_t rows = 1, int64_t stride = 0) {
-    const int64_t lines_per_row = (count * int64_t(sizeof(T)) + 63) / 64;
-    if (!lines_per_row) return;
-    queue[regions++] = {reinterpret_cast<const char*>(from), lines_per_row, rows, stride * int64_t(sizeof(T))};
-    lines += rows * lines_per_row;
-  }
-  // Divide the queue into `parts` shares, one for each call of `issue_share`.
-  void split(int64_t parts) { share = (lines + parts - 1) / parts; }
-  void issue_share() { issue(share); }
-  void issue_rest() { issue(lines); }
-
- private:
-  void issue(int64_t count) {
-    while (count > 0 && region < regions) {
-      const Region& from = queue[region];
-      const char* const begin = from.begin + row * from.stride;
-      const int64_t end = std::min(line + count, from.lines);
-      count -= end - line;
-      for (; line < end; ++line) __builtin_prefetch(begin + 64 * line, 0, 2);
-      if (line < from.lines) return;
-      line = 0;
-      if (++row == from.rows) {
-        row = 0;
-        ++region;
-      }
-    }
-  }
-
-  struct Region {
-    const char* begin;
-    int64_t lines, rows, stride;  // cache lines per row, number of rows, bytes from one row to the next
-  };
-  Region queue[8];  // no step adds more
-  int64_t regions = 0, lines = 0;
-  int64_t region = 0, row = 0, line = 0;  // position of the next prefetch
-  int64_t share = 0;                      // lines per call of `issue_share`
-};
-
-// ---- Products: out[r, :] (+)= sum_i x[r, i] W[i, :] -----------------------------------------------------------------
+// ---- Products with several rows -------------------------------------------------------------------------------------
 
 // The entries of a row of x that are summed over: two ranges, so that the padding between gp and gq is skipped.
 struct Ranges {
   int64_t first, gap, second;
+
+  int64_t depth() const { return first + second; }
 };
 
 // Keep `vector` in a register. GCC otherwise folds the load into both FMAs, and the two-row product is already
@@ -117,18 +42,18 @@ template <class V> INLINE void keep_in_register(V& vector) {
 }
 
 // One register tile of the result, starting at the first vector of a panel, or at its second if `Odd`.
-template <class T, int Rows, int Vectors, bool Odd, bool Add>
-INLINE void multiply_tile(const T* x, int64_t x_stride, const Ranges& ranges, const T* weights, int64_t depth, T* out,
-                          int64_t out_stride) {
-  Vec<T> sum[Rows][Vectors] = {};
+template <class T, int Count, int Vectors, bool Odd, bool Add>
+INLINE void multiply_tile(Rows<const T> x, const Ranges& ranges, const T* weights, Rows<T> out) {
+  const int64_t depth = ranges.depth();
+  Vec<T> sum[Count][Vectors] = {};
   const T* w = weights;
-  auto range = [&](const T* row, int64_t count) {
+  auto add_range = [&](const T* row, int64_t count) {
     for (int64_t i = 0; i < count; ++i, w += panel_width<T>) {
       auto column = [&](int j) {
         return load<T>(w + ((Odd + j) / 2) * depth * panel_width<T> + ((Odd + j) % 2) * lanes<T>);
       };
-      if constexpr (Rows == 2) {
-        const T first = row[i], second = row[x_stride + i];
+      if constexpr (Count == 2) {
+        const T first = row[i], second = row[x.stride + i];
 #pragma GCC unroll 8
         for (int j = 0; j < Vectors; ++j) {
           Vec<T> by = column(j);
@@ -141,21 +66,21 @@ INLINE void multiply_tile(const T* x, int64_t x_stride, const Ranges& ranges, co
 #pragma GCC unroll 8
         for (int j = 0; j < Vectors; ++j) by[j] = column(j);
 #pragma GCC unroll 8
-        for (int r = 0; r < Rows; ++r) {
-          T value = row[r * x_stride + i];
+        for (int r = 0; r < Count; ++r) {
+          T value = row[r * x.stride + i];
 #pragma GCC unroll 8
           for (int j = 0; j < Vectors; ++j) sum[r][j] += value * by[j];
         }
       }
     }
   };
-  range(x, ranges.first);
-  if (ranges.second) range(x + ranges.first + ranges.gap, ranges.second);
+  add_range(x.data, ranges.first);
+  if (ranges.second) add_range(x.data + ranges.first + ranges.gap, ranges.second);
 #pragma GCC unroll 8
-  for (int r = 0; r < Rows; ++r)
+  for (int r = 0; r < Count; ++r)
 #pragma GCC unroll 8
     for (int j = 0; j < Vectors; ++j) {
-      T* to = out + r * out_stride + (Odd + j) * lanes<T>;
+      T* to = out.data + r * out.stride + (Odd + j) * lanes<T>;
       // Add last: accumulating onto the old value, which is larger, would round at its magnitude once per term.
       store<T>(to, Add ? load<T>(to) + sum[r][j] : sum[r][j]);
     }
@@ -168,24 +93,27 @@ constexpr int64_t max_panels(int64_t rows) { return rows == 1 ? 4 : rows == 2 ? 
 constexpr int64_t panels_per_pass(int64_t left, int64_t most) {
   return left == most + 1 ? (left + 1) / 2 : std::min(left, most);
 }
-
-template <class T, int Rows, int Panels, bool Add>
-INLINE void multiply_panels(int64_t count, const T* x, int64_t x_stride, const Ranges& ranges, const T* weights,
-                            int64_t depth, T* out, int64_t out_stride) {
-  if (count == Panels)
-    multiply_tile<T, Rows, 2 * Panels, false, Add>(x, x_stride, ranges, weights, depth, out, out_stride);
-  else if constexpr (Panels > 1)
-    multiply_panels<T, Rows, Panels - 1, Add>(count, x, x_stride, ranges, weights, depth, out, out_stride);
+// The number of register tiles of so many panels.
+constexpr int64_t pass_count(int64_t panels, int64_t rows) {
+  return (panels + max_panels(rows) - 1) / max_panels(rows);
 }
 
-template <class T, int Rows, bool Add>
-void multiply_rows(const T* x, int64_t x_stride, const Ranges& ranges, const T* weights, int64_t panels, T* out,
-                   int64_t out_stride, Prefetcher* prefetcher) {
-  const int64_t depth = ranges.first + ranges.second;
-  for (int64_t j = 0, some; j < panels; j += some) {
-    some = panels_per_pass(panels - j, max_panels(Rows));
-    multiply_panels<T, Rows, max_panels(Rows), Add>(some, x, x_stride, ranges, weights + j * depth * panel_width<T>,
-                                                    depth, out + j * panel_width<T>, out_stride);
+// A register tile of `count` panels, Most or fewer.
+template <class T, int Count, int Most, bool Add>
+INLINE void multiply_panels(int64_t count, Rows<const T> x, const Ranges& ranges, const T* weights, Rows<T> out) {
+  if (count == Most)
+    multiply_tile<T, Count, 2 * Most, false, Add>(x, ranges, weights, out);
+  else if constexpr (Most > 1)
+    multiply_panels<T, Count, Most - 1, Add>(count, x, ranges, weights, out);
+}
+
+template <class T, int Count, bool Add>
+void multiply_rows(Rows<const T> x, const Ranges& ranges, Panels<T> weights, Rows<T> out, Prefetcher* prefetcher) {
+  for (int64_t j = 0, some; j < weights.count; j += some) {
+    some = panels_per_pass(weights.count - j, max_panels(Count));
+    multiply_panels<T, Count, max_panels(Count), Add>(some, x, ranges,
+                                                      weights.data + j * ranges.depth() * panel_width<T>,
+                                                      {out.data + j * panel_width<T>, out.stride});
     if (prefetcher) prefetcher->issue_share();
   }
 }
@@ -193,22 +121,21 @@ void multiply_rows(const T* x, int64_t x_stride, const Ranges& ranges, const T* 
 // Groups of four rows: a register tile has three vectors, one and a half panels. The last tile, or the last two, have
 // two vectors.
 template <class T, bool Add>
-void multiply_four_rows(int64_t fours, const T* x, int64_t x_stride, const Ranges& ranges, const T* weights,
-                        int64_t panels, T* out, int64_t out_stride, Prefetcher* prefetcher) {
-  const int64_t depth = ranges.first + ranges.second;
-  if (prefetcher) prefetcher->split(fours * ((2 * panels + 2) / 3));
-  for (int64_t left = 2 * panels, v = 0; left > 0;) {
+void multiply_four_rows(int64_t fours, Rows<const T> x, const Ranges& ranges, Panels<T> weights, Rows<T> out,
+                        Prefetcher* prefetcher) {
+  if (prefetcher) prefetcher->split(fours * ((2 * weights.count + 2) / 3));
+  for (int64_t left = 2 * weights.count, v = 0; left > 0;) {
     const int64_t some = left == 2 || left == 4 ? 2 : 3;
-    const T* from = weights + v / 2 * depth * panel_width<T>;
+    const T* from = weights.data + v / 2 * ranges.depth() * panel_width<T>;
     for (int64_t g = 0; g < fours; ++g) {
-      const T* in = x + 4 * g * x_stride;
-      T* to = out + 4 * g * out_stride + v / 2 * panel_width<T>;
+      const Rows<const T> in = {x.data + 4 * g * x.stride, x.stride};
+      const Rows<T> to = {out.data + 4 * g * out.stride + v / 2 * panel_width<T>, out.stride};
       if (some == 2)
-        multiply_tile<T, 4, 2, false, Add>(in, x_stride, ranges, from, depth, to, out_stride);
+        multiply_tile<T, 4, 2, false, Add>(in, ranges, from, to);
       else if (v % 2)
-        multiply_tile<T, 4, 3, true, Add>(in, x_stride, ranges, from, depth, to, out_stride);
+        multiply_tile<T, 4, 3, true, Add>(in, ranges, from, to);
       else
-        multiply_tile<T, 4, 3, false, Add>(in, x_stride, ranges, from, depth, to, out_stride);
+        multiply_tile<T, 4, 3, false, Add>(in, ranges, from, to);
       if (prefetcher) prefetcher->issue_share();
     }
     v += some;
@@ -216,84 +143,79 @@ void multiply_four_rows(int64_t fours, const T* x, int64_t x_stride, const Range
   }
 }
 
-// The whole product. With more than six rows it runs panel by panel, so that a panel stays in L1 for all groups of
-// rows.
+// out[r, :] (+)= x[r, :] w for `rows` rows. With more than six rows it runs panel by panel, so that a panel stays in L1
+// for all groups of rows.
 template <class T, bool Add>
-__attribute__((noinline)) void matmul(int64_t rows, const T* x, int64_t x_stride, const Ranges& ranges,
-                                      const T* weights, int64_t panels, T* out, int64_t out_stride,
-                                      Prefetcher* prefetcher = nullptr) {
-  int64_t depth = ranges.first + ranges.second;
-  int64_t groups = (rows + 5) / 6, block = rows > 6 ? 1 : panels;
+__attribute__((noinline)) void matmul(int64_t rows, Rows<const T> x, const Ranges& ranges, Panels<T> weights,
+                                      Rows<T> out, Prefetcher* prefetcher = nullptr) {
+  const int64_t groups = (rows + 5) / 6, block = rows > 6 ? 1 : weights.count;
   if (rows == 1) {
-    if (prefetcher) prefetcher->split(std::max(int64_t(1), (panels + max_panels(1) - 1) / max_panels(1)));
-    return multiply_rows<T, 1, Add>(x, x_stride, ranges, weights, panels, out, out_stride, prefetcher);
+    if (prefetcher) prefetcher->split(pass_count(weights.count, 1));
+    return multiply_rows<T, 1, Add>(x, ranges, weights, out, prefetcher);
   }
-  if (rows == 4 || rows == 8)
-    return multiply_four_rows<T, Add>(rows / 4, x, x_stride, ranges, weights, panels, out, out_stride, prefetcher);
-  if (prefetcher)
-    prefetcher->split(std::max(int64_t(1), groups * ((panels + max_panels(rows) - 1) / max_panels(rows))));
-  for (int64_t j = 0; j < panels; j += block) {
-    const T* from = weights + j * depth * panel_width<T>;
-    T* to = out + j * panel_width<T>;
+  if (rows == 4 || rows == 8) return multiply_four_rows<T, Add>(rows / 4, x, ranges, weights, out, prefetcher);
+  if (prefetcher) prefetcher->split(groups * pass_count(weights.count, rows));
+  for (int64_t j = 0; j < weights.count; j += block) {
+    const Panels<T> from = {weights.data + j * ranges.depth() * panel_width<T>, block};
     for (int64_t g = 0, r = 0; g < groups; ++g) {
-      int64_t count = (rows - r) / (groups - g);  // groups differ by one row at most
-      const T* in = x + r * x_stride;
-      T* result = to + r * out_stride;
+      const int64_t count = (rows - r) / (groups - g);  // groups differ by one row at most
+      const Rows<const T> in = {x.data + r * x.stride, x.stride};
+      const Rows<T> to = {out.data + j * panel_width<T> + r * out.stride, out.stride};
       switch (count) {
-        case 1: multiply_rows<T, 1, Add>(in, x_stride, ranges, from, block, result, out_stride, prefetcher); break;
-        case 2: multiply_rows<T, 2, Add>(in, x_stride, ranges, from, block, result, out_stride, prefetcher); break;
-        case 3: multiply_rows<T, 3, Add>(in, x_stride, ranges, from, block, result, out_stride, prefetcher); break;
-        case 4: multiply_rows<T, 4, Add>(in, x_stride, ranges, from, block, result, out_stride, prefetcher); break;
-        case 5: multiply_rows<T, 5, Add>(in, x_stride, ranges, from, block, result, out_stride, prefetcher); break;
-        case 6: multiply_rows<T, 6, Add>(in, x_stride, ranges, from, block, result, out_stride, prefetcher); break;
+        case 1: multiply_rows<T, 1, Add>(in, ranges, from, to, prefetcher); break;
+        case 2: multiply_rows<T, 2, Add>(in, ranges, from, to, prefetcher); break;
+        case 3: multiply_rows<T, 3, Add>(in, ranges, from, to, prefetcher); break;
+        case 4: multiply_rows<T, 4, Add>(in, ranges, from, to, prefetcher); break;
+        case 5: multiply_rows<T, 5, Add>(in, ranges, from, to, prefetcher); break;
+        case 6: multiply_rows<T, 6, Add>(in, ranges, from, to, prefetcher); break;
       }
       r += count;
     }
   }
 }
 
-// out[i, :] += sum_r left[r, i] right[r, :] over `count` rows, accumulated in registers: up to six rows of `out` by one
-// panel at a time.
-template <class T, int Rows>
-INLINE void add_outer_tile(int64_t count, const T* left, int64_t left_stride, const T* right, int64_t right_stride,
-                           T* out, int64_t out_stride) {
-  Vec<T> sum[Rows][2] = {};
-  for (int64_t r = 0; r < count; ++r, left += left_stride, right += right_stride) {
-    Vec<T> lower = load<T>(right), upper = load<T>(right + lanes<T>);
+// ---- Sums of outer products: out[i, :] += sum_r left[r, i] right[r, :] ----------------------------------------------
+
+// `Count` rows of `out` by one panel, accumulated in registers.
+template <class T, int Count>
+INLINE void add_outer_tile(int64_t rows, Rows<const T> left, Rows<const T> right, Rows<T> out) {
+  Vec<T> sum[Count][2] = {};
+  for (int64_t r = 0; r < rows; ++r, left.data += left.stride, right.data += right.stride) {
+    Vec<T> lower = load<T>(right.data), upper = load<T>(right.data + lanes<T>);
 #pragma GCC unroll 8
-    for (int i = 0; i < Rows; ++i) {
-      sum[i][0] += left[i] * lower;
-      sum[i][1] += left[i] * upper;
+    for (int i = 0; i < Count; ++i) {
+      sum[i][0] += left.data[i] * lower;
+      sum[i][1] += left.data[i] * upper;
     }
   }
 #pragma GCC unroll 8
-  for (int i = 0; i < Rows; ++i)
+  for (int i = 0; i < Count; ++i)
     for (int half = 0; half < 2; ++half) {
-      T* to = out + i * out_stride + half * lanes<T>;
+      T* to = out.data + i * out.stride + half * lanes<T>;
       store<T>(to, load<T>(to) + sum[i][half]);
     }
 }
 
+// Over `rows` rows, for `size` rows and `panels` panels of `out`.
 template <class T>
-__attribute__((noinline)) void add_outer_products(int64_t count, const T* left, int64_t left_stride, int64_t size,
-                                                  const T* right, int64_t right_stride, int64_t panels, T* out,
-                                                  int64_t out_stride) {
+__attribute__((noinline)) void add_outer_products(int64_t rows, Rows<const T> left, int64_t size, Rows<const T> right,
+                                                  int64_t panels, Rows<T> out) {
   int64_t groups = (size + 5) / 6;
   for (int64_t g = 0, i = 0; g < groups; ++g) {
-    int64_t rows = (size - i) / (groups - g);  // groups differ by one row at most
+    int64_t count = (size - i) / (groups - g);  // groups differ by one row at most
     for (int64_t j = 0; j < panels; ++j) {
-      const T *from = left + i, *with = right + j * panel_width<T>;
-      T* to = out + i * out_stride + j * panel_width<T>;
-      switch (rows) {
-        case 1: add_outer_tile<T, 1>(count, from, left_stride, with, right_stride, to, out_stride); break;
-        case 2: add_outer_tile<T, 2>(count, from, left_stride, with, right_stride, to, out_stride); break;
-        case 3: add_outer_tile<T, 3>(count, from, left_stride, with, right_stride, to, out_stride); break;
-        case 4: add_outer_tile<T, 4>(count, from, left_stride, with, right_stride, to, out_stride); break;
-        case 5: add_outer_tile<T, 5>(count, from, left_stride, with, right_stride, to, out_stride); break;
-        case 6: add_outer_tile<T, 6>(count, from, left_stride, with, right_stride, to, out_stride); break;
+      const Rows<const T> from = {left.data + i, left.stride}, with = {right.data + j * panel_width<T>, right.stride};
+      const Rows<T> to = {out.data + i * out.stride + j * panel_width<T>, out.stride};
+      switch (count) {
+        case 1: add_outer_tile<T, 1>(rows, from, with, to); break;
+        case 2: add_outer_tile<T, 2>(rows, from, with, to); break;
+        case 3: add_outer_tile<T, 3>(rows, from, with, to); break;
+        case 4: add_outer_tile<T, 4>(rows, from, with, to); break;
+        case 5: add_outer_tile<T, 5>(rows, from, with, to); break;
+        case 6: add_outer_tile<T, 6>(rows, from, with, to); break;
       }
     }
-    i += rows;
+    i += count;
   }
 }
 

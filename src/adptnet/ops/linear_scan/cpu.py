@@ -2,12 +2,14 @@
 
 import ctypes
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _backends, _buffers, _build
+from .._structures import read_structure
 
 __all__ = ["SCALARS", "backward", "forward", "has_kernel"]
 
@@ -22,20 +24,11 @@ PAGE = 4096  # bytes; the hardware prefetcher does not cross a page
 MAX_CACHED_BYTES = 1 << 24  # states up to this size are assumed to fit into the caches
 MIN_WORK_PER_THREAD = 1 << 18  # bytes of states
 
-# `pairs` is 1 for complex numbers, stored as (re, im) pairs. *_batch and *_time are strides in elements.
-_INTEGERS = "batch steps size pairs tile threads tasks_per_sequence columns transition_batch transition_time"
-_INTEGERS += " offset_batch offset_time states_batch states_time reset_batch reset_time"
-_POINTERS = "transition offset initial reset states state_gradients offset_gradients initial_gradients"
-_POINTERS += " transition_gradients transition_sums"
 
-
-class _Scan(ctypes.Structure):
-    """Mirror of `struct Scan` in csrc/kernel.cpp, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in _INTEGERS.split(" ")),
-        *((name, ctypes.c_void_p) for name in _POINTERS.split(" ")),
-    )
+@functools.cache
+def _mirror() -> Any:
+    """Return the ctypes mirror of `struct Scan` in csrc/kernel.cpp."""
+    return read_structure(Path(__file__).parent / "csrc" / "kernel.cpp", "Scan")
 
 
 def has_kernel(dtype: torch.dtype) -> bool:
@@ -155,7 +148,7 @@ class _Call:
         batch, _, size = self.rows.shape
         self.reverse, self.steps = reverse, steps
         self.tensors: dict[str, Tensor] = {}
-        self.scan = _Scan(batch=batch, steps=steps, size=size, pairs=rows.is_complex())
+        self.scan = _mirror()(batch=batch, steps=steps, size=size, pairs=rows.is_complex())
         transition = transition.reshape((1,) * (rows.dim() - transition.dim()) + tuple(transition.shape))
         transition = transition.expand(*transition.shape[:-1], width)
         shared = all(count == 1 for count in transition.shape[:-2])
@@ -198,7 +191,7 @@ class _Call:
         """Set the pointer to the first step that the scan visits, and the strides.
 
         Args:
-            name: A field of `_Scan`.
+            name: A field of `struct Scan`.
             rows: (batch or 1, time or 1, size).
         """
         batch, time = (rows.stride(i) if rows.shape[i] > 1 else 0 for i in (0, 1))
@@ -217,7 +210,7 @@ class _Call:
 def _declare_functions(library: Any) -> Any:
     library.linear_scan_layout.restype = ctypes.c_int64
     for function in (library.linear_scan_forward, library.linear_scan_backward):
-        function.argtypes = [ctypes.POINTER(_Scan)]
+        function.argtypes = [ctypes.POINTER(_mirror())]
         function.restype = None
-    assert library.linear_scan_layout() == ctypes.sizeof(_Scan), "_Scan and struct Scan of kernel.cpp differ"
+    assert library.linear_scan_layout() == ctypes.sizeof(_mirror())
     return library

@@ -2,29 +2,25 @@
 
 import ctypes
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _backends, _buffers, _build
+from .._structures import read_structure
 
 __all__ = ["has_kernel", "matrix_chain"]
 
 _SCALARS = {torch.float32: "float", torch.float64: "double"}
 MIN_WORK_PER_THREAD = 1 << 20  # multiplications
 
-_INTEGERS = "batch steps size count parts threads matrices_batch"
-_POINTERS = "matrices frame out workspace"
 
-
-class _Chain(ctypes.Structure):
-    """Mirror of `struct Chain` in csrc/kernel.cpp, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in _INTEGERS.split(" ")),
-        *((name, ctypes.c_void_p) for name in _POINTERS.split(" ")),
-    )
+@functools.cache
+def _mirror() -> Any:
+    """Return the ctypes mirror of `struct Chain` in csrc/kernel.cpp."""
+    return read_structure(Path(__file__).parent / "csrc" / "kernel.cpp", "Chain")
 
 
 def has_kernel(dtype: torch.dtype) -> bool:
@@ -51,7 +47,7 @@ def matrix_chain(matrices: Tensor, frame: Tensor) -> Tensor:
     if matrices.stride()[1:] != (size * size, size, 1):
         matrices = matrices.contiguous()
     frame = frame.contiguous()
-    chain = _Chain(batch=batch, steps=steps, size=size, count=count, matrices_batch=matrices.stride(0))
+    chain = _mirror()(batch=batch, steps=steps, size=size, count=count, matrices_batch=matrices.stride(0))
     threads = max(1, min(torch.get_num_threads(), batch * steps * size * size * count // MIN_WORK_PER_THREAD))
     chain.parts = -(-threads // batch)
     chain.threads = min(threads, batch * chain.parts)
@@ -65,9 +61,9 @@ def matrix_chain(matrices: Tensor, frame: Tensor) -> Tensor:
 @functools.cache
 def _declare_functions(library: Any) -> Any:
     for function in (library.matrix_chain_workspace, library.matrix_chain_run):
-        function.argtypes = [ctypes.POINTER(_Chain)]
+        function.argtypes = [ctypes.POINTER(_mirror())]
     for function in (library.matrix_chain_workspace, library.matrix_chain_layout):
         function.restype = ctypes.c_int64
     library.matrix_chain_run.restype = None
-    assert library.matrix_chain_layout() == ctypes.sizeof(_Chain)
+    assert library.matrix_chain_layout() == ctypes.sizeof(_mirror())
     return library

@@ -2,12 +2,14 @@
 
 import ctypes
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _backends, _buffers, _build
+from .._structures import read_structure
 
 __all__ = ["backward", "forward", "has_kernel"]
 
@@ -15,16 +17,12 @@ _SCALARS = {torch.float32: "float", torch.float64: "double"}
 MIN_WORK_PER_THREAD = 1 << 16  # elements of x
 
 _INPUTS = "x key offset skew_coefficient key_coefficient offset_coefficient"
-_POINTERS = f"{_INPUTS} rotated gradients {' '.join(f'{name}_gradients' for name in _INPUTS.split(' '))}"
 
 
-class _Rotation(ctypes.Structure):
-    """Mirror of `struct Rotation` in csrc/kernel.cpp, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rows", "size", "threads")),
-        *((name, ctypes.c_void_p) for name in _POINTERS.split(" ")),
-    )
+@functools.cache
+def _mirror() -> Any:
+    """Return the ctypes mirror of `struct Rotation` in csrc/kernel.cpp."""
+    return read_structure(Path(__file__).parent / "csrc" / "kernel.cpp", "Rotation")
 
 
 def has_kernel(dtype: torch.dtype) -> bool:
@@ -63,7 +61,7 @@ def backward(gradient: Tensor, *inputs: Tensor) -> list[Tensor]:
 def _run(function: str, inputs: tuple[Tensor, ...], **outputs: Tensor) -> None:
     x = inputs[0]
     size = x.shape[-1]
-    call = _Rotation(rows=x.numel() // size, size=size)
+    call = _mirror()(rows=x.numel() // size, size=size)
     call.threads = max(1, min(torch.get_num_threads(), call.rows, x.numel() // MIN_WORK_PER_THREAD))
     tensors = {name: t.contiguous() for name, t in zip(_INPUTS.split(" "), inputs, strict=True)} | outputs
     for name, tensor in tensors.items():
@@ -75,7 +73,7 @@ def _run(function: str, inputs: tuple[Tensor, ...], **outputs: Tensor) -> None:
 def _declare_functions(library: Any) -> Any:
     library.plane_rotation_layout.restype = ctypes.c_int64
     for function in (library.plane_rotation_forward, library.plane_rotation_backward):
-        function.argtypes = [ctypes.POINTER(_Rotation)]
+        function.argtypes = [ctypes.POINTER(_mirror())]
         function.restype = None
-    assert library.plane_rotation_layout() == ctypes.sizeof(_Rotation)
+    assert library.plane_rotation_layout() == ctypes.sizeof(_mirror())
     return library

@@ -14,18 +14,20 @@
 //   r, t, l      sequence, step, and sequence within a group of as many sequences as a SIMD vector has lanes
 //   s            the arguments of the call, `struct Layer`
 
-#include "../../csrc/panels.h"
-#include "../../adpt_scan/csrc/plane.h"
+#include <algorithm>
 
-// Arguments of a call, mirrored field by field in cpu.py. A `void*` points to SCALAR, which is float or double.
+#include "../../adpt_scan/csrc/directions.h"
+#include "../../csrc/rows.h"
+
+// Arguments of a call; cpu.py reads the layout from here. A `void*` points to SCALAR, which is float or double.
 struct Layer {
   int64_t batch, steps, width, heads, size, output_width;  // size: state dimension of one head
   int64_t complex_pairs, rotates, source, retraction, rotation_aware;  // booleans, and the enums of adpt_scan/form.py
   int64_t gate_rank;                                                   // 0 without an input gate
   double spike_threshold;
   const void *x, *initial;                                             // initial: null for zeros
-  const void *input_weight, *input_bias, *gain_real, *gain_imag;       // (n, width), (n); imaginary parts and biases may
-  const void *real, *imag, *beta;                                      // be null
+  const void *input_weight, *input_bias, *gain_real, *gain_imag;       // (n, width) and (n); imaginary parts and
+  const void *real, *imag, *beta;                                      // biases may be null
   const void *gate_down, *gate_up, *gate_bias;                         // (gate_rank, n), (n, gate_rank), (n)
   const void *const *directions, *const *direction_biases;             // (heads, 2): K and V of each head
   const void *readout_weight, *readout_bias;                           // (output_width, n); null for the identity
@@ -48,54 +50,60 @@ constexpr int64_t block_rows = 32;
 
 // ---- Products with unpacked weights: out[r, j] = sum_i x[r, i] W[j, i] + bias[j] ------------------------------------
 
+// A matrix, (width, depth) in row-major order, and a bias, which may be null.
+template <class T> struct Linear {
+  const T *weights, *bias;
+  int64_t depth, width;
+};
+
 // A tile of eight results. The order of the sum is the same for every tile, so a row does not depend on the others.
-template <class T, int Rows>
-INLINE void multiply_tile_unpacked(const T* x, int64_t x_stride, const T* weights, int64_t depth, int64_t count,
-                                   const T* bias, T* out, int64_t out_stride) {
-  constexpr int Outputs = 8 / Rows;
-  const int64_t whole = depth / lanes<T> * lanes<T>;
+template <class T, int Count>
+INLINE void multiply_tile_unpacked(Rows<const T> x, const Linear<T>& by, Rows<T> out) {
+  constexpr int Outputs = 8 / Count;
+  const int64_t depth = by.depth, whole = depth / lanes<T> * lanes<T>;
   const T* w[Outputs];
-  for (int j = 0; j < Outputs; ++j) w[j] = weights + (j < count ? j : 0) * depth;
+  for (int j = 0; j < Outputs; ++j) w[j] = by.weights + (j < by.width ? j : 0) * depth;
   Vec<T> sum[8] = {};
   for (int64_t i = 0; i < whole; i += lanes<T>) {
-    Vec<T> x_i[Rows];
+    Vec<T> x_i[Count];
 #pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r) x_i[r] = load<T>(x + r * x_stride + i);
+    for (int r = 0; r < Count; ++r) x_i[r] = load<T>(x.data + r * x.stride + i);
 #pragma GCC unroll 8
     for (int j = 0; j < Outputs; ++j) {
       const Vec<T> w_i = load<T>(w[j] + i);
 #pragma GCC unroll 8
-      for (int r = 0; r < Rows; ++r) sum[r * Outputs + j] += x_i[r] * w_i;
+      for (int r = 0; r < Count; ++r) sum[r * Outputs + j] += x_i[r] * w_i;
     }
   }
   T total[8];
   horizontal_sums<T, 8>(sum, total);
   for (int64_t i = whole; i < depth; ++i)
-    for (int r = 0; r < Rows; ++r)
-      for (int j = 0; j < Outputs; ++j) total[r * Outputs + j] += x[r * x_stride + i] * w[j][i];
-  for (int r = 0; r < Rows; ++r)
-    for (int j = 0; j < Outputs && j < count; ++j)
-      out[r * out_stride + j] = total[r * Outputs + j] + (bias ? bias[j] : T(0));
+    for (int r = 0; r < Count; ++r)
+      for (int j = 0; j < Outputs; ++j) total[r * Outputs + j] += x.data[r * x.stride + i] * w[j][i];
+  for (int r = 0; r < Count; ++r)
+    for (int j = 0; j < Outputs && j < by.width; ++j)
+      out.data[r * out.stride + j] = total[r * Outputs + j] + (by.bias ? by.bias[j] : T(0));
 }
 
 template <class T>
-__attribute__((noinline)) void multiply_unpacked(int64_t rows, const T* x, int64_t x_stride, const T* weights,
-                                                 int64_t depth, int64_t width, const T* bias, T* out,
-                                                 int64_t out_stride) {
+__attribute__((noinline)) void multiply_unpacked(int64_t rows, Rows<const T> x, const Linear<T>& by, Rows<T> out) {
+  // The results from column j on.
+  auto multiply_from = [&](auto count, int64_t r, int64_t j) {
+    const Linear<T> rest = {by.weights + j * by.depth, by.bias ? by.bias + j : nullptr, by.depth, by.width - j};
+    multiply_tile_unpacked<T, count>({x.data + r * x.stride, x.stride}, rest,
+                                     {out.data + r * out.stride + j, out.stride});
+  };
+  constexpr std::integral_constant<int, 1> one_row;
+  constexpr std::integral_constant<int, 2> two_rows;
   for (int64_t first = 0; first < rows; first += block_rows) {
     const int64_t end = std::min(first + block_rows, rows);
     if (end - first == 1) {
-      for (int64_t j = 0; j < width; j += 8)
-        multiply_tile_unpacked<T, 1>(x + first * x_stride, x_stride, weights + j * depth, depth, width - j,
-                                     bias ? bias + j : nullptr, out + first * out_stride + j, out_stride);
+      for (int64_t j = 0; j < by.width; j += 8) multiply_from(one_row, first, j);
       continue;
     }
-    for (int64_t j = 0; j < width; j += 4)
-      for (int64_t r = first; r < end; r += 2) {
-        const int64_t from = std::min(r, end - 2);  // the last pair may overlap the one before
-        multiply_tile_unpacked<T, 2>(x + from * x_stride, x_stride, weights + j * depth, depth, width - j,
-                                     bias ? bias + j : nullptr, out + from * out_stride + j, out_stride);
-      }
+    for (int64_t j = 0; j < by.width; j += 4)
+      for (int64_t r = first; r < end; r += 2)
+        multiply_from(two_rows, std::min(r, end - 2), j);  // the last pair may overlap the one before
   }
 }
 
@@ -144,22 +152,23 @@ void step_rows(const Layer& s, const Memory<T>& at, int64_t head, int count, int
   if (s.rotates) {
     const T* source = at.x;
     if (s.source != identity) {
-      for (int64_t i = 0; i < count * pad; i += lanes<T>) store<T>(at.source + i, apply_source<T>(s, load<T>(at.x + i)));
+      for (int64_t i = 0; i < count * pad; i += lanes<T>)
+        store<T>(at.source + i, apply_source<T>(s, load<T>(at.x + i)));
       source = at.source;
     }
-    for (int64_t half = 0; half < 2; ++half)
-      multiply_unpacked<T>(
-          count, source, pad, static_cast<const T*>(s.directions[2 * head + half]), s.size, s.size,
-          s.direction_biases ? static_cast<const T*>(s.direction_biases[2 * head + half]) : nullptr,
-          at.projections + half * pad, 2 * pad);
+    for (int64_t half = 0; half < 2; ++half) {
+      const int64_t which = 2 * head + half;
+      const void* bias = s.direction_biases ? s.direction_biases[which] : nullptr;
+      multiply_unpacked<T>(count, {source, pad},
+                           {static_cast<const T*>(s.directions[which]), static_cast<const T*>(bias), s.size, s.size},
+                           {at.projections + half * pad, 2 * pad});
+    }
     auto vectors = [&](int64_t l) -> RowVectors<T> {
       return {at.projections + l * 2 * pad, at.x + l * pad, s.rotation_aware ? at.u + l * pad : nullptr};
     };
-    compute_directions<T, N, Pairs>(spectrum, vectors, count, pad, at.dots, false, at.scratch, group);
+    compute_directions<T, N, Pairs>(spectrum, vectors, count, pad, {at.dots, false, at.scratch}, group);
     const N beta = N{} + static_cast<const T*>(s.beta)[head];
-    const RotationScalars<N> plane = rotation_scalars<N>(s.retraction, group.plane, beta);
-    by = {group.on_p * (plane.y1 + group.on_k * plane.y2), group.on_q * plane.y2,
-          group.on_p * (plane.m1 + group.on_k * plane.m2), group.on_q * plane.m2};  // coefficients of p and q
+    by = scalars_of_projections<N>(group, rotation_scalars<N>(s.retraction, group.plane, beta));
   }
   for (int l = 0; l < count; ++l)
     if (s.rotates && !group.no_rotation[l])
@@ -240,10 +249,11 @@ template <class T> void apply_gate(const Layer& s, int64_t rows, T* u, T* hidden
   for (int64_t first = 0; first < rows; first += block_rows) {
     const int64_t count = std::min(block_rows, rows - first);
     T* const block = u + first * n;
-    multiply_unpacked<T>(count, block, n, static_cast<const T*>(s.gate_down), n, s.gate_rank, nullptr, hidden,
-                         s.gate_rank);
-    multiply_unpacked<T>(count, hidden, s.gate_rank, static_cast<const T*>(s.gate_up), s.gate_rank, n,
-                         static_cast<const T*>(s.gate_bias), gate, n);
+    multiply_unpacked<T>(count, {block, n}, {static_cast<const T*>(s.gate_down), nullptr, n, s.gate_rank},
+                         {hidden, s.gate_rank});
+    multiply_unpacked<T>(count, {hidden, s.gate_rank},
+                         {static_cast<const T*>(s.gate_up), static_cast<const T*>(s.gate_bias), s.gate_rank, n},
+                         {gate, n});
     const int64_t entries = count * n, whole = entries / lanes<T> * lanes<T>;
     for (int64_t i = 0; i < whole; i += lanes<T>)
       store<T>(block + i, load<T>(block + i) * softplus<T>(load<T>(gate + i)));
@@ -260,8 +270,9 @@ template <class T> void compute_drive(const Layer& s, T* hidden, T* gate) {
   const int64_t n = s.heads * s.size, rows = s.batch * s.steps;
   T* const drive = static_cast<T*>(s.drive);
   const T *real = static_cast<const T*>(s.gain_real), *imag = static_cast<const T*>(s.gain_imag);
-  multiply_unpacked<T>(rows, static_cast<const T*>(s.x), s.width, static_cast<const T*>(s.input_weight), s.width, n,
-                       static_cast<const T*>(s.input_bias), drive, n);
+  multiply_unpacked<T>(rows, {static_cast<const T*>(s.x), s.width},
+                       {static_cast<const T*>(s.input_weight), static_cast<const T*>(s.input_bias), s.width, n},
+                       {drive, n});
   if (s.gate_rank) apply_gate<T>(s, rows, drive, hidden, gate);
   for (int64_t r = 0; r < rows; ++r) {
     T* const u = drive + r * n;
@@ -315,10 +326,13 @@ template <class T> bool run(const Layer& s) {
     const int count = int(std::min(group_rows<T>, s.batch - first));
     s.complex_pairs ? run_group<T, true>(s, at, first, count) : run_group<T, false>(s, at, first, count);
   }
-  if (s.readout_weight)
-    multiply_unpacked<T>(s.batch * s.steps, static_cast<const T*>(s.states), s.heads * s.size,
-                         static_cast<const T*>(s.readout_weight), s.heads * s.size, s.output_width,
-                         static_cast<const T*>(s.readout_bias), static_cast<T*>(s.outputs), s.output_width);
+  if (s.readout_weight) {
+    const int64_t n = s.heads * s.size;
+    multiply_unpacked<T>(s.batch * s.steps, {static_cast<const T*>(s.states), n},
+                         {static_cast<const T*>(s.readout_weight), static_cast<const T*>(s.readout_bias), n,
+                          s.output_width},
+                         {static_cast<T*>(s.outputs), s.output_width});
+  }
   return true;
 }
 

@@ -2,8 +2,10 @@
 //
 // A, B    `left` and `right`, (size, rank): the low-rank part
 // C, D    `outer`, (outer, outer), and `inner`, (inner, inner): the Kronecker part, outer * inner = size
-// gp, gq  the gradients of p = K x and q = V x
+// p, q    the projections K x and V x; gp and gq are the gradients with respect to them
+// g       rows of [gp, gq]
 // half    0 for K, 1 for V
+// pad     a size padded to whole cache lines
 
 #pragma once
 
@@ -76,47 +78,49 @@ template <class T> void pack_factors_backward(const FactorShape& s, const Factor
 template <class T>
 void multiply_inner(const FactorShape& s, const T* x, const T* inner, int64_t depth, T* out) {
   for (int64_t j = 0; j < padded_size<T>(s.inner); j += panel_width<T>)
-    matmul<T, false>(s.outer, x, s.inner, {s.inner, 0, 0}, inner + j * s.inner, 1, out + j * depth, panel_width<T>);
+    matmul<T, false>(s.outer, {x, s.inner}, {s.inner, 0, 0}, {inner + j * s.inner, 1},
+                     {out + j * depth, panel_width<T>});
 }
 // The product with C, added to `out`.
-template <class T> void add_outer_product(const FactorShape& s, const T* outer, int64_t depth,
-                                          const FactorScratch<T>& scratch, T* out) {
+template <class T>
+void add_outer_product(const FactorShape& s, const T* outer, int64_t depth, const FactorScratch<T>& scratch, T* out) {
   const int64_t inner_pad = padded_size<T>(s.inner);
-  matmul<T, false>(s.outer, outer, depth, {depth, 0, 0}, scratch.after_inner, inner_pad / panel_width<T>,
-                   scratch.after_outer, inner_pad);
+  matmul<T, false>(s.outer, {outer, depth}, {depth, 0, 0}, {scratch.after_inner, inner_pad / panel_width<T>},
+                   {scratch.after_outer, inner_pad});
   for (int64_t i = 0; i < s.outer; ++i) add_row<T>(scratch.after_outer + i * inner_pad, s.inner, out + i * s.inner);
 }
 
 // Rows of x to rows of [K x, V x].
 template <class T>
-void factored_forward(const FactorShape& s, const Factors<T>& by, int64_t rows, const T* x, int64_t stride,
+void factored_forward(const FactorShape& s, const Factors<T>& by, int64_t rows, Rows<const T> x,
                       const FactorScratch<T>& scratch, T* out) {
   const int64_t pad = padded_size<T>(s.size), rank_pad = padded_size<T>(s.rank), inner_pad = padded_size<T>(s.inner);
-  matmul<T, false>(rows, x, stride, {s.size, 0, 0}, by.down, 2 * rank_pad / panel_width<T>, scratch.reduced,
-                   2 * rank_pad);
+  matmul<T, false>(rows, x, {s.size, 0, 0}, {by.down, 2 * rank_pad / panel_width<T>}, {scratch.reduced, 2 * rank_pad});
   for (int64_t half = 0; half < 2; ++half)
-    matmul<T, false>(rows, scratch.reduced + half * rank_pad, 2 * rank_pad, {s.rank, 0, 0}, by.up + half * pad * s.rank,
-                     pad / panel_width<T>, out + half * pad, 2 * pad);
+    matmul<T, false>(rows, {scratch.reduced + half * rank_pad, 2 * rank_pad}, {s.rank, 0, 0},
+                     {by.up + half * pad * s.rank, pad / panel_width<T>}, {out + half * pad, 2 * pad});
   for (int64_t i = 0; s.outer && i < 2 * rows; ++i) {
     const int64_t half = i % 2;
-    multiply_inner<T>(s, x + i / 2 * stride, by.inner + half * inner_pad * s.inner, s.outer, scratch.after_inner);
+    multiply_inner<T>(s, x.data + i / 2 * x.stride, by.inner + half * inner_pad * s.inner, s.outer,
+                      scratch.after_inner);
     add_outer_product<T>(s, by.outer + half * s.outer * s.outer, s.outer, scratch, out + i * pad);
   }
 }
 
 // Rows of [gp, gq] to rows of K' gp + V' gq.
 template <class T>
-void factored_backward(const FactorShape& s, const Factors<T>& by, int64_t rows, const T* g, int64_t stride,
+void factored_backward(const FactorShape& s, const Factors<T>& by, int64_t rows, Rows<const T> g,
                        const FactorScratch<T>& scratch, T* out) {
   const int64_t pad = padded_size<T>(s.size), rank_pad = padded_size<T>(s.rank), inner_pad = padded_size<T>(s.inner);
   for (int64_t half = 0; half < 2; ++half)
-    matmul<T, false>(rows, g + half * pad, stride, {s.size, 0, 0}, by.down + half * rank_pad * s.size,
-                     rank_pad / panel_width<T>, scratch.reduced + half * rank_pad, 2 * rank_pad);
-  matmul<T, false>(rows, scratch.reduced, 2 * rank_pad, {s.rank, rank_pad - s.rank, s.rank}, by.up,
-                   pad / panel_width<T>, out, pad);
+    matmul<T, false>(rows, {g.data + half * pad, g.stride}, {s.size, 0, 0},
+                     {by.down + half * rank_pad * s.size, rank_pad / panel_width<T>},
+                     {scratch.reduced + half * rank_pad, 2 * rank_pad});
+  matmul<T, false>(rows, {scratch.reduced, 2 * rank_pad}, {s.rank, rank_pad - s.rank, s.rank},
+                   {by.up, pad / panel_width<T>}, {out, pad});
   for (int64_t r = 0; s.outer && r < rows; ++r) {
     for (int64_t half = 0; half < 2; ++half)
-      multiply_inner<T>(s, g + r * stride + half * pad, by.inner + half * inner_pad * s.inner, 2 * s.outer,
+      multiply_inner<T>(s, g.data + r * g.stride + half * pad, by.inner + half * inner_pad * s.inner, 2 * s.outer,
                         scratch.after_inner + half * s.outer * panel_width<T>);
     add_outer_product<T>(s, by.outer, 2 * s.outer, scratch, out + r * pad);
   }

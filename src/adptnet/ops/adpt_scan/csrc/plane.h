@@ -1,4 +1,5 @@
-// The rotation of one row (one sequence at one step): its directions, its scalars, and their derivatives.
+// The scalars of one rotation, forward and backward. Nothing here reads a vector: the scalars of a row (one sequence at
+// one step) follow from its dot products.
 //
 // Letters, as in ../README.md; code writes L for Λ and ww for ω:
 //   x, u         the state before the step, and the drive; x' = Q L Q'x + u is the state after it
@@ -11,12 +12,12 @@
 //   y1, y2       Q'x = x + y1 k + y2 w
 //   m1, m2       Q z = z + m1 k + m2 w, for z = L Q'x
 //   kLx, wLk ..  dot products k.Lx, w.Lk ..; ku and wu are those with a drive that is rotated with the state
-//   g..          the gradient with respect to ..
+//   g..          the gradient with respect to ..; g itself is that with respect to x'
+//   Qx, Qg       Q'x and Q'g; LQx = L Q'x and LtQg = L'Q'g
 
 #pragma once
 
 #include <cmath>
-#include <limits>
 
 #include "../../csrc/simd.h"
 
@@ -24,102 +25,7 @@ namespace {
 
 enum Retraction { exponential, cayley, taylor_one, taylor_two };
 
-// ---- SIMD helpers ---------------------------------------------------------------------------------------------------
-
-// Shuffle index that collects one half (lower or upper) of each group of lanes: of `a` in the lower half of the result,
-// of `b` in its upper half.
-constexpr int half_index(int lane, int group, int all, bool upper) {
-  int start = lane / group * group, offset = lane % group, half = group / 2;
-  return (offset < half ? start + offset : all + start + offset - half) + (upper ? half : 0);
-}
-template <class T, int Group, int... I> INLINE Vec<T> add_halves(Vec<T> a, Vec<T> b, std::integer_sequence<int, I...>) {
-  return SHUFFLE(T, a, b, half_index(I, Group, lanes<T>, false)...) +
-         SHUFFLE(T, a, b, half_index(I, Group, lanes<T>, true)...);
-}
-template <class T, int Group> INLINE Vec<T> reduce_group(Vec<T>* sums) {
-  if constexpr (Group == 1) {
-    return sums[0];
-  } else {
-    Vec<T> next[Group / 2];
-#pragma GCC unroll 8
-    for (int i = 0; i < Group / 2; ++i)
-      next[i] = add_halves<T, Group>(sums[i], sums[i + Group / 2], std::make_integer_sequence<int, lanes<T>>());
-    return reduce_group<T, Group / 2>(next);
-  }
-}
-// Sum each of `Count` vectors over its lanes. Count is a multiple of eight, hence of every possible number of lanes.
-template <class T, int Count> INLINE void horizontal_sums(Vec<T>* sums, T* out) {
-#pragma GCC unroll 16
-  for (int i = 0; i < Count; i += lanes<T>) store<T>(out + i, reduce_group<T, lanes<T>>(sums + i));
-}
-
-// Transpose blocks of lanes<T> vectors.
-template <class T, int Half, int... I> INLINE void exchange(Vec<T>& a, Vec<T>& b, std::integer_sequence<int, I...>) {
-  const Vec<T> lower = SHUFFLE(T, a, b, half_index(I, 2 * Half, lanes<T>, false)...);
-  b = SHUFFLE(T, a, b, half_index(I, 2 * Half, lanes<T>, true)...);
-  a = lower;
-}
-template <class T, int Half> INLINE void transpose(Vec<T>* rows) {
-#pragma GCC unroll 8
-  for (int i = 0; i < lanes<T>; ++i)
-    if (!(i & Half)) exchange<T, Half>(rows[i], rows[i + Half], std::make_integer_sequence<int, lanes<T>>());
-  if constexpr (Half > 1) transpose<T, Half / 2>(rows);
-}
-// Transpose a matrix of `count` rows: lane l of out[j] becomes rows[l * Columns + j]. Lanes from `count` on repeat
-// row 0.
-template <class T, int Columns> INLINE void transpose_rows(const T* rows, int, T* out) {
-  std::memcpy(out, rows, Columns * sizeof(T));
-}
-template <class T, int Columns> INLINE void transpose_rows(const T* rows, int count, Vec<T>* out) {
-#pragma GCC unroll 16
-  for (int j = 0; j < Columns; j += lanes<T>) {
-#pragma GCC unroll 8
-    for (int l = 0; l < lanes<T>; ++l) out[j + l] = load<T>(rows + (l < count) * l * Columns + j);  // branch-free
-    transpose<T, lanes<T> / 2>(out + j);
-  }
-}
-
-// Return whether a comparison holds in all lanes.
-INLINE bool all_lanes(bool holds) { return holds; }
-INLINE bool all_lanes(int holds) { return holds; }  // several bools joined by &
-template <class Mask> INLINE bool all_lanes(Mask mask) {
-  int64_t parts[sizeof(Mask) / 8], both = -1;
-  std::memcpy(parts, &mask, sizeof mask);
-  for (int64_t part : parts) both &= part;
-  return both == -1;
-}
-
-// From here on N holds the same scalar of one row (N = T), or of lanes<T> rows, one row per lane (N = Vec<T>).
-template <class N> struct Scalar {
-  typedef N type;
-};
-template <> struct Scalar<Vec<float>> {
-  typedef float type;
-};
-template <> struct Scalar<Vec<double>> {
-  typedef double type;
-};
-
-template <class N> constexpr int rows_per = sizeof(N) / sizeof(typename Scalar<N>::type);
-template <class N> INLINE auto lane(const N& numbers, int l) {
-  if constexpr (rows_per<N> == 1)
-    return numbers;
-  else
-    return numbers[l];
-}
-
-INLINE float sqrt_lanes(float s) { return std::sqrt(s); }
-INLINE double sqrt_lanes(double s) { return std::sqrt(s); }
-template <class N> INLINE N sqrt_lanes(N s) {
-  typename Scalar<N>::type each[rows_per<N>];
-  std::memcpy(each, &s, sizeof s);
-#pragma omp simd
-  for (int l = 0; l < rows_per<N>; ++l) each[l] = std::sqrt(each[l]);
-  std::memcpy(&s, each, sizeof s);
-  return s;
-}
-
-// ---- Scalars of the rotation ----------------------------------------------------------------------------------------
+// ---- The coefficients of Q ------------------------------------------------------------------------------------------
 
 // A(s) and B(s), the coefficients of S and S^2, and their derivatives with respect to s.
 template <class N> struct Coefficients {
@@ -203,6 +109,8 @@ template <class N> INLINE Coefficients<N> coefficients(int64_t retraction, N s) 
   }
 }
 
+// ---- The scalars of a row -------------------------------------------------------------------------------------------
+
 // The dot products that determine the scalars of a row.
 template <class N> struct PlaneDots {
   N kx, wx, kLx, wLx, kLk, kLw, wLk, wLw, ww, ku, wu;
@@ -284,7 +192,7 @@ INLINE PlaneDots<N> rotation_scalars_backward(int64_t retraction, const PlaneDot
   return out;
 }
 
-// ---- Directions -----------------------------------------------------------------------------------------------------
+// ---- From k and w to p and q ----------------------------------------------------------------------------------------
 
 // Express k and w by p and q: k = on_p p, w = on_q q + on_k k.
 template <class N> struct Frame {
@@ -293,217 +201,99 @@ template <class N> struct Frame {
   PlaneDots<N> plane;
 };
 
-// One row. On the slow path (p and q nearly parallel, or squares out of range), p and q point to k and w themselves,
-// which are in scratch memory.
-template <class T> struct Row : Frame<T> {
-  const T *p, *q;
-  bool no_rotation;  // p or q is zero, hence Q = I
+// From coefficients of k and w to coefficients of p and q.
+template <class N>
+INLINE RotationScalars<N> scalars_of_projections(const Frame<N>& frame, const RotationScalars<N>& by) {
+  return {frame.on_p * (by.y1 + frame.on_k * by.y2), frame.on_q * by.y2, frame.on_p * (by.m1 + frame.on_k * by.m2),
+          frame.on_q * by.m2};
+}
+
+// ---- The gradients of a row -----------------------------------------------------------------------------------------
+
+// Coefficients of the gradients of a row. gp is 1/|p| times a linear combination of L'Q'g, L Q'x (plus the drive, if it
+// is rotated), g, x, p and q; gq is 1/|q| times another. A Taylor polynomial is not a rotation: only a part of what it
+// adds to x and g enters these formulas, and the remainder is kept separately.
+template <class N> struct GradientScalars {
+  N x_on_p, x_on_q, g_on_p, g_on_q;                      // Q'x = x + x_on_p p + x_on_q q, and likewise Q'g
+  N rest_x_on_k, rest_x_on_w, rest_g_on_k, rest_g_on_w;  // the Taylor remainder
+  N state_on_p, state_on_q;                              // gx = L'Q'g + state_on_p p + state_on_q q + K'gp + V'gq
+  N key_LtQg, key_LQx, key_g, key_x, key_p, key_q;       // gp
+  N value_LtQg, value_LQx, value_g, value_x, value_p, value_q;  // gq
+  N beta;                                                       // the gradient of beta
+  N padding;  // makes the size a multiple of every number of lanes, for `split_lanes`
 };
 
-// As many rows as N has lanes, whose scalars are vectorised over the batch. Lanes without a row repeat the first row.
-template <class T, class N> struct Group : Frame<N> {
-  const T *p[rows_per<N>], *q[rows_per<N>];
-  bool no_rotation[rows_per<N>];
-};
+// The dot products of p and q with g and with L'g, in the order of `with_g` below.
+enum DotWithG { pg, qg, pLtg, qLtg, dot_with_g_count = 8 };
 
-template <class A, class B, class Move> INLINE void for_each_scalar(Frame<A>& a, Frame<B>& b, Move move) {
-  move(a.on_p, b.on_p);
-  move(a.on_q, b.on_q);
-  move(a.on_k, b.on_k);
-  move(a.cosine, b.cosine);
-  move(a.key_scale, b.key_scale);
-  move(a.value_scale, b.value_scale);
-  move(a.plane.kx, b.plane.kx);
-  move(a.plane.wx, b.plane.wx);
-  move(a.plane.kLx, b.plane.kLx);
-  move(a.plane.wLx, b.plane.wLx);
-  move(a.plane.kLk, b.plane.kLk);
-  move(a.plane.kLw, b.plane.kLw);
-  move(a.plane.wLk, b.plane.wLk);
-  move(a.plane.wLw, b.plane.wLw);
-  move(a.plane.ww, b.plane.ww);
-  move(a.plane.ku, b.plane.ku);
-  move(a.plane.wu, b.plane.wu);
-}
-template <class T, class N> INLINE void set_row(Row<T>& row, int l, Group<T, N>& group) {
-  for_each_scalar(group, row, [&](N& to, T from) {
-    if constexpr (rows_per<N> == 1)
-      to = from;
-    else
-      to[l] = from;
-  });
-  group.p[l] = row.p;
-  group.q[l] = row.q;
-  group.no_rotation[l] = row.no_rotation;
-}
-template <class T, class N> Row<T> get_row(Group<T, N>& group, int l) {
-  Row<T> out;
-  for_each_scalar(group, out, [&](const N& from, T& to) { to = lane(from, l); });
-  out.p = group.p[l];
-  out.q = group.q[l];
-  out.no_rotation = group.no_rotation[l];
+// Compute the coefficients from these dot products.
+template <class N>
+INLINE GradientScalars<N> gradient_scalars(int64_t retraction, const Frame<N>& frame, N beta, const N* with_g) {
+  GradientScalars<N> out = {};
+  const PlaneDots<N>& d = frame.plane;
+  const N c = frame.cosine;
+  const N kg = frame.on_p * with_g[pg], wg = frame.on_q * with_g[qg] + frame.on_k * kg;
+  const N gLk = frame.on_p * with_g[pLtg], gLw = frame.on_q * with_g[qLtg] + frame.on_k * gLk;
+  const RotationScalars<N> by = rotation_scalars<N>(retraction, d, beta);
+  const PlaneDots<N> e = rotation_scalars_backward<N>(retraction, d, beta, {gLk, gLw, kg, wg}, out.beta);
+  N x_on_k = by.y1, x_on_w = by.y2, g_on_k = e.kLx, g_on_w = e.wLx;  // Q'x = x + x_on_k k + x_on_w w, and likewise Q'g
+  if (retraction == taylor_one) x_on_k = x_on_w = g_on_k = g_on_w = N{};
+  if (retraction == taylor_two) {
+    x_on_k = -beta * d.wx;
+    x_on_w = beta * d.kx;
+    g_on_k = -beta * wg;
+    g_on_w = beta * kg;
+  }
+  // Dot products of k and w with L'Q'g and with L Q'x.
+  const N k_LtQg = gLk + g_on_k * d.kLk + g_on_w * d.wLk, w_LtQg = gLw + g_on_k * d.kLw + g_on_w * d.wLw;
+  const N k_LQx = d.kLx + x_on_k * d.kLk + x_on_w * d.kLw + d.ku;
+  const N w_LQx = d.wLx + x_on_k * d.wLk + x_on_w * d.wLw + d.wu;
+  // Components of gk and gw that the normalisations remove, in closed form.
+  N k_gk = x_on_k * k_LtQg + g_on_k * k_LQx + by.m1 * kg + e.kx * d.kx;
+  N k_gw = x_on_w * k_LtQg + g_on_w * k_LQx + by.m2 * kg + e.wx * d.kx;
+  N w_gw = x_on_w * w_LtQg + g_on_w * w_LQx + by.m2 * wg + e.wx * d.wx + 2 * e.ww * d.ww;
+  if (retraction >= taylor_one) {
+    out.rest_x_on_k = by.y1 - x_on_k;
+    out.rest_x_on_w = by.y2 - x_on_w;
+    out.rest_g_on_k = e.kLx - g_on_k;
+    out.rest_g_on_w = e.wLx - g_on_w;
+    k_gk += out.rest_x_on_k * gLk + out.rest_g_on_k * d.kLx;
+    k_gw += out.rest_x_on_w * gLk + out.rest_g_on_w * d.kLx;
+    w_gw += out.rest_x_on_w * gLw + out.rest_g_on_w * d.wLx;
+  }
+  // From coefficients of k and w to coefficients of p and q.
+  auto on_p = [&](N on_k, N on_w) { return frame.on_p * (on_k + frame.on_k * on_w); };
+  auto on_q = [&](N on_w) { return frame.on_q * on_w; };
+  out.x_on_p = on_p(x_on_k, x_on_w);
+  out.x_on_q = on_q(x_on_w);
+  out.g_on_p = on_p(g_on_k, g_on_w);
+  out.g_on_q = on_q(g_on_w);
+  out.state_on_p = on_p(e.kx, e.wx);
+  out.state_on_q = on_q(e.wx);
+  out.key_LtQg = x_on_k - c * x_on_w;
+  out.key_LQx = g_on_k - c * g_on_w;
+  out.key_g = by.m1 - c * by.m2;
+  out.key_x = e.kx - c * e.wx;
+  out.key_p = on_p(c * k_gw - k_gk, -2 * c * e.ww - k_gw);
+  out.key_q = on_q(-2 * c * e.ww - k_gw);
+  out.value_LtQg = x_on_w;
+  out.value_LQx = g_on_w;
+  out.value_g = by.m2;
+  out.value_x = e.wx;
+  out.value_p = on_p(-(k_gw + c * w_gw), 2 * e.ww - w_gw);
+  out.value_q = on_q(2 * e.ww - w_gw);
   return out;
 }
 
-// The eigenvalues. For complex pairs, `imag` multiplies the swapped pairs and has the sign of the first entry reversed.
-template <class T> struct Spectrum {
-  const T *real, *imag;
-};
-template <class T, bool Pairs> INLINE Vec<T> apply_lambda(const Spectrum<T>& spectrum, int64_t i, Vec<T> x) {
-  Vec<T> out = load<T>(spectrum.real + i) * x;
-  if constexpr (Pairs) out += load<T>(spectrum.imag + i) * swap_pairs<T>(x);
-  return out;
-}
-template <class T, bool Pairs> INLINE Vec<T> apply_lambda_transposed(const Spectrum<T>& spectrum, int64_t i, Vec<T> x) {
-  Vec<T> out = load<T>(spectrum.real + i) * x;
-  if constexpr (Pairs) out += swap_pairs<T>(load<T>(spectrum.imag + i) * x);
-  return out;
-}
-
-// The dot products of a row, in the order in which they are stored and saved for the backward.
-enum Dot { pp, qq, pq, px, qx, pLx, qLx, pLp, pLq, qLq, qLp, pu, qu, dot_count = 16 };
-
-template <class T, bool Pairs>
-INLINE void compute_dots(const Spectrum<T> spectrum, const T* p, const T* q, const T* x, const T* u, int64_t pad,
-                         T* out) {
-  Vec<T> sum[dot_count] = {};
-  for (int64_t i = 0; i < pad; i += lanes<T>) {
-    Vec<T> p_i = load<T>(p + i), q_i = load<T>(q + i), x_i = load<T>(x + i);
-    Vec<T> Lp_i = apply_lambda<T, Pairs>(spectrum, i, p_i), Lq_i = apply_lambda<T, Pairs>(spectrum, i, q_i);
-    sum[pp] += p_i * p_i;
-    sum[qq] += q_i * q_i;
-    sum[pq] += p_i * q_i;
-    sum[px] += p_i * x_i;
-    sum[qx] += q_i * x_i;
-    sum[pLp] += p_i * Lp_i;
-    sum[pLq] += p_i * Lq_i;
-    sum[qLq] += q_i * Lq_i;
-    if constexpr (Pairs) {
-      Vec<T> Lx_i = apply_lambda<T, true>(spectrum, i, x_i);
-      sum[pLx] += p_i * Lx_i;
-      sum[qLx] += q_i * Lx_i;
-      sum[qLp] += q_i * Lp_i;
-    } else {
-      sum[pLx] += Lp_i * x_i;
-      sum[qLx] += Lq_i * x_i;
-    }
-  }
-  if (u)
-    for (int64_t i = 0; i < pad; i += lanes<T>) {
-      sum[pu] += load<T>(p + i) * load<T>(u + i);
-      sum[qu] += load<T>(q + i) * load<T>(u + i);
-    }
-  if constexpr (!Pairs) sum[qLp] = sum[pLq];
-  horizontal_sums<T, dot_count>(sum, out);
-}
-
-// Return whether a sum of squares is neither under- nor overflowed, with room to multiply by the vector and divide by
-// its length again.
-template <class N> INLINE auto is_in_range(N squared) {
-  typedef typename Scalar<N>::type T;
-  constexpr T far = T(int64_t(1) << 62), least = std::numeric_limits<T>::min() * far,
-              most = std::numeric_limits<T>::max() / far;
-  return (squared > least) & (squared < most);
-}
-// Return whether that holds for p and q, and they are far enough from parallel for w to be formed without cancellation.
-template <class N> INLINE auto is_well_conditioned(N key, N value, N cosine) {
-  return is_in_range(key) & is_in_range(value) & (cosine * cosine < typename Scalar<N>::type(0.8));
-}
-
-// Write `from`, scaled to length one, to `to`, and one over its length to `inverse`. Return false if `from` counts as
-// zero (below 1e-35 in float).
-template <class T> bool normalize(const T* from, T* to, int64_t pad, T& inverse) {
-  T largest = 0;
-  for (int64_t i = 0; i < pad; ++i) {
-    T size = std::fabs(from[i]);
-    if (size > largest || size != size) largest = size;
-  }
-  if (largest < 1024 * std::numeric_limits<T>::min()) return false;
-  T shrink = 1 / largest, sum = 0;
-  for (int64_t i = 0; i < pad; ++i) {
-    to[i] = from[i] * shrink;
-    sum += to[i] * to[i];
-  }
-  T rest = 1 / std::sqrt(sum);
-  for (int64_t i = 0; i < pad; ++i) to[i] *= rest;
-  inverse = shrink * rest;
-  return true;
-}
-
-// Slow path: normalise p and q by their largest entry first, and form k and w as vectors.
-template <class T, bool Pairs>
-__attribute__((noinline)) Row<T> compute_directions_carefully(const Spectrum<T>& spectrum, const T* p, const T* q,
-                                                              const T* x, const T* u, int64_t pad, T* scratch) {
-  T *k = scratch, *w = scratch + pad;
-  Row<T> row = {};
-  row.p = p;
-  row.q = q;
-  const bool no_key = !normalize<T>(p, k, pad, row.key_scale), no_value = !normalize<T>(q, w, pad, row.value_scale);
-  const bool nan =
-      row.key_scale != row.key_scale || row.value_scale != row.value_scale;  // a zero key or value does not hide a NaN
-  row.no_rotation = (no_key || no_value) && !nan;
-  if (row.no_rotation) return row;
-  if (no_key) std::memset(k, 0, pad * sizeof(T));
-  if (no_value) std::memset(w, 0, pad * sizeof(T));
-  row.p = k;
-  row.q = w;
-  T along = 0;
-  for (int64_t i = 0; i < pad; ++i) along += k[i] * w[i];
-  for (int64_t i = 0; i < pad; ++i) w[i] -= along * k[i];
-  T d[dot_count];
-  compute_dots<T, Pairs>(spectrum, k, w, x, u, pad, d);
-  row.on_p = row.on_q = 1;
-  row.cosine = along;
-  row.plane = {d[px], d[qx], d[pLx], d[qLx], d[pLp], d[pLq], d[qLp], d[qLq], d[qq], d[pu], d[qu]};
-  return row;
-}
-
-// Addresses of the vectors of a row: p, followed by q; x; and u, if the drive is rotated with the state.
-template <class T> struct RowVectors {
-  const T *p, *x, *u;
-};
-
-// Compute the directions of `count` rows, the vectors of row l at `row_vectors(l)`. `dots` holds dot_count dot products
-// per row; they are computed unless `dots_known`. `scratch` has room for two vectors per row.
-template <class T, class N, bool Pairs, class Where>
-INLINE void compute_directions(const Spectrum<T>& spectrum, Where row_vectors, int count, int64_t pad, T* dots,
-                               bool dots_known, T* scratch, Group<T, N>& out) {
-  T single[dot_count];  // a single row keeps its dot products in registers, without a store-to-load round trip
-  for (int l = 0; l < count; ++l) {
-    const RowVectors<T> at = row_vectors(l);
-    if (!dots_known)
-      compute_dots<T, Pairs>(spectrum, at.p, at.p + pad, at.x, at.u, pad,
-                             rows_per<N> == 1 ? single : dots + l * dot_count);
-    out.p[l] = at.p;
-    out.q[l] = at.p + pad;
-    out.no_rotation[l] = false;
-  }
-  N d[dot_count];
-  if (rows_per<N> == 1 && !dots_known) {
-    transpose_rows<T, dot_count>(single, count, d);
-    for (int i = 0; i < dot_count; i += lanes<T>) store<T>(dots + i, load<T>(single + i));  // still in registers
-  } else {
-    transpose_rows<T, dot_count>(dots, count, d);
-  }
-  N ip = T(1) / sqrt_lanes(d[pp]), iq = T(1) / sqrt_lanes(d[qq]), c = d[pq] * ip * iq;
-  N ww = T(1) - (d[pq] / d[pp]) * (d[pq] / d[qq]);  // not 1 - c * c, which would lengthen the dependency chain
-  N kx = d[px] * ip, vx = d[qx] * iq, kLx = d[pLx] * ip, vLx = d[qLx] * iq;
-  N kLk = d[pLp] * ip * ip, kLv = d[pLq] * ip * iq, vLk = d[qLp] * ip * iq, vLv = d[qLq] * iq * iq;
-  N ku = d[pu] * ip, vu = d[qu] * iq;
-  out.on_p = out.key_scale = ip;
-  out.on_q = out.value_scale = iq;
-  out.on_k = -c;
-  out.cosine = c;
-  out.plane = {
-      kx, vx - c * kx, kLx, vLx - c * kLx, kLk, kLv - c * kLk, vLk - c * kLk, vLv - c * (kLv + vLk) + c * c * kLk, ww,
-      ku, vu - c * ku};
-  if (__builtin_expect(all_lanes(is_well_conditioned(d[pp], d[qq], c)), 1)) return;
-  for (int l = 0; l < count; ++l) {
-    if (is_well_conditioned(lane(d[pp], l), lane(d[qq], l), lane(c, l))) continue;
-    const RowVectors<T> at = row_vectors(l);
-    Row<T> row =
-        compute_directions_carefully<T, Pairs>(spectrum, at.p, at.p + pad, at.x, at.u, pad, scratch + l * 2 * pad);
-    set_row<T, N>(row, l, out);
+// Transpose the scalars of a group to one struct per row.
+template <class T> INLINE void split_lanes(const GradientScalars<T>& scalars, GradientScalars<T>* to) { *to = scalars; }
+template <class T> INLINE void split_lanes(const GradientScalars<Vec<T>>& scalars, GradientScalars<T>* to) {
+  constexpr int count = sizeof(GradientScalars<T>) / sizeof(T);
+  Vec<T> columns[count];
+  std::memcpy(columns, &scalars, sizeof columns);
+  for (int j = 0; j < count; j += lanes<T>) {
+    transpose<T, lanes<T> / 2>(columns + j);
+    for (int l = 0; l < lanes<T>; ++l) std::memcpy(reinterpret_cast<T*>(to + l) + j, columns + j + l, sizeof(Vec<T>));
   }
 }
 

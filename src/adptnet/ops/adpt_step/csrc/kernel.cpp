@@ -2,8 +2,8 @@
 // Newton's method over time. The derivation is in ../README.md.
 //
 // States are processed in tiles of consecutive steps, so that K x and V x are one matrix product and the rest of the
-// work stays in cache. State vectors are padded with zeros to `pad` entries, as in ../../adpt_scan. Eigenvalues are real;
-// key and value are computed from the state itself.
+// work stays in cache. State vectors are padded with zeros to `pad` entries, as in ../../adpt_scan. Eigenvalues are
+// real; key and value are computed from the state itself.
 //
 // Letters, as in the README and in ../../adpt_scan/csrc/plane.h:
 //   x, u, L         the state before the step, the drive, the eigenvalues Λ
@@ -16,10 +16,11 @@
 //   r, t            row of a tile, and step
 //   s               the arguments of the call, `struct Step`
 
+#include "../../adpt_scan/csrc/directions.h"
 #include "../../csrc/panels.h"
-#include "../../adpt_scan/csrc/plane.h"
+#include "../../csrc/threads.h"
 
-// Arguments of a call, mirrored field by field in cpu.py. A `void*` points to SCALAR, which is float or double.
+// Arguments of a call; cpu.py reads the layout from here. A `void*` points to SCALAR, which is float or double.
 struct Step {
   int64_t batch, steps, size, retraction, threads;
   int64_t tile;                       // steps per tile
@@ -87,7 +88,7 @@ template <class T> void load_constants(const Step& s, Task<T>& task) {
 template <class T> void compute_rows(const Step& s, Task<T>& task, const T* weights, int64_t count) {
   const int64_t m = s.size, pad = padded_size<T>(m);
   const Spectrum<T> spectrum = {task.real, nullptr};
-  matmul<T, false>(count, task.x, pad, {m, 0, 0}, weights, 2 * pad / panel_width<T>, task.projections, 2 * pad);
+  matmul<T, false>(count, {task.x, pad}, {m, 0, 0}, {weights, 2 * pad / panel_width<T>}, {task.projections, 2 * pad});
   for (int64_t r = 0; r < count; ++r) {
     T* p = task.projections + r * 2 * pad;
     if (s.bias)
@@ -100,7 +101,7 @@ template <class T> void compute_rows(const Step& s, Task<T>& task, const T* weig
     };
     Group<T, Vec<T>> group;
     T dots[lanes<T> * dot_count];
-    compute_directions<T, Vec<T>, false>(spectrum, at, some, pad, dots, false, task.scratch + first * 2 * pad, group);
+    compute_directions<T, Vec<T>, false>(spectrum, at, some, pad, {dots, false, task.scratch + first * 2 * pad}, group);
     for (int l = 0; l < some; ++l) task.row[first + l] = get_row(group, l);
   }
 }
@@ -332,8 +333,8 @@ void run_jacobians(const Step& s, Task<T>& task, const T* weights, const T* tran
                           cotangents, rows);
     }
   }
-  matmul<T, true>(count * scalar_count, task.cotangents, 2 * pad, {m, pad - m, m}, transposed, pad / panel_width<T>,
-                  task.rows, pad);
+  matmul<T, true>(count * scalar_count, {task.cotangents, 2 * pad}, {m, pad - m, m},
+                  {transposed, pad / panel_width<T>}, {task.rows, pad});
   for (int64_t r = 0; r < count; ++r, out += m * m) {
     const Row<T>& row = task.row[r];
     if (row.no_rotation) {

@@ -11,13 +11,15 @@
 //   s, q      the arguments of the call, `struct Scan`, and the rows of one sequence
 
 #include "../../csrc/simd.h"
+#include "../../csrc/threads.h"
 
-// Arguments of a call, mirrored field by field in cpu.py. A `void*` points to SCALAR, which is float or double.
+// Arguments of a call; cpu.py reads the layout from here. A `void*` points to SCALAR, which is float or double.
 struct Scan {
   int64_t batch, steps, size;                    // size: entries of a row, two for a complex number
-  int64_t pairs, tile;                           // pairs: complex; tile: steps of a column range before the next range
+  int64_t pairs;                                 // boolean: complex numbers, stored as (real, imaginary) pairs
+  int64_t tile;                                  // steps of a column range before the next range
   int64_t threads, tasks_per_sequence, columns;  // columns: of a task
-  int64_t transition_batch, transition_time;     // strides; 0 along a dimension that is broadcast
+  int64_t transition_batch, transition_time;     // strides in entries; 0 along a dimension that is broadcast
   int64_t offset_batch, offset_time;
   int64_t states_batch, states_time;  // also those of the gradients
   int64_t reset_batch, reset_time;

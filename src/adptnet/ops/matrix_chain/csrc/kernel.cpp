@@ -9,8 +9,9 @@
 //   c         the arguments of the call, `struct Chain`
 
 #include "../../csrc/panels.h"
+#include "../../csrc/threads.h"
 
-// Arguments of a call, mirrored field by field in cpu.py. A `void*` points to SCALAR, which is float or double.
+// Arguments of a call; cpu.py reads the layout from here. A `void*` points to SCALAR, which is float or double.
 struct Chain {
   int64_t batch, steps, size, count;  // count: columns of the frame
   int64_t parts, threads;             // parts: tasks into which the panels of one frame are divided
@@ -41,7 +42,7 @@ template <class T> void run_part(const Chain& c, int64_t sequence, int64_t part,
       }
   for (int64_t t = 0; t < c.steps; ++t, matrix += n * n, std::swap(from, to))
     for (int64_t j = 0; j < panels; ++j)
-      matmul<T, false>(n, matrix, n, {n, 0, 0}, from + j * each, 1, to + j * each, panel_width<T>);
+      matmul<T, false>(n, {matrix, n}, {n, 0, 0}, {from + j * each, 1}, {to + j * each, panel_width<T>});
   T* out = static_cast<T*>(c.out) + sequence * n * c.count;
   for (int64_t j = 0; j < panels; ++j)
     for (int64_t i = 0; i < n; ++i)

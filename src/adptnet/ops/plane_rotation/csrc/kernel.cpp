@@ -9,8 +9,9 @@
 //   g..          the gradient with respect to ..; g itself is that with respect to y
 
 #include "../../csrc/simd.h"
+#include "../../csrc/threads.h"
 
-// Arguments of a call, mirrored field by field in cpu.py. A `void*` points to SCALAR, which is float or double.
+// Arguments of a call; cpu.py reads the layout from here. A `void*` points to SCALAR, which is float or double.
 struct Rotation {
   int64_t rows, size, threads;
   const void *x, *key, *offset;                                         // (rows, size)
