@@ -2,6 +2,7 @@
 
 from ..benchmark import Benchmark
 from .auto import AUTO
+from .calls import CALLS
 from .exponents import EXPONENTS
 from .growth import GROWTH_BATCH, GROWTH_TIME
 from .layers import LAYERS
@@ -19,6 +20,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "recurrence": RECURRENCE,
     "loops": LOOPS,
     "layers": LAYERS,
+    "calls": CALLS,
     "widths": WIDTHS,
     "growth-time": GROWTH_TIME,
     "growth-batch": GROWTH_BATCH,
