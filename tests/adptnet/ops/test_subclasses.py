@@ -100,15 +100,17 @@ class SwappedHeads(Heads):
 class HalvedCell(ADPTCell):
     """A cell that evaluates another β."""
 
-    def bind(self, **options):
-        return super().bind(**options)._replace(beta=0.25)
+    def evaluate(self, **options):
+        return super().evaluate(**options)._replace(beta=0.25)
 
 
 class HalvedMemory(CoupledCell):
     """A cell whose slow memory follows half of the state."""
 
-    def make_step(self, carry, follow):
-        return super().make_step(carry, lambda fast: follow(fast) / 2)
+    def evaluate(self, **options):
+        parameters = super().evaluate(**options)
+        memory = parameters.memory
+        return parameters._replace(memory=memory._replace(charge=memory.charge / 2))
 
 
 def with_projection(make, **axes):

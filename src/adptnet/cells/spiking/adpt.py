@@ -1,5 +1,6 @@
 """The spiking ADPT cell: the output is spikes of the state (sec:spiking_ADPTNet)."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -10,6 +11,7 @@ from ...errors import IncompatibleError
 from ...ops._backends import REFERENCE, Backend, note_run
 from ...recurrence.conjugates import Conjugate, Stateful
 from ...recurrence.spectra import BlockDiagonal
+from ...recurrence.step import step
 from ...solvers.transitions import Transition
 from ...spec import check_kind, check_positive, spec
 from ..adpt import ADPTCell
@@ -106,10 +108,7 @@ class SpikingADPTCell(SpikingCell):
     def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
         if not self.spec.has_spike_feedback:
             return self.inner.stepper()
-        if isinstance(self.inner, CoupledCell):
-            return self.inner.make_step(self._reset, self._adapt)
-        bound = self.inner.bind()
-        return lambda state, drive: bound.step(state, drive, self._reset(state))
+        return functools.partial(step, self.inner.evaluate(), carry=self._reset, follow=self._adapt)
 
     def _reset(self, x: Tensor) -> Tensor:
         """Return the vector that M is applied to."""
