@@ -4,6 +4,7 @@ Q is computed by its definition (`matrix_exp`, or the linear solve of the Cayley
 """
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +13,9 @@ from .._typing import Matrix, Vector
 from ..cells import ADPTCell, Cell, CoupledCell, StatefulCell
 from ..errors import IncompatibleError
 from ..ops.plane_rotation import skew
-from ..recurrence.conjugates import block_diagonal, scaled_skew
+from ..recurrence.conjugates import Taylor, block_diagonal, scaled_skew
+from ..recurrence.conjugates.operators import taylor_matrix
+from ..recurrence.directions import KeyValue
 from ..recurrence.step import evaluate_plane, split_drive
 
 __all__ = ["define_conjugate", "define_step"]
@@ -29,11 +32,23 @@ def define_conjugate(cell: ADPTCell, state: Vector, drive: Tensor) -> Matrix:
     Returns:
         (..., state_size, state_size).
     """
-    parameters, spec = cell.evaluate(), cell.spec
+    parameters, conjugate = cell.evaluate(), cell.spec.conjugate
     eigen, planes, beta = evaluate_plane(parameters, state, split_drive(parameters, drive))
-    dense = spec.conjugate.reference_matrix(eigen, planes, beta, spec.retraction)
-    dense = block_diagonal(dense) if spec.heads > 1 else dense
+    if conjugate.has_rotation:
+        rotation = _define_rotation(cell, planes, beta)
+        dense = rotation @ eigen.dense() @ rotation.mT
+    elif isinstance(conjugate, Taylor):
+        dense = taylor_matrix(eigen, planes[0], beta, conjugate.order)
+    else:
+        dense = eigen.dense()
+    dense = block_diagonal(dense) if parameters.heads > 1 else dense
     return dense.expand(*state.shape, cell.state_size)
+
+
+def _define_rotation(cell: ADPTCell, planes: Sequence[KeyValue], beta: float | Tensor) -> Matrix:
+    """Return Q, the product of the rotations of all planes, for each head."""
+    rotations = [cell.spec.retraction.reference_matrix(scaled_skew(beta, plane)) for plane in planes]
+    return functools.reduce(lambda product, rotation: rotation @ product, rotations)
 
 
 @functools.singledispatch
@@ -58,9 +73,7 @@ def _(cell: ADPTCell, state: Tensor, drive: Tensor) -> Tensor:
     driven = parts.drive
     if spec.rotation_aware:
         _, planes, beta = evaluate_plane(parameters, state, parts)
-        rotation = torch.eye(spec.size // spec.heads, dtype=state.dtype, device=state.device)
-        for plane in planes:
-            rotation = spec.retraction.reference_matrix(scaled_skew(beta, plane)) @ rotation
+        rotation = _define_rotation(cell, planes, beta)
         rotation = block_diagonal(rotation) if spec.heads > 1 else rotation
         driven = (rotation @ driven.unsqueeze(-1)).squeeze(-1)
     return (define_conjugate(cell, state, drive) @ state.unsqueeze(-1)).squeeze(-1) + driven

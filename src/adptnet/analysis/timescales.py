@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..cells import ADPTState
+from ..cells.structure import make_step
 from ..errors import IncompatibleError, InputError
 from ..recurrence.directions import KeyValue
 from ..recurrence.retractions import Cayley
@@ -71,7 +72,7 @@ def key_value_statistics(system: Any, inputs: Tensor, *, state: Tensor | ADPTSta
     if not cell.spec.conjugate.has_directions:
         raise IncompatibleError(f"{cell.spec.conjugate} does not rotate: it has no key and value.")
     trajectory = make_trajectory(system, inputs, state)
-    parameters, run = cell.evaluate(), cell.stepper()
+    parameters, run = cell.evaluate(), make_step(cell)
     entering, dots, angles = trajectory.state, [], []
     for drive in trajectory.drive.unbind(1):
         _, planes, beta = evaluate_plane(parameters, entering, split_drive(parameters, drive))

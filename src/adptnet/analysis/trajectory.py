@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .._dtype import compute_dtype
 from .._validate import check_finite
-from ..cells import ADPTCell, ADPTState, Cell, from_torch
+from ..cells import ADPTCell, ADPTState, Cell, Structure, from_torch
 from ..errors import IncompatibleError, InputError, NonFiniteError
 from ..nn.layer import RecurrentLayer
 from ..solvers.problem import make_problem
@@ -58,7 +58,11 @@ class MapCell(Cell):
     def step(self, state: Tensor, drive: Tensor) -> Tensor:
         return self._map_rows(self._call_checked, state, drive).reshape(state.shape)
 
+    def structure(self) -> Structure:
+        return Structure(jacobian=self.jacobian)
+
     def jacobian(self, state: Tensor, drive: Tensor) -> Tensor:
+        """Return the derivative of each row with respect to its state; see `Structure.jacobian`."""
         matrices = self._map_rows(torch.func.jacfwd(self._call_checked), state, drive)
         # forward-mode differentiation of x[0] ** 2 in torch returns float64 even where x is float32
         return matrices.to(state.dtype).reshape(*state.shape, state.shape[-1])

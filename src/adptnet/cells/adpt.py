@@ -3,16 +3,15 @@
 import torch
 from torch import Tensor, nn
 
-from .._typing import Device, DType, Positions, Vector
+from .._typing import Device, DType, Positions
 from ..errors import IncompatibleError, InputError
 from ..ops._torch_state import has_values
 from ..recurrence.beta import Beta
-from ..recurrence.conjugates import Conjugate
 from ..recurrence.directions import Directions, FromInput, bind_directions
 from ..recurrence.drive import Drive
 from ..recurrence.projections import Orthogonal
 from ..recurrence.spectra import BlockDiagonal
-from ..recurrence.step import DirectionFunction, Parameters, conjugate
+from ..recurrence.step import DirectionFunction, Parameters
 from .base import Cell
 from .dispatch import Recurrence, make_form
 from .evaluated import EvaluatedCell
@@ -89,9 +88,6 @@ class ADPTCell(EvaluatedCell):
             return None
         lambda_bar: BlockDiagonal = self.spectrum()
         return lambda_bar
-
-    def conjugate(self, state: Vector, drive: Tensor) -> Conjugate:
-        return conjugate(self.evaluate(), state, drive)
 
     def with_arguments(self, *, dt: Tensor | None = None, beta: Tensor | None = None) -> Cell:
         if beta is not None and not self.spec.conjugate.has_directions:
@@ -176,9 +172,6 @@ class CellWithArguments(EvaluatedCell):
 
     def eigenvalues(self) -> BlockDiagonal | None:
         return self.cell.eigenvalues() if self.dt is None else None
-
-    def conjugate(self, state: Vector, drive: Tensor) -> Conjugate:
-        return conjugate(self.evaluate(), state, drive)
 
     @property
     def dtype(self) -> torch.dtype | None:

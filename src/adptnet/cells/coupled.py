@@ -11,6 +11,7 @@ from .adpt import ADPTCell
 from .dispatch import Recurrence
 from .evaluated import EvaluatedCell
 from .spec import ADPTSpec
+from .structure import Structure
 
 __all__ = ["CoupledCell"]
 
@@ -55,17 +56,23 @@ class CoupledCell(EvaluatedCell):
         memory = Memory(gain, self.feedback.to(charge.dtype), decay, charge)
         return self.fast.evaluate(stacked=stacked)._replace(memory=memory)
 
-    def linear_transition(self, drive: Tensor) -> Transition:
+    def _linear_transition(self, drive: Tensor) -> Transition:
         """Return [[Λ̄, γ g], [(1 - Γ)Λ̄, Γ + (1 - Γ) γ g]] for each state dimension or pair, with g the feedback."""
         parameters = self.evaluate()
         assert parameters.blocks is not None
         return _make_transition(parameters, parameters.blocks)
 
-    def forward_transition(self, state: Vector, drive: Tensor) -> Transition:
-        """Return the matrices of `linear_transition` with the (block) diagonal of M in place of Λ̄."""
+    def _forward_transition(self, state: Vector, drive: Tensor) -> Transition:
+        """Return the matrices of `_linear_transition` with the (block) diagonal of M in place of Λ̄."""
         parameters = self.evaluate()
-        fast = conjugate(parameters, self.output(state), drive)
-        return _make_transition(parameters, fast.blocks())
+        return _make_transition(parameters, conjugate(parameters, state, drive).blocks())
+
+    def structure(self) -> Structure:
+        known = super().structure()
+        return known._replace(conjugate=None, eigenvalues=None, radius=None)  # the step is not M x + drive
+
+    def eigenvalues(self) -> None:
+        """Return None: the constant part of the step couples x and w."""
 
     def output(self, state: Tensor) -> Tensor:
         return state[..., : self.spec.size]

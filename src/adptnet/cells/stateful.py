@@ -11,6 +11,7 @@ from ..recurrence.conjugates import Exact
 from .adpt import ADPTCell
 from .base import Cell
 from .spec import ADPTSpec
+from .structure import Structure
 
 __all__ = ["StatefulCell"]
 
@@ -40,7 +41,11 @@ class StatefulCell(Cell):
     def step(self, state: Vector, drive: Tensor) -> Vector:
         return self.stepper()(state, drive)
 
+    def structure(self) -> Structure:
+        return Structure(stepper=self.stepper)
+
     def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return the step as a function, with the parameters evaluated once."""
         size, retraction = self.spec.size, self.spec.retraction
         parameters = self.memoryless.evaluate()
         blocks, beta = parameters.blocks, parameters.beta

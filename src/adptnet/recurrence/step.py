@@ -116,10 +116,11 @@ def conjugate(parameters: Parameters, state: Tensor, drive: Tensor) -> Conjugate
 
     Args:
         parameters: The evaluated parameters.
-        state: x, (*b, n).
+        state: (*b, n); x and w, (*b, 2n), with a slow memory.
         drive: (*b, features).
     """
-    return _make_operator(parameters, state, split_drive(parameters, drive))
+    x = state if parameters.memory is None else state[..., : parameters.size]
+    return _make_operator(parameters, x, split_drive(parameters, drive))
 
 
 def _make_operator(parameters: Parameters, x: Tensor, parts: DriveParts) -> Conjugate:
