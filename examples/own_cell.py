@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from adptnet import adjoints, cells, solvers
 from adptnet.recurrence.spectra import BlockDiagonal
-from adptnet.solvers.transitions import DiagonalTransition
 
 SIZE, FEATURES = 16, 3
 
@@ -37,7 +36,7 @@ class Leaky(nn.Module):
 
 
 class LeakyCell(cells.Cell):
-    """The same network as a cell. Only `step` is required; `linear_transition` is for ConvDEER."""
+    """The same network as a cell. Only `step` is required; the linear part is for ConvDEER."""
 
     def __init__(self, network: Leaky) -> None:
         super().__init__()
@@ -48,9 +47,9 @@ class LeakyCell(cells.Cell):
     def step(self, state: Tensor, drive: Tensor) -> Tensor:
         return self.network(state, drive)
 
-    def linear_transition(self, drive: Tensor) -> DiagonalTransition:
-        """Return the Jacobian of a step without its tanh: diagonal, and constant over time."""
-        return DiagonalTransition(BlockDiagonal(self.network.keep()))
+    def structure(self) -> cells.Structure:
+        """Return the Jacobian of a step without its tanh as the linear part: diagonal, and constant over time."""
+        return cells.Structure(eigenvalues=lambda: BlockDiagonal(self.network.keep()))
 
 
 def main(length: int = 200, steps: int = 40) -> tuple[float, list[float]]:

@@ -1,5 +1,6 @@
 """Multiply-accumulates (MACs) of a step, counted while it runs."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..cells import ADPTCell
+from ..cells.structure import compute_jacobian, compute_jacobian_blocks, make_step
 from .trajectory import resolve_cell
 
 __all__ = ["Cost", "cost", "macs"]
@@ -87,7 +88,7 @@ def cost(system: Any) -> Cost:
     inputs = torch.randn(1, 1, features, dtype=state.dtype, device=state.device)
     position = torch.zeros(1, 1, dtype=torch.int64, device=state.device)
     drive = cell.prepare(inputs, position)
-    step = cell.stepper()
+    step = make_step(cell)
     # Every call also computes values that are constant along a sequence. The difference between 8 states and 1 cancels
     # them.
     count = 8
@@ -97,17 +98,16 @@ def cost(system: Any) -> Cost:
         macs_of_all, macs_of_one = macs(lambda: function(states, drives)), macs(lambda: function(state, drive[:, 0]))
         return math.ceil((macs_of_all - macs_of_one) / (count - 1))
 
-    diagonal = None
-    if isinstance(cell, ADPTCell):
-        diagonal = macs(cell.conjugate(state, drive[:, 0]).diagonal)
+    conjugate = cell.structure().conjugate
+    diagonal = None if conjugate is None else macs(conjugate(state, drive[:, 0]).diagonal)
     sequence = inputs.expand(1, count, features), position.expand(1, count)
     macs_of_all, macs_of_one = macs(lambda: cell.prepare(*sequence)), macs(lambda: cell.prepare(inputs, position))
     return Cost(
         prepare=math.ceil((macs_of_all - macs_of_one) / (count - 1)),
         step=macs(lambda: step(state, drive[:, 0])),
         conjugate_diagonal=diagonal,
-        jacobian_diagonal=per_state(cell.jacobian_blocks),
-        jacobian=per_state(cell.jacobian),
+        jacobian_diagonal=per_state(functools.partial(compute_jacobian_blocks, cell)),
+        jacobian=per_state(functools.partial(compute_jacobian, cell)),
     )
 
 

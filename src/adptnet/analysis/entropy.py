@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..cells import ADPTState
+from ..cells.structure import make_step
 from ..errors import InputError
 from .trajectory import make_trajectory, resolve_adpt_cell
 
@@ -33,7 +34,7 @@ def materialize_conjugate(
     index = step + trajectory.steps if step < 0 else step
     if not 0 <= index < trajectory.steps:
         raise InputError(f"step={step}: the trajectory has {trajectory.steps} steps.")
-    run = cell.stepper()
+    run = make_step(cell)
     entering = trajectory.state
     for drive in trajectory.drive[:, :index].unbind(1):
         entering = run(entering, drive)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._dtype import compute_dtype
+from ..cells.structure import choose_scan
 from ..errors import InputError
 from ..nn.layer import RecurrentLayer
 from ..ops._backends import REFERENCE, Backend, Run, record_runs
@@ -163,7 +164,7 @@ def _advise(layer: RecurrentLayer, x: Tensor, runs: Sequence[Run], solver: Solve
     steps = x.shape[1 if layer.batch_first else 0] if x.dim() == 3 else x.shape[0]
     forward = _last(runs, "forward")
     if _last(runs, "iteration") is not None:
-        if layer.cell.choose_scan(x.device).is_kernel:
+        if choose_scan(layer.cell, x.device).is_kernel:
             advice.insert(0, "Use solver=solvers.Sequential(): one operation runs all steps of this cell.")
     elif forward is not None and not forward.is_kernel and isinstance(solver, Sequential):
         choice = Auto().choose(layer.cell, batch, steps, x.device)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..cells import ADPTState, Cell
+from ..cells.structure import make_jacobian_chunks, make_step
 from ..errors import InputError, NonFiniteError
 from .trajectory import Trajectory, make_trajectory
 
@@ -120,7 +121,7 @@ def iterate_chunks(trajectory: Trajectory) -> Iterator[JacobianChunk]:
     Raises:
         NonFiniteError: A state or a Jacobian is not finite; the message names the first step.
     """
-    step = trajectory.cell.stepper()
+    step = make_step(trajectory.cell)
     state = trajectory.state
     length = _chunk_length(len(state), state.shape[-1])
     for start, stop in split_range(0, trajectory.steps, length):
@@ -162,7 +163,8 @@ def run_states(cell: Cell, step: Step, state: Tensor, drive: Tensor, start: int)
     Raises:
         NonFiniteError: A state is not finite; the message names the step.
     """
-    states = None if torch.is_grad_enabled() else cell.scan(drive, state)
+    scan = None if torch.is_grad_enabled() else cell.structure().scan
+    states = None if scan is None else scan(drive, state)
     if states is None:
         by_step = [state]
         for row in drive.unbind(1):
@@ -184,7 +186,7 @@ def make_jacobian_function(cell: Cell, states: Tensor, drive: Tensor, start: int
         start: Index of the first step, for messages.
     """
     with torch.set_grad_enabled(states.requires_grad):  # no autograd graph unless one is needed
-        of_steps = cell.jacobian_chunks(states[:, :-1], drive)
+        of_steps = make_jacobian_chunks(cell, states[:, :-1], drive)
 
     def matrices(first: int, last: int) -> Tensor:
         with torch.set_grad_enabled(states.requires_grad):

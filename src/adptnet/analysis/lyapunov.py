@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..cells import ADPTState
+from ..cells.structure import make_step
 from ..errors import InputError
 from ..ops.matrix_chain import matrix_chain
 from ..solvers import Result, Solver
@@ -247,7 +248,7 @@ class _FramePropagator:
         def run(state: Tensor, frame: Tensor, drive: Tensor) -> tuple[Tensor, ...]:
             cell = self.trajectory.cell
             if self.states is None:
-                states = run_states(cell, cell.stepper(), state, drive, start)
+                states = run_states(cell, make_step(cell), state, drive, start)
             else:
                 states = self.states[:, start : stop + 1]
             matrices = _LazyJacobians(
@@ -372,7 +373,7 @@ def _needs_grad(trajectory: Trajectory) -> bool:
     """
     if not torch.is_grad_enabled():
         return False
-    return bool(trajectory.cell.stepper()(trajectory.state, trajectory.drive[:, 0]).requires_grad)
+    return bool(make_step(trajectory.cell)(trajectory.state, trajectory.drive[:, 0]).requires_grad)
 
 
 def _solve_states(trajectory: Trajectory, solver: Solver, needs_grad: bool) -> Tensor:
@@ -382,7 +383,7 @@ def _solve_states(trajectory: Trajectory, solver: Solver, needs_grad: bool) -> T
     if needs_grad:
         raise InputError("gradients are not supported with solver=. Call it under torch.no_grad(), or drop solver=.")
     with torch.no_grad():
-        system = System(trajectory.cell.stepper(), (trajectory.drive,), trajectory.state, trajectory.state)
+        system = System(make_step(trajectory.cell), (trajectory.drive,), trajectory.state, trajectory.state)
         search = solver.solve_system(trajectory.cell, system, None)
     worst = Result(int(search.results.max()))
     if worst > Result.FINISHED:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..cells import ADPTState
+from ..cells.structure import compute_jacobian, make_step
 from ..errors import IncompatibleError
 from ..solvers import Newton, Solver
 from ..solvers.damping import Undamped
@@ -25,7 +26,7 @@ def make_system(trajectory: Trajectory) -> System:
         trajectory: The trajectory.
     """
     state = trajectory.state.detach()
-    return System(trajectory.cell.stepper(), (trajectory.drive.detach(),), state, state)
+    return System(make_step(trajectory.cell), (trajectory.drive.detach(),), state, state)
 
 
 @torch.no_grad()
@@ -83,7 +84,7 @@ def predict_iterations(
 def _make_jvp(trajectory: Trajectory, problem: System, entering: Tensor) -> Callable[[Tensor], Tensor]:
     """Return the map e ↦ J_t e for all steps: by stored Jacobians, or by forward-mode differentiation if too large."""
     if entering.numel() * entering.shape[-1] <= _DENSE_LIMIT:
-        matrices = trajectory.cell.jacobian(entering, problem.step_inputs[0])
+        matrices = compute_jacobian(trajectory.cell, entering, problem.step_inputs[0])
         return lambda error: (matrices @ error.unsqueeze(-1)).squeeze(-1)
 
     def forward(error: Tensor) -> Tensor:

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from ..cells import ADPTState
+from ..cells.structure import make_step
 from ..errors import IncompatibleError, InputError
 from ..recurrence.directions import KeyValue
 from ..recurrence.retractions import Cayley
+from ..recurrence.step import evaluate_plane, split_drive
 from .head_constants import enclosing_radius
 from .trajectory import make_trajectory, resolve_adpt_cell
 
@@ -70,10 +72,10 @@ def key_value_statistics(system: Any, inputs: Tensor, *, state: Tensor | ADPTSta
     if not cell.spec.conjugate.has_directions:
         raise IncompatibleError(f"{cell.spec.conjugate} does not rotate: it has no key and value.")
     trajectory = make_trajectory(system, inputs, state)
-    bound, run = cell.bind(), cell.stepper()
+    parameters, run = cell.evaluate(), make_step(cell)
     entering, dots, angles = trajectory.state, [], []
     for drive in trajectory.drive.unbind(1):
-        _, planes, beta = bound.evaluate(entering, bound.split_drive(drive))
+        _, planes, beta = evaluate_plane(parameters, entering, split_drive(parameters, drive))
         dots.append(torch.stack([_dot(plane, cell.spec.heads) for plane in planes], 1))
         step = torch.as_tensor(beta).reshape(-1) * (1 - dots[-1].square()).clamp(min=0).sqrt()
         angles.append(2 * (step / 2).atan() if isinstance(cell.spec.retraction, Cayley) else step)

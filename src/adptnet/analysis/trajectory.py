@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .._dtype import compute_dtype
 from .._validate import check_finite
-from ..cells import ADPTCell, ADPTState, Cell, from_torch
+from ..cells import ADPTCell, ADPTState, Cell, Structure, from_torch
 from ..errors import IncompatibleError, InputError, NonFiniteError
 from ..nn.layer import RecurrentLayer
 from ..solvers.problem import make_problem
@@ -61,6 +61,9 @@ class MapCell(Cell):
             return self._call_checked(*(part[0] for part in ((state, drive) if self.driven else (state,)))).unsqueeze(0)
         return self._map_rows(self._call_checked, state, drive).reshape(state.shape)
 
+    def structure(self) -> Structure:
+        return Structure(jacobian=self.jacobian, scan=self.scan)
+
     def scan(
         self,
         drive: Tensor,
@@ -70,7 +73,7 @@ class MapCell(Cell):
         lengths: Tensor | None = None,
         lean: bool = False,
     ) -> Tensor | None:
-        """Run one trajectory of a map of few dimensions as a program of Python numbers; see `Cell.scan`.
+        """Run one trajectory of a map of few dimensions as a program of Python numbers; see `Structure.scan`.
 
         The numbers are in float64 and are rounded to the dtype of the state at the end.
         """
@@ -89,6 +92,7 @@ class MapCell(Cell):
         return torch.tensor(states[1:], dtype=state.dtype).unsqueeze(0)
 
     def jacobian(self, state: Tensor, drive: Tensor) -> Tensor:
+        """Return the derivative of each row with respect to its state; see `Structure.jacobian`."""
         matrices = self._map_rows(torch.func.jacfwd(self._call_checked), state, drive)
         # forward-mode differentiation of x[0] ** 2 in torch returns float64 even where x is float32
         return matrices.to(state.dtype).reshape(*state.shape, state.shape[-1])

@@ -49,11 +49,11 @@ def measure_trajectory(trajectory: Trajectory, transient: int) -> TrajectoryBoun
         logs += values.log().sum(1).cpu()
         lower = torch.minimum(lower, values.amin((0, 1)).cpu())
         upper = torch.maximum(upper, values.amax((0, 1)).cpu())
-        conjugate = trajectory.cell.conjugate(chunk.entering[:, skipped:], chunk.drive[:, skipped:])
+        conjugate = trajectory.cell.structure().conjugate
         if conjugate is None:
             deviation = math.inf
         else:
-            difference = matrices - conjugate.dense().double()
+            difference = matrices - conjugate(chunk.entering[:, skipped:], chunk.drive[:, skipped:]).dense().double()
             deviation = max(deviation, float(torch.linalg.matrix_norm(difference, 2).max()))
     return TrajectoryBounds(lower, upper, deviation, logs / (trajectory.steps - transient))
 

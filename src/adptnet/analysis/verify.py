@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..cells import ADPTCell, Cell, CoupledCell, StatefulCell
+from ..cells import Cell
 from ..errors import IncompatibleError, InputError
 from ..nn.layer import ADPTNet, RecurrentLayer
 from ..solvers import DEER, ConvDEER, ForwardDEER, Jacobi, KoopmanDEER, Picard, QuasiDEER, Sequential, Solver
+from .definition import define_step
 
 __all__ = ["Verification", "verify"]
 
@@ -163,13 +164,12 @@ def _gradients(module: nn.Module, loss: Tensor, x: Tensor) -> dict[str, Tensor]:
 
 def _reference(layer: ADPTNet, x: Tensor) -> Tensor:
     cell = layer.cell
-    assert isinstance(cell, (ADPTCell, CoupledCell, StatefulCell))
     batch, steps = x.shape[:2]
     drive = cell.prepare(x, torch.arange(steps, device=x.device).expand(batch, steps))
     state = cell.initial_state(batch)
     states = []
     for t in range(x.shape[-2]):
-        state = cell.reference_step(state, drive[..., t, :])
+        state = define_step(cell, state, drive[..., t, :])
         states.append(state)
     trajectory = cell.output(torch.stack(states, -2))
     readout: nn.Module | None = layer.readout

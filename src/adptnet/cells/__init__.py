@@ -25,6 +25,7 @@ from .spiking import (
     Triangle,
 )
 from .stateful import StatefulCell
+from .structure import Structure
 from .wrap import from_function, from_torch
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "SpikingADPTCell",
     "SpikingCell",
     "StatefulCell",
+    "Structure",
     "TanhRNN",
     "TanhRNNCell",
     "Triangle",

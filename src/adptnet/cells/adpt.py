@@ -1,35 +1,26 @@
 """The ADPT cell: x_t = M(x_{t-1}) x_{t-1} + drive_t with M = Q Λ̄ Q' (eq:recurrence_eq)."""
 
-import functools
-import itertools
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
-from .._typing import Device, DType, Matrix, Positions, Vector
+from .._typing import Device, DType, Positions
 from ..errors import IncompatibleError, InputError
-from ..ops import adpt_step
-from ..ops._backends import Backend, note_run
 from ..ops._torch_state import has_values
-from ..ops.adpt_scan import Constants, Form
-from ..ops.adpt_step import Pass
 from ..recurrence.beta import Beta
-from ..recurrence.conjugates import block_diagonal, scaled_skew
-from ..recurrence.directions import FromInput, bind_directions
+from ..recurrence.directions import Directions, FromInput, bind_directions
 from ..recurrence.drive import Drive
 from ..recurrence.projections import Orthogonal
 from ..recurrence.spectra import BlockDiagonal
-from . import fused
+from ..recurrence.step import DirectionFunction, Parameters
 from .base import Cell
-from .bound import BindableCell, BoundParameters
-from .dispatch import Recurrence, choose_scan, choose_step, run_scan
+from .dispatch import Recurrence, make_form
+from .evaluated import EvaluatedCell
 from .spec import ADPTSpec
 
 __all__ = ["ADPTCell", "CellWithArguments"]
 
 
-class ADPTCell(BindableCell):
+class ADPTCell(EvaluatedCell):
     """The recurrence of the paper. Its parameters: the spectrum, K and V, the input projection B, gain, gate and β.
 
     Args:
@@ -86,63 +77,10 @@ class ADPTCell(BindableCell):
         parts += [part.expand(*inputs.shape[:-1], 1) for part in (dt, beta) if part is not None]
         return torch.cat([drive, *parts], -1) if parts else drive
 
-    def scan(
-        self,
-        drive: Tensor,
-        state: Tensor,
-        *,
-        reset: Tensor | None = None,
-        lengths: Tensor | None = None,
-        lean: bool = False,
-    ) -> Tensor | None:
-        recurrence = self.recurrence
-        backend = choose_scan(recurrence, drive.dtype, drive.device)
-        note_run("forward", backend)
-        return self.run_fused_scan(drive, state, reset, lengths, lean, recurrence.form) if backend.is_kernel else None
-
-    def choose_scan(self, device: torch.device | str) -> Backend:
-        return choose_scan(self.recurrence, self.dtype, torch.device(device), list(self.parameters()))
-
     @property
     def recurrence(self) -> Recurrence:
-        """The recurrence, for the choice of a kernel."""
-        return Recurrence(((self, ADPTCell),), self.spec, self.directions, fused.make_form(self.spec))
-
-    def run_fused_scan(
-        self, drive: Tensor, state: Tensor, reset: Tensor | None, lengths: Tensor | None, lean: bool, form: Form
-    ) -> Tensor | None:
-        """Run the compiled kernel, without checking whether it supports this cell.
-
-        Args:
-            drive: (batch, time, features).
-            state: The state before the first step, (batch, state_size).
-            reset: See `scan`.
-            lengths: See `scan`.
-            lean: See `scan`.
-            form: The form of the recurrence.
-
-        Returns:
-            The states, (batch, time, state_size); None inside a `torch.func` transform.
-        """
-        constants = self.make_constants(form)
-        if self.start is None:
-            factors = fused.make_factors(self.directions, form, drive.dtype)
-            return run_scan(constants, form, drive, state, reset=reset, lengths=lengths, lean=lean, factors=factors)
-        start = self.start.dense().to(drive.dtype)
-        changed = fused.change_basis(start, constants, form, drive, state)
-        states = run_scan(
-            changed.constants, form, changed.drive, changed.state, reset=reset, lengths=lengths, lean=lean
-        )
-        return None if states is None else states @ start.mT
-
-    def make_constants(self, form: Form) -> Constants:
-        """Return the evaluated parameters as the kernel takes them.
-
-        Args:
-            form: The form of the recurrence.
-        """
-        beta = None if form.beta_in_drive else self.beta
-        return fused.make_constants(self.spectrum(), self.directions, beta, form)
+        modules = (self.spectrum, self.beta, self.directions)
+        return Recurrence(((self, ADPTCell),), self.spec, self.directions, modules, make_form(self.spec))
 
     def eigenvalues(self) -> BlockDiagonal | None:
         """Return Λ̄; None with a learned start, whose constant part Q₀ Λ̄ Q₀' is not diagonal."""
@@ -151,71 +89,6 @@ class ADPTCell(BindableCell):
         lambda_bar: BlockDiagonal = self.spectrum()
         return lambda_bar
 
-    def jacobian(self, state: Vector, drive: Tensor) -> Matrix:
-        chunks = self._fused_jacobians(state.reshape(1, -1, state.shape[-1]), drive)
-        if chunks is None:
-            return super().jacobian(state, drive)
-        return chunks(0, chunks.states.shape[1]).reshape(*state.shape, -1)
-
-    def jacobian_chunks(self, states: Tensor, drive: Tensor) -> Callable[[int, int], Tensor]:
-        chunks = self._fused_jacobians(states, drive)
-        return super().jacobian_chunks(states, drive) if chunks is None else chunks
-
-    def _fused_jacobians(self, states: Tensor, drive: Tensor) -> adpt_step.Jacobians | None:
-        arguments = self._step_arguments("jacobian", states, drive)
-        return None if arguments is None else adpt_step.Jacobians(states.detach(), *arguments)
-
-    def make_newton_pass(self, state: Tensor, drive: Tensor, *, diagonal: bool) -> Callable[..., Pass] | None:
-        arguments = self._step_arguments("iteration", state, drive)
-        if arguments is None:
-            return None
-        constants, form = arguments
-        return functools.partial(adpt_step.newton_pass, constants=constants, form=form, diagonal=diagonal)
-
-    def _step_arguments(self, phase: str, states: Tensor, drive: Tensor) -> tuple[Constants, Form] | None:
-        """Return the arguments of the kernels of `adpt_step`; None if the reference runs. Record the choice."""
-        parts = (self.spectrum, self.beta, self.directions)
-        sources = [t for part in parts for t in itertools.chain(part.parameters(), part.buffers())]
-        recurrence = self.recurrence
-        backend = choose_step(recurrence, (states, drive, *sources))
-        note_run(phase, backend)
-        return (self.make_constants(recurrence.form), recurrence.form) if backend.is_kernel else None
-
-    def reference_conjugate(self, state: Vector, drive: Tensor) -> Matrix:
-        """Return M computed from its definition with dense matrices: the slow reference for `conjugate`.
-
-        Args:
-            state: (..., state_size).
-            drive: (..., features).
-
-        Returns:
-            (..., state_size, state_size).
-        """
-        bound, spec = self.bind(), self.spec
-        eigen, planes, beta = bound.evaluate(state, bound.split_drive(drive))
-        dense = spec.conjugate.reference_matrix(eigen, planes, beta, spec.retraction)
-        dense = block_diagonal(dense) if spec.heads > 1 else dense
-        return dense.expand(*state.shape, self.state_size)
-
-    def reference_step(self, state: Vector, drive: Tensor) -> Vector:
-        """Return the next state computed from its definition with dense matrices: the slow reference for `step`.
-
-        Args:
-            state: (..., state_size).
-            drive: (..., features).
-        """
-        bound, spec = self.bind(), self.spec
-        parts = bound.split_drive(drive)
-        driven = parts.drive
-        if spec.rotation_aware:
-            _, planes, beta = bound.evaluate(state, parts)
-            rotation = torch.eye(spec.size // spec.heads, dtype=state.dtype, device=state.device)
-            for plane in planes:
-                rotation = spec.retraction.reference_matrix(scaled_skew(beta, plane)) @ rotation
-            rotation = block_diagonal(rotation) if spec.heads > 1 else rotation
-            driven = (rotation @ driven.unsqueeze(-1)).squeeze(-1)
-        return (self.reference_conjugate(state, drive) @ state.unsqueeze(-1)).squeeze(-1) + driven
-
     def with_arguments(self, *, dt: Tensor | None = None, beta: Tensor | None = None) -> Cell:
         if beta is not None and not self.spec.conjugate.has_directions:
             raise IncompatibleError(
@@ -223,28 +96,39 @@ class ADPTCell(BindableCell):
             )
         return self if dt is None and beta is None else CellWithArguments(self, dt, beta)
 
-    def bind(self, *, dt: bool = False, beta: bool = False) -> BoundParameters:
-        """Evaluate the parameters.
+    def evaluate(self, *, stacked: bool = False, dt: bool = False, beta: bool = False) -> Parameters:
+        """Evaluate the parameters of the step.
 
         Args:
+            stacked: Evaluate K and V as matrices, for a kernel, and not as functions.
             dt: Whether the length of each step is part of the drive.
             beta: Whether β is part of the drive.
         """
+        spec = self.spec
         blocks: BlockDiagonal = self.spectrum()
         dtype = blocks.real.dtype
-        from_state = not isinstance(self.spec.direction, FromInput)
-        return BoundParameters(
-            spec=self.spec,
-            spectrum=self.spectrum,
+        directions: list[DirectionFunction] | None = None
+        if not isinstance(spec.direction, FromInput):
+            directions = [
+                d.stack(dtype) if stacked and isinstance(d, Directions) else bind_directions(d, dtype)
+                for d in self.directions
+            ]
+        return Parameters(
+            size=spec.size,
+            heads=spec.heads,
+            conjugate=spec.conjugate,
+            retraction=spec.retraction,
+            rotation_aware=spec.rotation_aware,
             blocks=None if dt else blocks,
-            start=None if self.start is None else self.start.dense().to(dtype),
             beta=None if beta else self.beta(blocks.real),
-            directions=[bind_directions(d, dtype) for d in self.directions] if from_state else None,
-            projections=list(self.directions),
+            directions=directions,
+            modules=list(self.directions),
+            spectrum=self.spectrum,
+            start=None if self.start is None else self.start.dense().to(dtype),
         )
 
 
-class CellWithArguments(BindableCell):
+class CellWithArguments(EvaluatedCell):
     """An `ADPTCell` with the arguments of one call: the length of each step, a β for each sequence.
 
     Args:
@@ -279,31 +163,11 @@ class CellWithArguments(BindableCell):
             None if beta is None else beta.reshape(*beta.shape, 1, 1),
         )
 
-    def scan(
-        self,
-        drive: Tensor,
-        state: Tensor,
-        *,
-        reset: Tensor | None = None,
-        lengths: Tensor | None = None,
-        lean: bool = False,
-    ) -> Tensor | None:
-        recurrence = self.recurrence
-        backend = choose_scan(recurrence, drive.dtype, drive.device)
-        note_run("forward", backend)
-        if not backend.is_kernel:
-            return None
-        return self.cell.run_fused_scan(drive, state, reset, lengths, lean, recurrence.form)
-
-    def choose_scan(self, device: torch.device | str) -> Backend:
-        return choose_scan(self.recurrence, self.dtype, torch.device(device), list(self.parameters()))
-
     @property
     def recurrence(self) -> Recurrence:
-        """The recurrence, for the choice of a kernel."""
         inner = self.cell.recurrence
         owners: tuple[tuple[Cell, type[Cell]], ...] = (self, CellWithArguments), *inner.owners
-        form = inner.form if self.beta is None else fused.make_form(self.cell.spec, beta_in_drive=True)
+        form = inner.form if self.beta is None else make_form(self.cell.spec, beta_in_drive=True)
         return inner._replace(owners=owners, form=form, dt=self.dt is not None)
 
     def eigenvalues(self) -> BlockDiagonal | None:
@@ -317,8 +181,8 @@ class CellWithArguments(BindableCell):
     def device(self) -> torch.device | None:
         return self.cell.device
 
-    def bind(self) -> BoundParameters:
-        return self.cell.bind(dt=self.dt is not None, beta=self.beta is not None)
+    def evaluate(self, *, stacked: bool = False) -> Parameters:
+        return self.cell.evaluate(stacked=stacked, dt=self.dt is not None, beta=self.beta is not None)
 
 
 def _check_argument(

@@ -1,24 +1,17 @@
-"""The interface between cells and solvers: `step` is required; the other methods make solvers faster."""
+"""The interface between cells and solvers: `step` is required; a `Structure` makes solvers faster."""
 
 import abc
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .._dtype import compute_dtype
-from .._typing import Device, DType, Matrix, Position, Positions, Vector
+from .._typing import Device, DType, Position, Positions, Vector
 from ..errors import IncompatibleError, InputError
-from ..ops._backends import REFERENCE, Backend, note_run, record_runs
-from ..ops.adpt_step import Pass
-from ..recurrence.conjugates import Conjugate, nearest_blocks
-from ..recurrence.spectra import BlockDiagonal
 from ..spec import ModuleSpec, check_size
-
-if TYPE_CHECKING:  # solvers import cells; only `solvers.transitions` is used the other way
-    from ..solvers.transitions import Transition
+from .structure import Structure
 
 __all__ = ["ADPTState", "Cell", "CellSpec", "SizedCellSpec", "count_positions", "register_state", "select_rows"]
 
@@ -99,18 +92,11 @@ class ADPTState(NamedTuple):
         return ADPTState(select_rows(self.state, rows), select_rows(self.position, rows))
 
 
-_DIFFERENTIATED = Backend(
-    REFERENCE,
-    "torch.func differentiates the step, one derivative for each state dimension.",
-    "Use a solver without Jacobians, solvers.ConvDEER() or solvers.ForwardDEER(), if the cell has one that suits.",
-)
-
-
 class Cell(nn.Module, abc.ABC):
     """Base class of the cells: one step of a recurrence.
 
-    The state is one flat tensor (..., state_size), batched over leading dimensions. Only `step` is required. The other
-    methods have defaults, and a cell overrides those for which it has a faster or more precise form.
+    The state is one flat tensor (..., state_size), batched over leading dimensions. Only `step` is required;
+    `structure` returns faster or more precise forms of the step, if there are any.
     """
 
     input_size: int | None  # features of the input; None if any number is accepted
@@ -141,75 +127,9 @@ class Cell(nn.Module, abc.ABC):
         """
         return inputs
 
-    def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return a function equal to `step`, with everything that is constant along a sequence evaluated once."""
-        return self.step
-
-    def scan(
-        self,
-        drive: Tensor,
-        state: Tensor,
-        *,
-        reset: Tensor | None = None,
-        lengths: Tensor | None = None,
-        lean: bool = False,
-    ) -> Tensor | None:
-        """Run all steps in one operation, if there is one that is faster than a loop over `step`.
-
-        Args:
-            drive: The result of `prepare`, (batch, time, features).
-            state: The state before the first step, (batch, state_size).
-            reset: (batch, time) bool; where True, the step starts from the initial state.
-            lengths: (batch,); states past the end are zero.
-            lean: Save only the states for the backward pass, and recompute the rest.
-
-        Returns:
-            The states after each step, (batch, time, state_size); None if there is no such operation.
-        """
-        note_run("forward", self._explain_no_scan(), log=False)
-        return None
-
-    def _explain_no_scan(self) -> Backend:
-        return Backend(REFERENCE, f"{type(self).__name__} has no fused operation for all steps.")
-
-    @torch.no_grad()
-    def choose_scan(self, device: torch.device | str) -> Backend:
-        """Return the program by which `scan` runs all steps on a device, or the reference if it returns None.
-
-        The default runs `scan` for one step on the device of the parameters. For another type of device it returns
-        the reference.
-
-        Args:
-            device: The device, which need not be present.
-        """
-        name = type(self).__name__
-        if getattr(self.scan, "__func__", None) is Cell.scan:
-            return self._explain_no_scan()
-        if self.input_size is None or self.dtype is None or self.device is None:
-            reason = f"{name} does not say its input size, dtype or device, so its scan() cannot be tried."
-            return Backend(REFERENCE, reason)
-        if torch.device(device).type != self.device.type:
-            return Backend(REFERENCE, f"{name} is on {self.device}, not on {device}.")
-        position = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        drive = self.prepare(torch.zeros(1, 1, self.input_size, dtype=self.dtype, device=device), position)
-        with record_runs():  # this trial is not part of the call that an outer context records
-            states = self.scan(drive, self.initial_state(1, device=device))
-        if states is None:
-            return Backend(REFERENCE, f"scan() of {name} returned None.")
-        return Backend("scan", f"{name} has a scan() of its own.")
-
-    def eigenvalues(self) -> BlockDiagonal | None:
-        """Return Λ̄ if the cell has a constant spectrum, None otherwise. Conv-DEER uses it as the transition."""
-        return None
-
-    def conjugate(self, state: Vector, drive: Tensor) -> Conjugate | None:
-        """Return M at `state` if the step is M x + drive, None otherwise. Forward-DEER and Koopman-DEER use it.
-
-        Args:
-            state: (..., state_size).
-            drive: (..., features).
-        """
-        return None
+    def structure(self) -> Structure:
+        """Return what is known of the step, for solvers and analyses; nothing by default."""
+        return Structure()
 
     def output(self, state: Tensor) -> Tensor:
         """Return the output of the cell for a state: the state itself, unless it holds more than the output.
@@ -250,108 +170,6 @@ class Cell(nn.Module, abc.ABC):
         """
         return self
 
-    def linear_transition(self, drive: Tensor) -> "Transition | None":
-        """Return the transition of the linear part of the step, which does not depend on the state: for Conv-DEER.
-
-        Args:
-            drive: (batch, time, features).
-
-        Returns:
-            The transition; None if the cell has no linear part.
-        """
-        lambda_bar = self.eigenvalues()
-        from ..solvers.transitions import DiagonalTransition
-
-        return None if lambda_bar is None else DiagonalTransition(lambda_bar)
-
-    def forward_transition(self, state: Vector, drive: Tensor) -> "Transition | None":
-        """Return the (block) diagonal of M (eq:diag_M) as a transition: for Forward-DEER.
-
-        Args:
-            state: (batch, time, state_size).
-            drive: (batch, time, features).
-
-        Returns:
-            The transition; None if the step is not M x + drive.
-        """
-        conjugate = self.conjugate(state, drive)
-        from ..solvers.transitions import DiagonalTransition
-
-        return None if conjugate is None else DiagonalTransition(conjugate.blocks())
-
-    def jacobian(self, state: Vector, drive: Tensor) -> Matrix:
-        """Return the derivative of `step` with respect to the state.
-
-        Args:
-            state: (..., state_size).
-            drive: (..., features).
-
-        Returns:
-            (..., state_size, state_size).
-
-        Raises:
-            InputError: `torch.func` cannot differentiate the step; the message says what to change.
-        """
-        note_run("jacobian", _DIFFERENTIATED, log=False)
-        step = self.stepper()
-        flat_state, flat_drive = state.reshape(-1, state.shape[-1]), drive.reshape(-1, drive.shape[-1])
-        try:
-            flat: Tensor = torch.func.vmap(torch.func.jacfwd(step))(flat_state, flat_drive)
-        except (RuntimeError, NotImplementedError) as error:
-            raise _explain_vmap(error) from error
-        return flat.reshape(*state.shape, state.shape[-1])
-
-    def jacobian_chunks(self, states: Tensor, drive: Tensor) -> Callable[[int, int], Tensor]:
-        """Return a function that computes Jacobians for a range of steps at a time, to limit memory.
-
-        Args:
-            states: The state before each step, (batch, time, n).
-            drive: (batch, time, features).
-
-        Returns:
-            A function of `start` and `stop` that returns the Jacobians of steps start … stop - 1, (batch, ·, n, n).
-        """
-        return lambda start, stop: self.jacobian(states[:, start:stop], drive[:, start:stop])
-
-    def jacobian_blocks(self, state: Vector, drive: Tensor) -> BlockDiagonal:
-        """Return the diagonal of `jacobian`; for complex pairs the nearest a + ib of each 2-by-2 block.
-
-        Args:
-            state: (..., state_size).
-            drive: (..., features).
-        """
-        lambda_bar = self.eigenvalues()
-        return nearest_blocks(self.jacobian(state, drive), lambda_bar is not None and lambda_bar.imag is not None)
-
-    def make_newton_pass(self, state: Tensor, drive: Tensor, *, diagonal: bool) -> Callable[..., Pass] | None:
-        """Return a fused operation for one Newton iteration over a sequence, if there is one.
-
-        Args:
-            state: A state like those it will be called with, for shape, dtype and device.
-            drive: A drive like those it will be called with.
-            diagonal: Use the transition diag M; Λ̄ if False.
-
-        Returns:
-            The operation, see `ops.adpt_step`; None if there is none.
-        """
-        reason = f"{type(self).__name__} has no kernel for a Newton iteration."
-        note_run("iteration", Backend(REFERENCE, reason), log=False)
-        return None
-
-    def radius(self, state: Vector, drive: Tensor, fresh: Vector, reset: Tensor | None) -> Tensor | None:
-        """Return the radius of a ball that provably contains the state after each step.
-
-        Args:
-            state: The state before the first step, (batch, state_size).
-            drive: (batch, time, features).
-            fresh: The initial state that enters at a reset, (batch, state_size).
-            reset: (batch, time) bool, or None.
-
-        Returns:
-            (batch, time); None if no bound is known.
-        """
-        return None
-
     def initial_state(self, batch: int, *, device: Device = None, dtype: DType = None) -> Tensor:
         """Return the state from which a sequence starts: zeros by default.
 
@@ -376,28 +194,6 @@ class Cell(nn.Module, abc.ABC):
         """The device of the parameters; None without parameters."""
         parameter = next(self.parameters(), None)
         return None if parameter is None else parameter.device
-
-
-def _explain_vmap(error: Exception) -> Exception:
-    """Return an `InputError` that says what `torch.func` does not support in a step; `error` itself if unrelated."""
-    reason = next(iter(str(error).strip().splitlines()), "")
-    if "data-dependent control flow" in str(error):
-        return InputError(
-            "the Jacobian of the step cannot be vectorised, because the step has data-dependent control flow: if, "
-            "while, .item(), boolean indexing or one_hot without num_classes. Use torch.where(condition, a, b), or a "
-            "solver without Jacobians: solvers.Jacobi()."
-        )
-    if "random operation" in str(error):
-        return InputError(
-            "the step is random: dropout in training mode, or noise drawn in the step. Call .eval() on it, or draw the "
-            "noise beforehand and pass it as input."
-        )
-    if "vmap" in str(error) or "functorch" in str(error) or isinstance(error, NotImplementedError):
-        return InputError(
-            f"torch.func cannot compute the Jacobian of this step ({reason}). Use functions that torch.func supports, "
-            "give the cell a method jacobian(state, drive), or use a solver without Jacobians: solvers.Jacobi()."
-        )
-    return error
 
 
 def count_positions(start: Position, steps: int, reset: Tensor | None) -> Tensor:

@@ -10,6 +10,7 @@ from .._typing import Device, DType, Positions, Vector
 from ..recurrence.projections import Dense, Orthogonal, Projection, ProjectionSpec
 from ..spec import spec
 from .base import Cell, SizedCellSpec
+from .structure import Structure
 
 __all__ = ["OrthogonalRNN", "OrthogonalRNNCell", "ReLURNN", "ReLURNNCell", "TanhRNN", "TanhRNNCell"]
 
@@ -41,7 +42,10 @@ class _VanillaCell(Cell):
     def step(self, state: Vector, drive: Vector) -> Vector:
         return self.activation(self.recurrent(state) + drive)
 
-    def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
+    def structure(self) -> Structure:
+        return Structure(stepper=self._stepper)
+
+    def _stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
         recurrent = self.recurrent.bind(self.input_weight.dtype if self.dtype is None else self.dtype)
         return lambda state, drive: self.activation(recurrent(state) + drive)
 

@@ -5,6 +5,7 @@ V, and only classes that the form knows. Then `ops.adpt_scan.dispatch` decides b
 environment. Every caller of a kernel asks here: `scan`, Jacobians, Newton passes, `solvers.Auto` and short calls.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,18 +14,21 @@ from torch import Tensor, nn
 
 from ..ops._backends import REFERENCE, TRANSFORMED, Backend, note_run
 from ..ops._torch_state import is_transformed
-from ..ops.adpt_scan import Constants, Form, adpt_scan, choose
+from ..ops.adpt_scan import Form, RetractionKind, Source, adpt_scan, choose
 from ..ops.adpt_scan import choose_step as choose_step_of_form
+from ..ops.adpt_scan.packing import change_basis, pack, stack_factors
+from ..recurrence.beta import is_zero
 from ..recurrence.conjugates import Diagonal, Exact, Product, Taylor
-from ..recurrence.directions import Directions, FromInput, FromState
+from ..recurrence.directions import LAYER_NORM_EPS, Directions, FromInput, FromState
 from ..recurrence.retractions import Cayley, Exponential
+from ..recurrence.step import Parameters
 from .base import Cell
 from .spec import ADPTSpec
 
-__all__ = ["Recurrence", "choose_scan", "choose_step", "explain_replaced", "run_scan"]
+__all__ = ["Recurrence", "choose_scan", "choose_step", "explain_replaced", "make_form", "run_scan"]
 
 # The methods that define the step of a cell. Not every cell has all of them.
-_STEP = ("step", "stepper", "initial_state", "prepare", "bind", "prepare_with_arguments", "make_step")
+_STEP = ("step", "stepper", "initial_state", "prepare", "prepare_with_arguments", "evaluate")
 
 _HOOKED = Backend(
     REFERENCE,
@@ -45,6 +49,7 @@ class Recurrence(NamedTuple):
     owners: tuple[tuple[Cell, type[Cell]], ...]  # the cells that define the step, each with the class it must be
     spec: ADPTSpec
     directions: nn.ModuleList  # K and V of each plane
+    modules: tuple[nn.Module, ...]  # everything with parameters of the step: spectrum, β, K and V
     form: Form  # the recurrence as a kernel takes it
     dt: bool = False  # whether the length of each step is part of the drive
 
@@ -70,40 +75,84 @@ def choose_scan(
     return choose(recurrence.form, spec.size, paired=paired, slow=slow, dtype=dtype, device=device)
 
 
-def choose_step(recurrence: Recurrence, tensors: Sequence[Tensor]) -> Backend:
+def choose_step(recurrence: Recurrence, states: Tensor, drive: Tensor) -> Backend:
     """Choose the program for the step of a cell at known states: Jacobians and Newton passes.
 
     Args:
         recurrence: The recurrence of the cell.
-        tensors: The states, the drive, and the parameters of the step.
+        states: The states.
+        drive: The drive.
     """
-    reference = _explain_modified(recurrence) or _explain_custom(recurrence.spec)
+    reference = _explain_modified(recurrence) or _explain_custom(recurrence.spec) or _explain_varying(recurrence)
     if reference is not None:
         return reference
     spec = recurrence.spec
     if spec.start:
         return _START
     paired, slow = spec.spectrum.is_complex, spec.memory is not None
-    return choose_step_of_form(recurrence.form, tensors, paired=paired, slow=slow)
+    sources = (t for part in recurrence.modules for t in itertools.chain(part.parameters(), part.buffers()))
+    return choose_step_of_form(recurrence.form, (states, drive, *sources), paired=paired, slow=slow)
 
 
-def run_scan(constants: Constants, form: Form, drive: Tensor, state: Tensor, **options: Any) -> Tensor | None:
+def run_scan(
+    parameters: Parameters, recurrence: Recurrence, drive: Tensor, state: Tensor, **options: Any
+) -> Tensor | None:
     """Run all steps by the kernel that `choose_scan` chose.
 
     Args:
-        constants: The parameters.
-        form: The form of the recurrence.
+        parameters: The evaluated parameters, with K and V as matrices.
+        recurrence: The recurrence.
         drive: (batch, time, features).
         state: (batch, state_size).
-        options: Further arguments of `adpt_scan`.
+        options: `reset`, `lengths` and `lean` of `adpt_scan`.
 
     Returns:
         The states, (batch, time, state_size); None inside a `torch.func` transform.
     """
+    constants, form, start = pack(parameters, recurrence.form), recurrence.form, parameters.start
     if is_transformed(drive, state, *constants):
         note_run("forward", TRANSFORMED)
         return None
-    return adpt_scan(drive, state, constants, form, **options)
+    if start is None:
+        factors = stack_factors(recurrence.directions, form, drive.dtype)
+        return adpt_scan(drive, state, constants, form, factors=factors, **options)
+    start = start.to(drive.dtype)
+    rotated = change_basis(start, constants, form, drive, state)
+    return adpt_scan(rotated.drive, rotated.state, rotated.constants, form, **options) @ start.mT
+
+
+def make_form(spec: ADPTSpec, *, beta_in_drive: bool = False) -> Form:
+    """Return the form of the recurrence of a cell.
+
+    Args:
+        spec: The spec of the cell.
+        beta_in_drive: Whether β is part of the drive.
+    """
+    direction, conjugate = spec.direction, spec.conjugate
+    rotates = conjugate.has_directions
+    source, spike, dot, norm = Source.STATE, 0.0, None, None
+    if isinstance(direction, FromState):
+        source = Source.RELU if direction.relu else Source.STATE
+        if direction.spike is not None:
+            source, spike = Source.SPIKES, direction.spike
+        if rotates:
+            dot, norm = direction.dot, LAYER_NORM_EPS if direction.layer_norm else None
+    retraction = RetractionKind.CAYLEY if isinstance(spec.retraction, Cayley) else RetractionKind.EXPONENTIAL
+    if isinstance(conjugate, Taylor):
+        retraction = RetractionKind.TAYLOR_ONE if conjugate.order == 1 else RetractionKind.TAYLOR_TWO
+    return Form(
+        heads=spec.heads,
+        rotates=rotates,
+        directions_in_drive=rotates and isinstance(direction, FromInput),
+        beta_in_drive=beta_in_drive,
+        source=int(source),
+        spike_threshold=spike,
+        retraction=int(retraction),
+        dot=dot,
+        rotation_aware=spec.rotation_aware,
+        norm_epsilon=norm,
+        linear=rotates and not beta_in_drive and is_zero(spec.beta),
+    )
 
 
 def _explain_modified(recurrence: Recurrence) -> Backend | None:
@@ -154,9 +203,9 @@ def _explain_unsupported(recurrence: Recurrence) -> Backend | None:
     """Return the reference with the reason if the kernels lack a combination of choices; None if they have it."""
     spec, direction = recurrence.spec, recurrence.spec.direction
     from_state = isinstance(direction, FromState)
-    if recurrence.dt:
-        reason, advice = "the kernel does not support dt=.", "Resample the inputs to equal steps, and drop dt=."
-        return Backend(REFERENCE, reason, advice)
+    varying = _explain_varying(recurrence)
+    if varying is not None:
+        return varying
     if recurrence.form.beta_in_drive and spec.heads > 1:
         return Backend(REFERENCE, "the kernel does not support beta= with heads.", "Use heads=1, or drop beta=.")
     if spec.conjugate.has_directions and from_state and direction.layer_norm and spec.heads > 1:
@@ -167,3 +216,9 @@ def _explain_unsupported(recurrence: Recurrence) -> Backend | None:
         reason = "the kernel does not support a learned start with a slow memory, ReLU, spikes or LayerNorm."
         return Backend(REFERENCE, reason, "Use start=False, or FromState() without options and no memory.")
     return None
+
+
+def _explain_varying(recurrence: Recurrence) -> Backend | None:
+    if not recurrence.dt:
+        return None
+    return Backend(REFERENCE, "the kernel does not support dt=.", "Resample the inputs to equal steps, and drop dt=.")

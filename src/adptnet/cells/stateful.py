@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from .._typing import Device, DType, Positions, Vector
-from ..ops.plane_rotation import skew
 from ..recurrence.conjugates import Exact
 from .adpt import ADPTCell
 from .base import Cell
 from .spec import ADPTSpec
+from .structure import Structure
 
 __all__ = ["StatefulCell"]
 
@@ -41,14 +41,18 @@ class StatefulCell(Cell):
     def step(self, state: Vector, drive: Tensor) -> Vector:
         return self.stepper()(state, drive)
 
+    def structure(self) -> Structure:
+        return Structure(stepper=self.stepper)
+
     def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return the step as a function, with the parameters evaluated once."""
         size, retraction = self.spec.size, self.spec.retraction
-        bound = self.memoryless.bind()
-        blocks, beta = bound.blocks, bound.beta
+        parameters = self.memoryless.evaluate()
+        blocks, beta = parameters.blocks, parameters.beta
         assert blocks is not None
         assert beta is not None
-        assert bound.directions is not None
-        directions = bound.directions[0]
+        assert parameters.directions is not None
+        directions = parameters.directions[0]
 
         def step(state: Tensor, drive: Tensor) -> Tensor:
             x, rows = state[..., :size], state[..., size:].unflatten(-1, (size, size))
@@ -61,25 +65,6 @@ class StatefulCell(Cell):
             return torch.cat((x, rows.flatten(-2)), -1)
 
         return step
-
-    def reference_step(self, state: Vector, drive: Tensor) -> Vector:
-        """Return the next state computed from its definition with dense matrices: the slow reference for `step`.
-
-        Args:
-            state: (..., state_size).
-            drive: (..., features).
-        """
-        bound = self.memoryless.bind()
-        assert bound.blocks is not None
-        assert bound.beta is not None
-        assert bound.directions is not None
-        x, old = self.output(state), self.rotation(state)
-        key, value = bound.directions[0](x)
-        new = old @ self.spec.retraction.reference_matrix(
-            bound.beta * skew(key, (old @ value.unsqueeze(-1)).squeeze(-1))
-        )
-        conjugate = new @ bound.blocks.dense() @ new.mT
-        return torch.cat(((conjugate @ x.unsqueeze(-1)).squeeze(-1) + drive, new.flatten(-2)), -1)
 
     def initial_state(self, batch: int, *, device: Device = None, dtype: DType = None) -> Tensor:
         """Return x = 0 and Q = I. Arguments as for `Cell.initial_state`."""

@@ -14,6 +14,7 @@ from ..recurrence.spectra import BlockDiagonal
 from ..spec import check_size
 from .base import Cell
 from .dispatch import explain_replaced
+from .structure import Structure, differentiate
 from .torch_jacobian import compute_jacobian, compute_jacobian_diagonal
 from .torch_scan import run_layer
 
@@ -84,6 +85,10 @@ class TorchCell(Cell):
             flat = self.cell(inputs, flat)
         return flat.reshape(state.shape)
 
+    def structure(self) -> Structure:
+        known = Structure(scan=self.scan, choose_scan=self.choose_scan)
+        return known._replace(jacobian=self.jacobian, jacobian_blocks=self.jacobian_blocks)
+
     def scan(
         self,
         drive: Tensor,
@@ -93,6 +98,7 @@ class TorchCell(Cell):
         lengths: Tensor | None = None,
         lean: bool = False,
     ) -> Tensor | None:
+        """Run all steps by the layer of `torch.nn`; see `Structure.scan`."""
         tensors = (drive, state, *self.cell.parameters())
         recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         backend = self.choose_scan(drive.device)
@@ -108,6 +114,7 @@ class TorchCell(Cell):
         return run_layer(self.cell, drive, state, reset, lengths)
 
     def choose_scan(self, device: torch.device | str) -> Backend:
+        """Return the program of `scan`; see `Structure.choose_scan`."""
         if torch.device(device).type != "cpu":
             return _NOT_CPU
         if self._is_stock() and not is_transformed(*self.cell.parameters()):
@@ -115,13 +122,25 @@ class TorchCell(Cell):
         return explain_replaced(self, TorchCell) or _MODIFIED
 
     def jacobian(self, state: Vector, drive: Tensor) -> Matrix:
+        """Return the derivative of the step with respect to the state, (..., state_size, state_size).
+
+        Args:
+            state: (..., state_size).
+            drive: (..., features).
+        """
         if not self._is_stock():
-            return super().jacobian(state, drive)
+            return differentiate(self.step, state, drive)
         return compute_jacobian(self.cell, state, drive)
 
     def jacobian_blocks(self, state: Vector, drive: Tensor) -> BlockDiagonal:
+        """Return the diagonal of `jacobian`.
+
+        Args:
+            state: (..., state_size).
+            drive: (..., features).
+        """
         if not self._is_stock():
-            return super().jacobian_blocks(state, drive)
+            return BlockDiagonal(self.jacobian(state, drive).diagonal(dim1=-2, dim2=-1))
         return BlockDiagonal(compute_jacobian_diagonal(self.cell, state, drive))
 
     def output(self, state: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from .._io.files import replace_file
 from ..cells import SpikingADPT, SpikingADPTCell
 from ..cells.coupled import CoupledCell
 from ..cells.spiking import LIFCell, Sigmoid
+from ..cells.structure import find_eigenvalues
 from ..errors import IncompatibleError, InputError
 from ..nn.block import Norm
 from ..nn.spiking_model import SpikingModel
@@ -60,7 +61,7 @@ def to_nir(model: SpikingModel, *, dt: float, allow_approximation: bool = False)
             edges.append((before, f"currents{i}"))
             before = _add_neurons(nir, nodes, edges, metadata, i, layer.neurons.cell, dt, allow_approximation)  # type: ignore[union-attr]
         nodes["decoder"] = _make_affine(nir, model.decoder.projection, model.decoder.norm)
-        decay: Any = model.integrators.cell.eigenvalues()
+        decay: Any = find_eigenvalues(model.integrators.cell)
         nodes["integrators"] = _make_integrator(nir, decay.real, torch.ones_like(decay.real), dt)
         nodes["output"] = nir.Output({"output": np.array([model.spec.output_size])})
         edges += [(before, "decoder"), ("decoder", "integrators"), ("integrators", "output")]

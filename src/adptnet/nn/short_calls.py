@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
-from ..cells import fused
 from ..cells.adpt import ADPTCell
 from ..cells.base import ADPTState
 from ..ops import _build, adpt_layer
@@ -30,10 +29,10 @@ from ..recurrence.beta import Beta
 from ..recurrence.drive import EMA, LRU, ZOH, Drive, Gain
 from ..recurrence.drive.drive import is_scaling_faster
 from ..recurrence.drive.gate import Gate
-from ..recurrence.drive.tied_gain import TiedGain
 from ..recurrence.projections.base import Biased, apply_map
 from ..recurrence.projections.dense import DenseProjection
 from ..recurrence.projections.heads import Heads
+from .tied_gain import TiedGain
 
 __all__ = ["ModuleWatch", "PreparedLayer", "find_prepared", "run_short_call"]
 
@@ -182,10 +181,10 @@ def prepare_layer(layer: nn.Module, watch: ModuleWatch) -> PreparedLayer | None:
     cell: Any = layer.cell
     if type(cell) is not ADPTCell or watch.has_hooks or watch.has_plain_tensors or not _build.kernels_enabled():
         return None
-    spec, drive, dtype = cell.spec, cell.drive, cell.dtype
+    drive, dtype = cell.drive, cell.dtype
     if not cell.choose_scan("cpu").is_kernel:
         return None
-    form = fused.make_form(spec)
+    form = cell.recurrence.form
     if form.directions_in_drive or form.dot is not None or form.norm_epsilon is not None or cell.start is not None:
         return None
     if type(drive) is not Drive or type(drive.gate) not in (NoneType, Gate) or drive.rope is not None:

@@ -7,8 +7,10 @@ retractions   from key and value to the rotation Q: exponential or Cayley
 conjugates    how Q Λ̄ Qᵀ acts on the state, without forming the matrix
 drive         how the input enters the state: gain, gate, rotary positions
 beta          β, the strength of the non-linearity
+step          the model: a step, its operator M and its Jacobian, as pure functions of the evaluated parameters
+jacobian      the Jacobian of a step in closed form
 """
 
-from . import beta, conjugates, directions, drive, projections, retractions, spectra
+from . import beta, conjugates, directions, drive, projections, retractions, spectra, step
 
-__all__ = ["beta", "conjugates", "directions", "drive", "projections", "retractions", "spectra"]
+__all__ = ["beta", "conjugates", "directions", "drive", "projections", "retractions", "spectra", "step"]

@@ -13,16 +13,18 @@ from ..errors import InputError, SpecError
 from ..ops._unit_vectors import fix_dot_product, spike, unit
 from ..spec import Spec, check_positive, check_size, spec
 from .projections import Projection, ProjectionSpec
-from .projections.base import apply_map, bind_map, is_hooked
+from .projections.base import Biased, apply_map, bind_map, is_hooked
 from .projections.heads import Heads
 
 __all__ = [
     "LAYER_NORM_EPS",
+    "DirectionMatrices",
     "DirectionSpec",
     "Directions",
     "FromInput",
     "FromState",
     "KeyValue",
+    "apply_source",
     "bind_directions",
     "spike",
     "unit",
@@ -36,6 +38,31 @@ class KeyValue(NamedTuple):
 
     key: Tensor
     value: Tensor
+
+
+class DirectionMatrices(NamedTuple):
+    """K and V of all heads as matrices. A call returns key and value, as a function of `Directions.bind` does."""
+
+    source: Callable[[Tensor], Tensor]  # from the state to the vector that K and V are applied to
+    weight: Tensor  # (heads, 2, m, m), m = n / heads
+    bias: Tensor | None = None  # (heads, 2, m)
+    norm_weight: Tensor | None = None  # (2, n): of the LayerNorm on key and value
+    norm_bias: Tensor | None = None
+    norm_epsilon: float = LAYER_NORM_EPS
+    dot: float | None = None
+
+    def __call__(self, x: Tensor) -> KeyValue:
+        heads = len(self.weight)
+        projected = torch.einsum("...hi,hpji->p...hj", self.source(x).unflatten(-1, (heads, -1)), self.weight)
+        parts = list(projected if self.bias is None else map(torch.add, projected, self.bias.unbind(1)))
+        vectors = [part.flatten(-2) for part in parts]
+        if self.norm_weight is not None and self.norm_bias is not None:
+            vectors = [
+                functional.layer_norm(unit(vector), vector.shape[-1:], weight, bias, self.norm_epsilon)
+                for vector, weight, bias in zip(vectors, self.norm_weight, self.norm_bias, strict=True)
+            ]
+        key, value = (_normalize(vector, heads) for vector in vectors)
+        return _span_plane(key, value, self.dot)
 
 
 class DirectionSpec(Spec, abc.ABC):
@@ -120,9 +147,7 @@ class FromState(DirectionSpec):
         return super().keeps_lemmas and not self.is_entrywise
 
     def source(self, x: Tensor) -> Tensor:
-        if self.spike is not None:
-            return spike(x - self.spike)
-        return x.relu() if self.relu else x
+        return apply_source(x, self.relu, self.spike)
 
 
 @spec
@@ -142,6 +167,19 @@ class FromInput(DirectionSpec):
     @property
     def keeps_lemmas(self) -> bool:
         return True  # nothing depends on the state, so J = M
+
+
+def apply_source(x: Tensor, relu: bool, threshold: float | None) -> Tensor:
+    """Return the vector that K and V are applied to: the state, its ReLU or its spikes.
+
+    Args:
+        x: The state, (*b, n).
+        relu: Whether it is the ReLU.
+        threshold: It is the spikes [x >= threshold] if this is not None.
+    """
+    if threshold is not None:
+        return spike(x - threshold)
+    return x.relu() if relu else x
 
 
 class Directions(nn.Module):
@@ -194,10 +232,32 @@ class Directions(nn.Module):
 
         def directions(x: Tensor) -> KeyValue:
             source = self.spec.source(x)
-            key, value = key_of(source), value_of(source)
-            return KeyValue(key if self.spec.dot is None else fix_dot_product(key, value, self.spec.dot), value)
+            return _span_plane(key_of(source), value_of(source), self.spec.dot)
 
         return directions
+
+    def stack(self, dtype: torch.dtype) -> DirectionMatrices:
+        """Return K and V as matrices, for a kernel. Factored projections become dense.
+
+        Args:
+            dtype: The dtype of the states.
+        """
+        stacked = [_stack_heads(p, dtype) for p in (self.key_projection, self.value_projection)]
+        biases = [bias for _, bias in stacked if bias is not None]
+        norm_weight = norm_bias = None
+        if self.key_norm is not None and self.value_norm is not None:
+            norms = (self.key_norm, self.value_norm)
+            norm_weight, norm_bias = (
+                torch.stack([getattr(norm, name) for norm in norms]).to(dtype) for name in ("weight", "bias")
+            )
+        return DirectionMatrices(
+            self.spec.source,
+            torch.stack([matrices for matrices, _ in stacked], 1),
+            torch.stack(biases, 1) if biases else None,
+            norm_weight,
+            norm_bias,
+            dot=self.spec.dot,
+        )
 
     def forward(self, x: Vector) -> KeyValue:
         """Return the key and value of a state.
@@ -256,6 +316,23 @@ def _make_direction(
             )
         elif norm is not None:
             y = apply_map(norm, unit(y))
-        return unit(y if heads == 1 else y.unflatten(-1, (heads, -1)))
+        return _normalize(y, heads)
 
     return direction
+
+
+def _normalize(y: Tensor, heads: int) -> Tensor:
+    """Return a unit vector per head, (*b, n) or (*b, heads, n / heads)."""
+    return unit(y if heads == 1 else y.unflatten(-1, (heads, -1)))
+
+
+def _span_plane(key: Tensor, value: Tensor, dot: float | None) -> KeyValue:
+    return KeyValue(key if dot is None else fix_dot_product(key, value, dot), value)
+
+
+def _stack_heads(projection: Projection, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Return the matrices of all heads, (heads, m, m), and their biases, (heads, m), or None."""
+    projection.refresh()
+    parts = projection.split_heads()
+    biases = [part.bias.to(dtype) for part in parts if isinstance(part, Biased)]
+    return torch.stack([part.dense().to(dtype) for part in parts]), torch.stack(biases) if biases else None

@@ -4,13 +4,14 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..cells.base import Cell
+from ..cells.structure import make_step
 from ..errors import IncompatibleError, InputError
 from ..ops import _buffers
 from ..ops._backends import Backend
@@ -31,7 +32,15 @@ class Adjoint(abc.ABC):  # noqa: B024 - the two kinds below share no method, onl
 
 
 class LoopAdjoint(Adjoint):
-    """Base class of adjoints that differentiate through a loop, over time or over iterations."""
+    """Base class of adjoints that differentiate through a loop, over time or over iterations.
+
+    Attributes:
+        allows_fused_scan: Whether an operation for all steps, with its own backward, may replace the loop over time.
+        recomputes: Whether only states are stored, and all else is recomputed in the backward pass.
+    """
+
+    allows_fused_scan: ClassVar[bool] = False
+    recomputes: ClassVar[bool] = False
 
     @abc.abstractmethod
     def run(self, loop: Loop, state: Tensor, steps: int) -> Tensor:
@@ -60,6 +69,8 @@ class Unrolled(LoopAdjoint):
     all steps. Derivatives converge later than states, so more iterations are run than the states alone need.
     """
 
+    allows_fused_scan = True
+
     def run(self, loop: Loop, state: Tensor, steps: int) -> Tensor:
         return loop(state, state, 0, steps)[0]
 
@@ -76,6 +87,9 @@ class Checkpointed(LoopAdjoint):
     Args:
         segment_length: The number of steps per segment; the square root of the length if not given.
     """
+
+    allows_fused_scan = True
+    recomputes = True
 
     def __init__(self, segment_length: int | None = None):
         if segment_length is not None and (not isinstance(segment_length, int) or segment_length < 1):
@@ -341,7 +355,7 @@ class Backward:
         self.block = block or max(1, system.steps)
         self.has_initial_gradient = system.initial.requires_grad or system.reset_state.requires_grad
         with torch.no_grad():
-            self.system = system.detach(cell.stepper())
+            self.system = system.detach(make_step(cell))
 
     def solve(self, gradient: Tensor, states: Tensor) -> Tensor:
         """Return g from dL/dx, solved block by block from the last to the first.
@@ -500,5 +514,5 @@ class _SequentialRun(nn.Module):
         self.cell = cell
 
     def forward(self, system: System, drive: Tensor, initial: Tensor, reset_state: Tensor) -> Tensor:
-        replaced = System(self.cell.stepper(), (drive,), initial, reset_state, system.reset, system.lengths)
+        replaced = System(make_step(self.cell), (drive,), initial, reset_state, system.reset, system.lengths)
         return replaced.run()

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..cells.base import ADPTState, Cell
 from ..cells.spec import ADPTSpec
+from ..cells.structure import choose_scan, find_eigenvalues
 from ..ops._backends import Backend, note_run
 from ..recurrence.directions import FromInput
 from .adjoints import Adjoint
@@ -55,13 +56,13 @@ class Auto(Solver):
         what = f"batch {batch}, {steps} steps, state size {size}, on {torch.device(device).type}"
         if steps < SHORT:
             return Choice(Sequential(), f"{what}: fewer than {SHORT} steps, so a parallel solver gains nothing.")
-        if cell.choose_scan(device).is_kernel:
+        if choose_scan(cell, device).is_kernel:
             return Choice(Sequential(), f"{what}: one compiled operation runs all steps.")
         if torch.device(device).type != "cpu":
             return _choose_parallel(
                 cell, what, "solving in parallel over time fills the device (by rule, not measured)"
             )
-        if cell.eigenvalues() is None:
+        if find_eigenvalues(cell) is None:
             return Choice(Sequential(), f"{what}: on a CPU the Jacobian of this cell costs as much as {size} steps.")
         work = batch * size * ITERATIONS
         if work > ELEMENTS_PER_STEP:
@@ -99,7 +100,7 @@ def _choose_parallel(cell: Cell, what: str, why: str) -> Choice:
     spec = getattr(cell, "spec", None)
     if isinstance(spec, ADPTSpec) and isinstance(spec.direction, FromInput) and cell.state_size <= 16:
         return Choice(DEER(), f"{what}: {why}; the cell is linear in its state, so one scan of matrices is exact.")
-    if cell.eigenvalues() is None:
+    if find_eigenvalues(cell) is None:
         return Choice(
             BlockWise(QuasiDEER(), block_length=BLOCK), f"{what}: {why}; the cell has no constant eigenvalues."
         )

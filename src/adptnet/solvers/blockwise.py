@@ -8,8 +8,8 @@ from torch import Tensor
 from ..cells.base import Cell
 from ..errors import InputError
 from ..ops.tolerance import Tolerance
-from .parallel import Parallel, SystemSolution, join_blocks
-from .policies import Policy
+from .parallel import Parallel, join_blocks
+from .policies import Policy, SystemSolution
 from .system import System
 from .transitions import Transition
 

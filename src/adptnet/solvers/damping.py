@@ -1,6 +1,7 @@
 """Damping of the Newton iteration, for problems where the undamped iteration diverges."""
 
 import abc
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +22,16 @@ class Damping(abc.ABC):
     `strength` is the state of a damping that varies between iterations: one number per sequence, (batch,), 0 for an
     undamped update. `begin` returns the first one, and `adapt` each next one. Every subclass defines how its update
     depends on the strength; those with a constant setting, such as `Scale`, ignore it.
+
+    Attributes:
+        needs_radius: Whether `update` needs `system.radius`, the radius of a ball that contains each state.
+        has_fused_pass: Whether the kernels of a Newton iteration compute its update.
+        supports_ranks: Whether its update is implemented for a time axis that is split over processes.
     """
+
+    needs_radius: ClassVar[bool] = False
+    has_fused_pass: ClassVar[bool] = False
+    supports_ranks: ClassVar[bool] = False
 
     def begin(self, like: Tensor) -> Tensor:
         """Return the strength of the first iteration, (batch,).
@@ -57,6 +67,9 @@ class Damping(abc.ABC):
 class Undamped(Damping):
     """No damping."""
 
+    has_fused_pass = True
+    supports_ranks = True
+
     def update(self, transition: Transition, system: System, at: Iterate, strength: Tensor) -> Tensor:
         return newton_update(transition, system, at)
 
@@ -71,6 +84,8 @@ class Scale(Damping):
         scale: Factor in [0, 1]. 1 is no damping, 0 the Jacobi iteration. In between, the influence of distant steps
             decays.
     """
+
+    supports_ranks = True
 
     def __init__(self, scale: float):
         if not isinstance(scale, (int, float)) or not 0 <= scale <= 1:
@@ -124,6 +139,8 @@ class Adaptive(Damping):
         factor: The factor by which the strength grows and shrinks.
     """
 
+    supports_ranks = True
+
     def __init__(self, least: float = 1 / 64, factor: float = 4.0):
         if not 0 < least <= 1 or not factor > 1:
             raise InputError(f"Adaptive(least={least!r}, factor={factor!r}): needs 0 < least <= 1 and factor > 1.")
@@ -150,6 +167,8 @@ class Proximal(Damping):
     Args:
         damping: A further damping, applied before the projection; none if not given.
     """
+
+    needs_radius = True
 
     def __init__(self, damping: Damping | None = None):
         if damping is not None and not isinstance(damping, Damping):

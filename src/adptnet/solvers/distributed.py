@@ -20,9 +20,7 @@ from ..cells.base import ADPTState, Cell, count_positions
 from ..errors import DistributedError, IncompatibleError, InputError
 from .adjoints import Adjoint, Backward, Implicit
 from .base import Solution, Solver
-from .damping import Adaptive, Scale, Undamped
 from .distributed_adjoint import attach
-from .linearizations import MeanConjugate, MeanRotation
 from .newton import Newton
 from .parallel import check_guess, full_precision, is_transform_active
 from .problem import make_problem
@@ -52,13 +50,12 @@ class TimeParallel(Solver):
     def __init__(self, newton: Newton, group: dist.ProcessGroup | None = None):
         if not isinstance(newton, Newton):
             raise InputError(f"TimeParallel({newton!r}): needs one of the Newton solvers. Pass solvers.ConvDEER().")
-        if not isinstance(newton.damping, (Undamped, Scale, Adaptive)):
+        if not newton.damping.supports_ranks:
             raise IncompatibleError(
                 f"TimeParallel({newton!r}): {newton.damping!r} is not implemented over several ranks. "
                 "Use no damping, solvers.Scale(0.99) or solvers.Adaptive()."
             )
-        mean = newton.linearization
-        if isinstance(mean, MeanRotation) or (isinstance(mean, MeanConjugate) and mean.means > 1):
+        if not newton.linearization.supports_ranks:
             raise IncompatibleError(
                 f"TimeParallel({newton!r}): over several ranks only one mean of M for all steps is implemented. Pass "
                 "solvers.KoopmanDEER()."

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from torch import Tensor
 
 from ..cells.base import Cell
+from ..cells.structure import find_eigenvalues
 from ..errors import IncompatibleError
 from ..ops._backends import REFERENCE, Backend, note_run
 from ..ops.adpt_step import Pass, reference
-from ..ops.linear_scan import linear_scan
 from ..ops.tolerance import Tolerance
-from .damping import Damping, Undamped
+from .damping import Damping
 from .iterates import MeasuredIterate, MeasureFunction, fails_only_per_channel, measure_residual
-from .linearizations import ConjugateDiagonal, Linearization, LinearPart
+from .linearizations import Linearization
 from .system import System
 
 __all__ = ["make_fused_measure"]
@@ -40,8 +40,13 @@ def make_fused_measure(
     if unsupported is not None:
         note_run("iteration", unsupported, log=False)
     else:
-        diagonal = isinstance(linearization, ConjugateDiagonal)
-        newton_pass = cell.make_newton_pass(system.initial, system.step_inputs[0], diagonal=diagonal)
+        diagonal = bool(linearization.fused_diagonal)
+        make_pass = cell.structure().newton_pass
+        if make_pass is None:
+            reason = f"{type(cell).__name__} has no kernel for a Newton iteration."
+            note_run("iteration", Backend(REFERENCE, reason), log=False)
+        else:
+            newton_pass = make_pass(system.initial, system.step_inputs[0], diagonal=diagonal)
         if newton_pass is None and tiles is not None:
             newton_pass = _make_reference_pass(cell, system, diagonal)
     if newton_pass is not None:
@@ -56,10 +61,9 @@ def make_fused_measure(
 
 def _explain_unsupported(system: System, linearization: Linearization, damping: Damping) -> Backend | None:
     """Return the reference with the reason if no fused pass supports these iterations, whatever the cell."""
-    by_scan = isinstance(linearization, LinearPart) and linearization.by is linear_scan
-    if not (by_scan or isinstance(linearization, ConjugateDiagonal)):
+    if linearization.fused_diagonal is None:
         reason, advice = f"the kernel does not support {linearization}.", "Try solvers.ConvDEER() or ForwardDEER()."
-    elif not isinstance(damping, Undamped):
+    elif not damping.has_fused_pass:
         reason, advice = f"the kernel does not support damping, {damping}.", "Drop it if the solve converges without."
     elif system.lengths is not None:
         reason, advice = "the kernel does not support lengths=.", "Batch sequences of equal length."
@@ -72,12 +76,12 @@ def _explain_unsupported(system: System, linearization: Linearization, damping: 
 
 def _make_reference_pass(cell: Cell, system: System, diagonal: bool) -> Callable[..., Pass] | None:
     """Return the pass in torch operations; None if the cell has no real, constant eigenvalues."""
-    blocks = cell.eigenvalues()
+    blocks, make_conjugate = find_eigenvalues(cell), cell.structure().conjugate
     if blocks is None or blocks.imag is not None or blocks.real.dim() != 1:
         return None
 
     def transition(state: Tensor, drive: Tensor) -> Tensor:
-        conjugate = cell.conjugate(state, drive) if diagonal else None
+        conjugate = make_conjugate(state, drive) if diagonal and make_conjugate is not None else None
         return blocks.real if conjugate is None else conjugate.diagonal()
 
     return functools.partial(reference.newton_pass, step=system.step, transition=transition, shift=blocks.real)

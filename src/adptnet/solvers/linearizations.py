@@ -4,6 +4,7 @@ The solution does not depend on A. The number of iterations and the cost of each
 """
 
 import abc
+import functools
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -11,6 +12,13 @@ import torch
 from torch import Tensor
 
 from ..cells.base import Cell
+from ..cells.structure import (
+    compute_jacobian,
+    compute_jacobian_blocks,
+    find_eigenvalues,
+    make_linear_transition,
+    make_step,
+)
 from ..errors import IncompatibleError, InputError
 from ..ops.linear_scan import linear_scan
 from ..recurrence.conjugates import RotatedConjugate
@@ -44,6 +52,16 @@ class Linearization(abc.ABC):
 
     solver_name: ClassVar[str]  # the name of the solver that uses it, for messages
 
+    @property
+    def fused_diagonal(self) -> bool | None:
+        """Whether a fused Newton pass uses diag M (True) or Λ̄ (False) for this linearization; None without one."""
+        return None
+
+    @property
+    def supports_ranks(self) -> bool:
+        """Whether the transition can be computed for a time axis that is split over processes."""
+        return True
+
     @abc.abstractmethod
     def transition(self, cell: Cell, system: System, entering: Tensor) -> Transition:
         """Return the transition A.
@@ -60,6 +78,10 @@ class Linearization(abc.ABC):
     def options(self) -> list[str]:
         """Return the arguments that differ from their defaults, as source code."""
         return []
+
+    def solver_options(self) -> list[str]:
+        """Return the arguments of the solver `solver_name` for this linearization, as source code."""
+        return self.options()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self.options())})"
@@ -86,7 +108,8 @@ class FullJacobian(Linearization):
     solver_name = "DEER"
 
     def transition(self, cell: Cell, system: System, entering: Tensor) -> Transition:
-        return DenseTransition(_map_chunks(cell.jacobian, entering, system.step_inputs[0], cell.state_size))
+        jacobian = functools.partial(compute_jacobian, cell)
+        return DenseTransition(_map_chunks(jacobian, entering, system.step_inputs[0], cell.state_size))
 
 
 class JacobianDiagonal(Linearization):
@@ -110,12 +133,12 @@ class JacobianDiagonal(Linearization):
     def transition(self, cell: Cell, system: System, entering: Tensor) -> Transition:
         drive = system.step_inputs[0]
         if self.probes is not None:
-            return DiagonalTransition(BlockDiagonal(self._estimate(cell.stepper(), entering, drive)))
-        lambda_bar = cell.eigenvalues()
+            return DiagonalTransition(BlockDiagonal(self._estimate(make_step(cell), entering, drive)))
+        lambda_bar = find_eigenvalues(cell)
         pairs = lambda_bar is not None and lambda_bar.imag is not None
 
         def stack_blocks(state: Tensor, drive: Tensor) -> Tensor:
-            blocks = cell.jacobian_blocks(state, drive)
+            blocks = compute_jacobian_blocks(cell, state, drive)
             real = blocks.real.expand_as(state)
             return real if blocks.imag is None else torch.cat((real, blocks.imag.expand_as(state)), -1)
 
@@ -142,18 +165,19 @@ class ConjugateDiagonal(Linearization):
     """A = diag M_t (Forward-DEER, eq:diag_M): O(n) per step, without derivatives."""
 
     solver_name = "ForwardDEER"
+    fused_diagonal = True
 
     def transition(self, cell: Cell, system: System, entering: Tensor) -> Transition:
-        length = chunk_length(entering)
-        pieces: list[Transition] = []
-        for state, drive in zip(entering.split(length, 1), system.step_inputs[0].split(length, 1), strict=True):
-            transition = cell.forward_transition(state, drive)
-            if transition is None:
-                raise IncompatibleError(
-                    f"ForwardDEER needs a cell of the form M x + drive; {type(cell).__name__} has no M. "
-                    "Use solvers.QuasiDEER() for this cell, or solvers.Sequential()."
-                )
-            pieces.append(transition)
+        forward, length = cell.structure().forward, chunk_length(entering)
+        if forward is None:
+            raise IncompatibleError(
+                f"ForwardDEER needs a cell of the form M x + drive; {type(cell).__name__} has no M. "
+                "Use solvers.QuasiDEER() for this cell, or solvers.Sequential()."
+            )
+        pieces: list[Transition] = [
+            forward(state, drive)
+            for state, drive in zip(entering.split(length, 1), system.step_inputs[0].split(length, 1), strict=True)
+        ]
         return pieces[0] if len(pieces) == 1 else pieces[0].concatenate(pieces[1:])
 
 
@@ -169,8 +193,12 @@ class LinearPart(Linearization):
     def __init__(self, by: Callable[..., Tensor] = linear_scan):
         self.by = by
 
+    @property
+    def fused_diagonal(self) -> bool | None:
+        return False if self.by is linear_scan else None
+
     def transition(self, cell: Cell, system: System, entering: Tensor) -> Transition:
-        transition = cell.linear_transition(system.step_inputs[0])
+        transition = make_linear_transition(cell, system.step_inputs[0])
         if transition is None:
             raise IncompatibleError(
                 f"ConvDEER needs a cell with constant eigenvalues; {type(cell).__name__} has none. "
@@ -209,6 +237,10 @@ class _Mean(Linearization):
         if not isinstance(means, int) or means < 1:
             raise InputError(f"KoopmanDEER(means={means!r}): must be an integer >= 1.")
         self.means = means
+
+    @property
+    def supports_ranks(self) -> bool:
+        return self.means == 1
 
     def transition(self, cell: Cell, system: System, entering: Tensor) -> Transition:
         drive, valid, steps = system.step_inputs[0], system.valid, entering.shape[1]
@@ -277,32 +309,34 @@ def compute_mean_matrix(cell: Cell, entering: Tensor, drive: Tensor, weight: Ten
     """
     length = chunk_length(entering)
     total = torch.zeros((), dtype=entering.dtype, device=entering.device)
-    lambda_bar = cell.eigenvalues()
-    symmetric = lambda_bar is not None and lambda_bar.imag is None
-    for start in range(0, entering.shape[1], length):
-        at = slice(start, start + length)
-        conjugate = cell.conjugate(entering[:, at], drive[:, at])
-        if conjugate is None:
-            break
-        total = total + conjugate.weighted_sum(weight[:, at])
-    else:
-        return total, symmetric
+    conjugate = cell.structure().conjugate
+    if conjugate is not None:
+        lambda_bar = find_eigenvalues(cell)
+        for start in range(0, entering.shape[1], length):
+            at = slice(start, start + length)
+            total = total + conjugate(entering[:, at], drive[:, at]).weighted_sum(weight[:, at])
+        return total, lambda_bar is not None and lambda_bar.imag is None
     length = max(1, 16 * length // cell.state_size)
     for start in range(0, entering.shape[1], length):
         at = slice(start, start + length)
-        total = total + (weight[:, at].unsqueeze(-1) * cell.jacobian(entering[:, at], drive[:, at])).sum(1)
+        total = total + (weight[:, at].unsqueeze(-1) * compute_jacobian(cell, entering[:, at], drive[:, at])).sum(1)
     return total, False
 
 
 class MeanRotation(_Mean):
     """A = K̂ Λ̄ K̂', where K̂ is the rotation nearest to the mean of Q_t (its polar factor), as the paper proposes."""
 
+    supports_ranks = False
+
+    def solver_options(self) -> list[str]:
+        return [*self.options(), "mean=MeanRotation"]
+
     def mean(self, cell: Cell, entering: Tensor, drive: Tensor, weight: Tensor, axis: TimeAxis) -> Transition:
-        lambda_bar = cell.eigenvalues()
+        lambda_bar, make_conjugate = find_eigenvalues(cell), cell.structure().conjugate
         total = torch.eye(cell.state_size, dtype=entering.dtype, device=entering.device)
         for start in range(0, entering.shape[1], chunk_length(entering)):
             at = slice(start, start + chunk_length(entering))
-            conjugate = cell.conjugate(entering[:, at], drive[:, at])
+            conjugate = None if make_conjugate is None else make_conjugate(entering[:, at], drive[:, at])
             if lambda_bar is None or not isinstance(conjugate, RotatedConjugate) or len(conjugate.rotations) > 1:
                 raise IncompatibleError(
                     "the mean rotation needs a cell with M = Q Λ̄ Q' for one plane and one head; this is "

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from ..cells.base import Cell
+from ..cells.structure import make_linear_transition
 from ..errors import IncompatibleError, InputError
 from ..ops.linear_scan import linear_scan
 from ..ops.tolerance import Tolerance
 from .convergence_test import default_rtol
-from .damping import Damping, Proximal, Undamped
+from .damping import Damping, Undamped
 from .fixed_point import Limits, UpdateRule, solve
 from .fused_pass import make_fused_measure
 from .iterates import Iterate
@@ -27,8 +28,8 @@ from .linearizations import (
     MeanRotation,
     ZeroMatrix,
 )
-from .parallel import Parallel, SystemSolution, apply_policy
-from .policies import Finish, Policy
+from .parallel import Parallel
+from .policies import Finish, Policy, SystemSolution
 from .system import System
 from .transitions import Transition
 
@@ -123,7 +124,7 @@ class Newton(Parallel):
             make_fused_measure(cell, system, self.linearization, self.damping, self.tiles),
         )
         outcome = solve(system, guess, rule, self.tolerance(system.initial.dtype), self._limits(system))
-        return apply_policy(system, outcome, self.on_failure, self)
+        return self.on_failure.apply(system, outcome, self)
 
     def _limits(self, system: System) -> Limits:
         if self.fixed_iterations is not None:
@@ -166,7 +167,7 @@ class Newton(Parallel):
             system: The equations.
         """
         shape = (*system.step_inputs[0].shape[:2], cell.state_size)
-        transition = cell.linear_transition(system.step_inputs[0])
+        transition = make_linear_transition(cell, system.step_inputs[0])
         if transition is None:
             return system.reset_state.unsqueeze(1).expand(shape).clone()
         offset = system.evaluate(system.initial.new_zeros(shape))
@@ -176,21 +177,22 @@ class Newton(Parallel):
         return Tolerance(self.atol, default_rtol(dtype) if self.rtol is None else self.rtol)
 
     def _with_radius(self, cell: Cell, system: System) -> System:
-        """Add the radius that `Proximal` needs."""
-        if not isinstance(self.damping, Proximal):
+        """Add the radius if the damping needs it."""
+        if not self.damping.needs_radius:
             return system
-        with torch.no_grad():
-            radius = cell.radius(system.initial, system.step_inputs[0], system.reset_state, system.reset)
+        bound, radius = cell.structure().radius, None
+        if bound is not None:
+            with torch.no_grad():
+                radius = bound(system.initial, system.step_inputs[0], system.reset_state, system.reset)
         if radius is None:
             raise IncompatibleError(
-                f"Proximal needs a cell whose state provably stays in a ball; none is known for this "
-                f"{type(cell).__name__}. Use solvers.Scale(0.99) or solvers.Adaptive()."
+                f"{type(self.damping).__name__} needs a cell whose state provably stays in a ball; none is known for "
+                f"this {type(cell).__name__}. Use solvers.Scale(0.99) or solvers.Adaptive()."
             )
         return dataclasses.replace(system, radius=radius)
 
     def __repr__(self) -> str:
-        given = self.linearization.options()
-        given += ["mean=MeanRotation"] if isinstance(self.linearization, MeanRotation) else []
+        given = self.linearization.solver_options()
         given += [] if isinstance(self.damping, Undamped) else [repr(self.damping)]
         shown = ("atol", "rtol", "max_iterations", "fixed_iterations", "tiles")
         chosen = {name: value for name, value in vars(self).items() if name in shown and value is not None}

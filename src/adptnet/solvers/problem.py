@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .._validate import check_dtype, check_lengths, check_not_nested, check_reset, make_validity_mask
 from ..cells.base import ADPTState, Cell, count_positions
+from ..cells.structure import make_step
 from ..errors import InputError
 from .adjoints import Adjoint
 from .base import Solution, Solver
@@ -60,13 +61,13 @@ class Problem(NamedTuple):
             cell: The cell.
         """
         return System(
-            cell.stepper(),
+            make_step(cell),
             (self.drive,),
             self.state,
             self.reset_state,
             self.reset,
             self.lengths,
-            fused_scan=cell.scan,
+            fused_scan=cell.structure().scan,
             axis=ONE_PROCESS,  # explicit, because torch.compile cannot trace a default that is an object
         )
 

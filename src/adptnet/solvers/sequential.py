@@ -4,10 +4,11 @@ import torch
 from torch import Tensor
 
 from ..cells.base import ADPTState, Cell
+from ..cells.structure import choose_scan
 from ..errors import InputError
 from ..ops._backends import REFERENCE, Backend, note_run
 from ..ops._torch_state import without_autocast
-from .adjoints import Adjoint, Checkpointed, Implicit, LoopAdjoint, Unrolled
+from .adjoints import Adjoint, Implicit, LoopAdjoint, Unrolled
 from .base import Result, Solution, Solver, count_finite_steps
 from .problem import Problem, make_problem
 
@@ -64,9 +65,13 @@ class Sequential(Solver):
 
 def _run_fused(cell: Cell, problem: Problem, adjoint: Adjoint) -> Tensor | None:
     """Return all states, computed in one fused operation; None if the cell or the adjoint has none."""
-    if not isinstance(adjoint, (Unrolled, Checkpointed)):
-        if isinstance(adjoint, LoopAdjoint):
-            note_run("forward", Backend(REFERENCE, f"{adjoint} differentiates a loop over time."), log=False)
+    if not isinstance(adjoint, LoopAdjoint):
         return None
-    lean = isinstance(adjoint, Checkpointed)
-    return cell.scan(problem.drive, problem.state, reset=problem.reset, lengths=problem.lengths, lean=lean)
+    if not adjoint.allows_fused_scan:
+        note_run("forward", Backend(REFERENCE, f"{adjoint} differentiates a loop over time."), log=False)
+        return None
+    scan = cell.structure().scan
+    if scan is None:
+        note_run("forward", choose_scan(cell, problem.drive.device), log=False)
+        return None
+    return scan(problem.drive, problem.state, reset=problem.reset, lengths=problem.lengths, lean=adjoint.recomputes)

@@ -7,12 +7,13 @@ import torch
 
 import adptnet
 from adptnet import ADPTNet, Recurrent, adjoints, cells, conjugates, directions, explain, retractions, solvers, spectra
-from adptnet.cells import bound, wrap
+from adptnet.cells import wrap
 from adptnet.cells.spiking import lif
 from adptnet.errors import InputError
 from adptnet.ops import adpt_step
 from adptnet.ops.adpt_layer import LayerCall
 from adptnet.ops.adpt_scan import cpu
+from adptnet.recurrence import step
 from adptnet.solvers.adjoints import Implicit
 from adptnet.solvers.iterates import EvaluatedIterate
 from adptnet.spec import spec
@@ -56,7 +57,7 @@ def ran(monkeypatch):
     count("iteration: cpu", adpt_step, "newton_pass")
     count("iteration: reference", EvaluatedIterate, "__init__")
     count("jacobian: cpu", adpt_step, "Jacobians")
-    count("jacobian: closed form", bound, "step_jacobian")
+    count("jacobian: closed form", step, "step_jacobian")
     count("jacobian: reference", torch.func, "jacfwd")
     count("backward: implicit", Implicit, "attach")
     return names

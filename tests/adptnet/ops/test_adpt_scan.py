@@ -11,11 +11,11 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adptnet import ADPTNet, adjoints, conjugates, directions, projections, solvers
-from adptnet.cells import fused
 from adptnet.errors import InputError
 from adptnet.ops import _backends
 from adptnet.ops.adpt_scan import Constants, Factors, Form, Source, adpt_scan, cpu, reference
 from adptnet.ops.adpt_scan.form import decode_form, encode_form
+from adptnet.ops.adpt_scan.packing import stack_factors
 from support.kernels import VARIANTS, make_factors, make_problem, run_python, use_threads
 from support.members import build, legal, name_of
 
@@ -639,7 +639,7 @@ def test_products_with_factors_equal_those_with_dense_matrices(size, heads, rank
 )
 def test_a_layer_multiplies_by_its_factors(projection, monkeypatch):
     layer = ADPTNet(64, beta=1.0, projection=projection, direction=directions.FromState(relu=True))
-    used = fused.make_factors(layer.cell.directions, fused.make_form(layer.cell.spec), torch.float64)
+    used = stack_factors(layer.cell.directions, layer.cell.recurrence.form, torch.float64)
     assert any(part is not None for part in used)
     x, parameters = torch.randn(3, 7, 64), list(layer.cell.directions.parameters())
     found = [*torch.autograd.grad(layer(x)[0].square().sum(), parameters)]
@@ -651,7 +651,7 @@ def test_a_layer_multiplies_by_its_factors(projection, monkeypatch):
 
 def test_factors_that_save_little_become_dense():
     layer = ADPTNet(6, beta=1.0, projection=projections.LowParam((2, 3), 2))
-    assert fused.make_factors(layer.cell.directions, fused.make_form(layer.cell.spec), torch.float64) == Factors()
+    assert stack_factors(layer.cell.directions, layer.cell.recurrence.form, torch.float64) == Factors()
     assert has_scan_kernel({"width": 6, "projection": projections.LowRank(2)})
     assert solvers.Sequential()(layer.cell, torch.randn(2, 3, 6)).states.requires_grad
 

@@ -7,8 +7,10 @@ from torch.testing import assert_close
 from adptnet import ADPTNet, analysis, directions, errors, projections, retractions, solvers, spectra
 from adptnet.ops import adpt_step
 from adptnet.ops.adpt_scan.form import is_basic_form
+from adptnet.ops.adpt_scan.packing import pack
 from adptnet.ops.adpt_step import reference
 from adptnet.ops.tolerance import Tolerance
+from adptnet.recurrence.step import jacobian
 from support.kernels import use_threads
 
 pytestmark = pytest.mark.skipif(
@@ -27,7 +29,7 @@ def make_layer(size, **axes):
 @torch.no_grad()
 def kernel_arguments(layer):
     form = layer.cell.recurrence.form
-    constants = layer.cell.make_constants(form)
+    constants = pack(layer.cell.evaluate(stacked=True), form)
     assert is_basic_form(form, paired=constants.imag is not None, slow=False)
     return constants, form
 
@@ -40,7 +42,7 @@ def test_jacobians_equal_the_closed_form(size, retraction):
     states = torch.randn(3, 21, size)
     states[0, 3] = 0
     found = adpt_step.Jacobians(states, *kernel_arguments(layer))
-    expected = layer.cell.bind().jacobian(states, states).dense()
+    expected = jacobian(layer.cell.evaluate(), states, states).dense()
     assert_close(found(0, 21), expected, atol=1e-12, rtol=0)
     assert_close(found(4, 9), expected[:, 4:9], atol=1e-12, rtol=0)
     assert found(5, 5).shape == (3, 0, size, size)
@@ -54,7 +56,7 @@ def test_jacobians_where_key_and_value_are_parallel(distance):
     value.weight.copy_(key.weight + distance * torch.randn(9, 9))
     states = torch.randn(1, 5, 9)
     found = adpt_step.Jacobians(states, *kernel_arguments(layer))(0, 5)
-    assert_close(found, layer.cell.bind().jacobian(states, states).dense(), atol=1e-9, rtol=0)
+    assert_close(found, jacobian(layer.cell.evaluate(), states, states).dense(), atol=1e-9, rtol=0)
 
 
 @torch.no_grad()
@@ -62,7 +64,7 @@ def test_in_single_precision_jacobians_are_as_accurate_as_the_closed_form():
     layer = ADPTNet(33, beta=0.5, dtype=torch.float32)
     states = torch.randn(2, 40, 33, dtype=torch.float32)
     found = adpt_step.Jacobians(states, *kernel_arguments(layer))(0, 40)
-    exact = layer.double().cell.bind().jacobian(states.double(), states.double()).dense()
+    exact = jacobian(layer.double().cell.evaluate(), states.double(), states.double()).dense()
     assert (found.double() - exact).abs().max() <= 64 * torch.finfo(torch.float32).eps
 
 
@@ -91,7 +93,7 @@ def test_a_cell_runs_the_kernel_where_no_gradient_is_recorded():
 def test_unsupported_forms_run_the_torch_implementation(axes):
     layer = make_layer(6, **axes)
     form = layer.cell.recurrence.form
-    constants = layer.cell.make_constants(form)
+    constants = pack(layer.cell.evaluate(stacked=True), form)
     assert not is_basic_form(form, paired=constants.imag is not None, slow=False)
     drive = layer.cell.prepare(torch.randn(1, 8, 6), torch.arange(8)[None])
     assert layer.cell.jacobian(torch.randn(1, 8, layer.state_size), drive).isfinite().all()

@@ -6,6 +6,7 @@ from torch.testing import assert_close
 
 from adptnet import ADPTNet, conjugates, directions, projections, retractions, solvers
 from adptnet.cells import ADPTCell, ADPTSpec, CoupledCell, SlowMemory
+from adptnet.cells.structure import compute_jacobian, make_jacobian_chunks
 from adptnet.nn import Recurrent
 from adptnet.recurrence.projections.base import Biased
 from adptnet.recurrence.projections.dense import DenseProjection
@@ -100,15 +101,17 @@ class SwappedHeads(Heads):
 class HalvedCell(ADPTCell):
     """A cell that evaluates another β."""
 
-    def bind(self, **options):
-        return super().bind(**options)._replace(beta=0.25)
+    def evaluate(self, **options):
+        return super().evaluate(**options)._replace(beta=0.25)
 
 
 class HalvedMemory(CoupledCell):
     """A cell whose slow memory follows half of the state."""
 
-    def make_step(self, carry, follow):
-        return super().make_step(carry, lambda fast: follow(fast) / 2)
+    def evaluate(self, **options):
+        parameters = super().evaluate(**options)
+        memory = parameters.memory
+        return parameters._replace(memory=memory._replace(charge=memory.charge / 2))
 
 
 def with_projection(make, **axes):
@@ -176,7 +179,7 @@ def test_jacobians_are_those_of_the_step_that_a_subclass_defines(name):
     cell = LAYERS[name]().cell
     state, drive = torch.randn(3, 1, cell.state_size), torch.randn(3, 1, WIDTH)
     with torch.no_grad():
-        found, chunks = cell.jacobian(state, drive), cell.jacobian_chunks(state, drive)(0, 1)
+        found, chunks = compute_jacobian(cell, state, drive), make_jacobian_chunks(cell, state, drive)(0, 1)
     expected = torch.stack(
         [
             torch.autograd.functional.jacobian(lambda x, u=u: cell.step(x, u), x)

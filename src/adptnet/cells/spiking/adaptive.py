@@ -12,6 +12,7 @@ from ...recurrence.projections import Projection, ProjectionSpec
 from ...recurrence.spectra import BlockDiagonal
 from ...solvers.transitions import CoupledTransition, Transition
 from ...spec import check_kind, check_nonnegative, check_scale, spec
+from ..structure import Structure
 from .base import (
     SLOW_DECAY,
     LeakySpec,
@@ -120,6 +121,9 @@ class ALIFCell(_AdaptiveCell):
 
         return step
 
+    def structure(self) -> Structure:
+        return super().structure()._replace(eigenvalues=self.eigenvalues)
+
     def eigenvalues(self) -> BlockDiagonal:
         """Return both decay factors, by which the state is multiplied between spikes."""
         return BlockDiagonal(torch.cat((self.decay(), self.slow_decay())))
@@ -183,7 +187,10 @@ class AdLIFCell(_AdaptiveCell):
 
         return step
 
-    def linear_transition(self, drive: Tensor) -> Transition:
+    def structure(self) -> Structure:
+        return super().structure()._replace(linear=self._linear_transition)
+
+    def _linear_transition(self, drive: Tensor) -> Transition:
         decay, slow_decay = self.decay(), self.slow_decay()
         return _make_transition((decay, 1 - decay), ((1 - slow_decay) * to_compute_dtype(self.coupling), slow_decay))
 
@@ -258,6 +265,9 @@ class SiLIFCell(_AdaptiveCell):
 
         return step
 
-    def linear_transition(self, drive: Tensor) -> Transition:
+    def structure(self) -> Structure:
+        return super().structure()._replace(linear=self._linear_transition)
+
+    def _linear_transition(self, drive: Tensor) -> Transition:
         decay, slow_decay, coupling, _ = self._evaluate()
         return _make_transition((decay - (1 - decay) * coupling, -(1 - decay) * slow_decay), (coupling, slow_decay))

@@ -1,21 +1,22 @@
 """The spiking ADPT cell: the output is spikes of the state (sec:spiking_ADPTNet)."""
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..._typing import Device, DType, Matrix, Positions, Vector
+from ..._typing import Device, DType, Positions
 from ...errors import IncompatibleError
 from ...ops._backends import REFERENCE, Backend, note_run
-from ...recurrence.conjugates import Conjugate, Stateful
-from ...recurrence.spectra import BlockDiagonal
-from ...solvers.transitions import Transition
+from ...recurrence.conjugates import Stateful
+from ...recurrence.step import step
 from ...spec import check_kind, check_positive, spec
 from ..adpt import ADPTCell
 from ..base import Cell, CellSpec
 from ..coupled import CoupledCell
 from ..spec import ADPTSpec
+from ..structure import Structure
 from .base import RANDOM_RESET, Initial, SpikeReset, SpikingCell, check_choice, draw_parameter, to_compute_dtype
 from .surrogate import Boxcar, Spike, check_spike
 
@@ -82,7 +83,7 @@ class SpikingADPT(CellSpec):
 class SpikingADPTCell(SpikingCell):
     """An ADPT cell, `inner`, whose state is read out as spikes.
 
-    Without feedback of the spikes it has all methods of `inner`.
+    Without feedback of the spikes it has the structure of `inner`.
 
     Args:
         spec: The spec.
@@ -106,10 +107,7 @@ class SpikingADPTCell(SpikingCell):
     def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
         if not self.spec.has_spike_feedback:
             return self.inner.stepper()
-        if isinstance(self.inner, CoupledCell):
-            return self.inner.make_step(self._reset, self._adapt)
-        bound = self.inner.bind()
-        return lambda state, drive: bound.step(state, drive, self._reset(state))
+        return functools.partial(step, self.inner.evaluate(), carry=self._reset, follow=self._adapt)
 
     def _reset(self, x: Tensor) -> Tensor:
         """Return the vector that M is applied to."""
@@ -128,50 +126,21 @@ class SpikingADPTCell(SpikingCell):
     def above_threshold(self, state: Tensor) -> Tensor:
         return self.membrane(state) - self.spec.threshold
 
-    # The methods below are those of `inner`. They are exact without spike feedback. With it, only those are used that
-    # solvers need as an approximation: the eigenvalues and the transitions.
+    def structure(self) -> Structure:
+        """Return the structure of `inner`; with spike feedback only what approximates the step, for solvers."""
+        inner = self.inner.structure()
+        if not self.spec.has_spike_feedback:
+            return inner._replace(scan=self._scan)
+        approximate = Structure(eigenvalues=inner.eigenvalues, linear=inner.linear, forward=inner.forward)
+        return approximate._replace(stepper=self.stepper, choose_scan=lambda device: _FEEDBACK)
 
-    def scan(
-        self,
-        drive: Tensor,
-        state: Tensor,
-        *,
-        reset: Tensor | None = None,
-        lengths: Tensor | None = None,
-        lean: bool = False,
-    ) -> Tensor | None:
-        if self.spec.has_spike_feedback or (reset is not None and self.initial != "zero"):
-            note_run("forward", _FEEDBACK if self.spec.has_spike_feedback else RANDOM_RESET, log=False)
+    def _scan(self, drive: Tensor, state: Tensor, *, reset: Tensor | None = None, **options: Any) -> Tensor | None:
+        if reset is not None and self.initial != "zero":
+            note_run("forward", RANDOM_RESET, log=False)
             return None
-        return self.inner.scan(drive, state, reset=reset, lengths=lengths, lean=lean)
-
-    def choose_scan(self, device: torch.device | str) -> Backend:
-        return _FEEDBACK if self.spec.has_spike_feedback else self.inner.choose_scan(device)
+        return self.inner.scan(drive, state, reset=reset, **options)
 
     def with_arguments(self, *, dt: Tensor | None = None, beta: Tensor | None = None) -> Cell:
         if (dt is None and beta is None) or self.spec.has_spike_feedback:
             return super().with_arguments(dt=dt, beta=beta)
         return self.inner.with_arguments(dt=dt, beta=beta)
-
-    def eigenvalues(self) -> BlockDiagonal | None:
-        return self.inner.eigenvalues()
-
-    def linear_transition(self, drive: Tensor) -> Transition | None:
-        return self.inner.linear_transition(drive)
-
-    def forward_transition(self, state: Vector, drive: Tensor) -> Transition | None:
-        return self.inner.forward_transition(state, drive)
-
-    def conjugate(self, state: Vector, drive: Tensor) -> Conjugate | None:
-        return None if self.spec.has_spike_feedback else self.inner.conjugate(state, drive)
-
-    def jacobian(self, state: Vector, drive: Tensor) -> Matrix:
-        return super().jacobian(state, drive) if self.spec.has_spike_feedback else self.inner.jacobian(state, drive)
-
-    def jacobian_blocks(self, state: Vector, drive: Tensor) -> BlockDiagonal:
-        if self.spec.has_spike_feedback:
-            return super().jacobian_blocks(state, drive)
-        return self.inner.jacobian_blocks(state, drive)
-
-    def radius(self, state: Vector, drive: Tensor, fresh: Vector, reset: Tensor | None) -> Tensor | None:
-        return None if self.spec.has_spike_feedback else self.inner.radius(state, drive, fresh, reset)

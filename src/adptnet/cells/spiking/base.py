@@ -16,6 +16,7 @@ from ...ops._backends import REFERENCE, Backend
 from ...optim import NoDecay
 from ...spec import check_positive, check_size, suggest_name
 from ..base import Cell, CellSpec
+from ..structure import Structure
 from .surrogate import Boxcar, Spike, check_spike
 
 __all__ = ["RANDOM_RESET", "Initial", "LeakySpec", "NeuronSpec", "Range", "Rates", "Reset", "SpikeReset", "SpikingCell"]
@@ -175,8 +176,12 @@ class SpikingCell(Cell):
     def step(self, state: Vector, drive: Tensor) -> Vector:
         return self.stepper()(state, drive)
 
+    def structure(self) -> Structure:
+        return Structure(stepper=self.stepper)
+
     @abc.abstractmethod
-    def stepper(self) -> Callable[[Tensor, Tensor], Tensor]: ...
+    def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return the step as a function, with everything that is constant along a sequence evaluated once."""
 
     def initial_state(self, batch: int, *, device: Device = None, dtype: DType = None) -> Tensor:
         zero = super().initial_state(batch, device=device, dtype=dtype)

@@ -14,6 +14,7 @@ from ...recurrence.spectra import BlockDiagonal
 from ...spec import check_kind, check_size, spec
 from ..base import Cell, CellSpec
 from ..dispatch import explain_replaced
+from ..structure import Structure
 from .base import (
     RANDOM_RESET,
     USUAL_DECAY,
@@ -83,6 +84,9 @@ class LIFCell(SpikingCell):
             return after
 
         return step
+
+    def structure(self) -> Structure:
+        return super().structure()._replace(eigenvalues=self.eigenvalues)
 
     def eigenvalues(self) -> BlockDiagonal:
         """Return d, the decay factor between spikes. With it Conv-DEER is fixed-point parallel training (fpt)."""
@@ -223,8 +227,12 @@ class LeakyIntegratorCell(Cell):
         return self.stepper()(state, drive)
 
     def stepper(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return the step as a function, with the decay factors evaluated once."""
         decay = self.eigenvalues().real
         return lambda state, drive: decay * state + (1 - decay) * drive
+
+    def structure(self) -> Structure:
+        return Structure(self.stepper, self.scan, self.choose_scan, self.eigenvalues)
 
     def scan(
         self,
@@ -235,6 +243,7 @@ class LeakyIntegratorCell(Cell):
         lengths: Tensor | None = None,
         lean: bool = False,
     ) -> Tensor | None:
+        """Run all steps by a linear scan; see `Structure.scan`."""
         backend = self.choose_scan(drive.device)
         if reset is not None and self.spec.initial != "zero":
             backend = RANDOM_RESET
@@ -249,9 +258,11 @@ class LeakyIntegratorCell(Cell):
         return torch.where(ended.unsqueeze(-1), 0.0, states)
 
     def choose_scan(self, device: torch.device | str) -> Backend:
+        """Return the program of `scan`; see `Structure.choose_scan`."""
         return explain_replaced(self, LeakyIntegratorCell) or _LINEAR  # the scan runs on any device
 
     def eigenvalues(self) -> BlockDiagonal:
+        """Return the decay factors."""
         return BlockDiagonal(to_compute_dtype(self.decay).clamp(*self.spec.decay))
 
     def initial_state(self, batch: int, *, device: Device = None, dtype: DType = None) -> Tensor:

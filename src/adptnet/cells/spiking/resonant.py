@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..._typing import Device, DType
 from ...recurrence.spectra import BlockDiagonal
 from ...spec import check_scale, spec
+from ..structure import Structure
 from .base import (
     NeuronSpec,
     Range,
@@ -37,6 +38,9 @@ class _ResonantCell(SpikingCell):
         self.threshold = spec.threshold
         self.log_dt, self.log_decay = draw_log(*dt), draw_log(*decay)
         self.frequency = draw_parameter(spec.width, *frequency, device, dtype)
+
+    def structure(self) -> Structure:
+        return super().structure()._replace(eigenvalues=self.eigenvalues)
 
     def eigenvalues(self) -> BlockDiagonal:
         """Return λ̄, by which the state is multiplied between spikes."""

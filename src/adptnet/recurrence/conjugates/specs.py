@@ -6,13 +6,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..._typing import Matrix
 from ...errors import IncompatibleError, SpecError
 from ...spec import Spec, check_size, spec
 from ..directions import KeyValue
 from ..retractions import Retraction
-from .blocks import Eigen, scaled_skew
-from .operators import Conjugate, RotatedConjugate, StaticConjugate, TaylorConjugate, taylor_matrix
+from .blocks import Eigen
+from .operators import Conjugate, RotatedConjugate, StaticConjugate, TaylorConjugate
 
 __all__ = ["ConjugateSpec", "Diagonal", "Exact", "Product", "Stateful", "Taylor"]
 
@@ -41,21 +40,6 @@ class ConjugateSpec(Spec, abc.ABC):
             retraction: The map from key and value to a rotation.
         """
 
-    @abc.abstractmethod
-    def reference_matrix(
-        self, eigen: Eigen, planes: Sequence[KeyValue], beta: float | Tensor, retraction: Retraction
-    ) -> Matrix:
-        """Return M computed from its definition with dense matrices.
-
-        This is the slow reference that tests and `adptnet.verify` compare `operator` with.
-
-        Args:
-            eigen: Λ̄, or Q₀ Λ̄ Q₀'.
-            planes: A key-value pair for each plane.
-            beta: β; a tensor is (*b, 1).
-            retraction: The map from key and value to a rotation.
-        """
-
 
 @spec
 class Exact(ConjugateSpec):
@@ -65,12 +49,6 @@ class Exact(ConjugateSpec):
         self, eigen: Eigen, planes: Sequence[KeyValue], beta: float | Tensor, retraction: Retraction
     ) -> Conjugate:
         return RotatedConjugate([retraction(*planes[0], beta)], eigen)
-
-    def reference_matrix(
-        self, eigen: Eigen, planes: Sequence[KeyValue], beta: float | Tensor, retraction: Retraction
-    ) -> Matrix:
-        rotation = retraction.reference_matrix(scaled_skew(beta, planes[0]))
-        return rotation @ eigen.dense() @ rotation.mT
 
 
 @spec
@@ -98,15 +76,6 @@ class Product(ConjugateSpec):
     ) -> Conjugate:
         return RotatedConjugate([retraction(*plane, beta) for plane in planes], eigen)
 
-    def reference_matrix(
-        self, eigen: Eigen, planes: Sequence[KeyValue], beta: float | Tensor, retraction: Retraction
-    ) -> Matrix:
-        dense = eigen.dense()
-        for plane in planes:
-            rotation = retraction.reference_matrix(scaled_skew(beta, plane))
-            dense = rotation @ dense @ rotation.mT
-        return dense
-
 
 @spec
 class Taylor(ConjugateSpec):
@@ -132,11 +101,6 @@ class Taylor(ConjugateSpec):
     ) -> Conjugate:
         return TaylorConjugate(planes[0], eigen, beta, self.order)
 
-    def reference_matrix(
-        self, eigen: Eigen, planes: Sequence[KeyValue], beta: float | Tensor, retraction: Retraction
-    ) -> Matrix:
-        return taylor_matrix(eigen, planes[0], beta, self.order)
-
 
 @spec
 class Diagonal(ConjugateSpec):
@@ -154,11 +118,6 @@ class Diagonal(ConjugateSpec):
     ) -> Conjugate:
         return StaticConjugate(eigen)
 
-    def reference_matrix(
-        self, eigen: Eigen, planes: Sequence[KeyValue], beta: float | Tensor, retraction: Retraction
-    ) -> Matrix:
-        return eigen.dense()
-
 
 @spec
 class Stateful(ConjugateSpec):
@@ -171,15 +130,6 @@ class Stateful(ConjugateSpec):
     def operator(
         self, eigen: Eigen, planes: Sequence[KeyValue], beta: float | Tensor, retraction: Retraction
     ) -> Conjugate:
-        raise _missing_rotation()
-
-    def reference_matrix(
-        self, eigen: Eigen, planes: Sequence[KeyValue], beta: float | Tensor, retraction: Retraction
-    ) -> Matrix:
-        raise _missing_rotation()
-
-
-def _missing_rotation() -> IncompatibleError:
-    return IncompatibleError(
-        "Stateful needs Q from the state of a cell. Build it with cells.ADPTSpec(conjugate=Stateful()).build()."
-    )
+        raise IncompatibleError(
+            "Stateful needs Q from the state of a cell. Build it with cells.ADPTSpec(conjugate=Stateful()).build()."
+        )

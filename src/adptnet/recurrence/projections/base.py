@@ -71,6 +71,7 @@ class Projection(nn.Module, abc.ABC):
     """
 
     _is_consistent: ClassVar[bool]  # whether one class defines both `bind` and `dense`, or `bind` uses `dense`
+    _has_own_factors: ClassVar[bool]  # whether one class defines `bind`, `dense` and `factors`
 
     def __init__(self, in_features: int, out_features: int):
         super().__init__()
@@ -79,8 +80,9 @@ class Projection(nn.Module, abc.ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        owners = [next(c for c in cls.__mro__ if name in c.__dict__) for name in ("bind", "dense")]
+        owners = [next(c for c in cls.__mro__ if name in c.__dict__) for name in ("bind", "dense", "factors")]
         cls._is_consistent = owners[0] in (Projection, owners[1])
+        cls._has_own_factors = owners[0] is owners[1] is owners[2]
 
     @abc.abstractmethod
     def dense(self) -> Tensor:
@@ -105,6 +107,18 @@ class Projection(nn.Module, abc.ABC):
             (..., out_features).
         """
         return self.bind(x.dtype)(x)
+
+    def factors(self) -> dict[str, Tensor]:
+        """Return the factors of the matrix A B' + C ⊗ D as "left", "right", "outer" and "inner"; empty without."""
+        return {}
+
+    def find_factors(self) -> dict[str, Tensor]:
+        """Return `factors` if they are those of this map; empty if a subclass defines another map."""
+        return self.factors() if self._has_own_factors else {}
+
+    def split_heads(self) -> "list[Projection]":
+        """Return the projection of each head; by default there is one."""
+        return [self]
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
@@ -170,6 +184,9 @@ class Biased(Projection):
     def bind(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         project, bias = bind_map(self.projection, dtype), self.bias.to(dtype)
         return lambda x: project(x) + bias
+
+    def factors(self) -> dict[str, Tensor]:
+        return self.projection.find_factors()
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:

@@ -57,6 +57,9 @@ class LowRankProjection(Projection):
         left, right = self.left.to(dtype).mT, self.right.to(dtype)
         return lambda x: x @ right @ left
 
+    def factors(self) -> dict[str, Tensor]:
+        return {"left": self.left, "right": self.right}
+
     @property
     def macs(self) -> int:
         return self.left.numel() + self.right.numel()
@@ -109,6 +112,9 @@ class KroneckerProjection(Projection):
         outer, inner = self.outer.to(dtype), self.inner.to(dtype).mT
         a, b = len(outer), len(inner)
         return lambda x: (outer @ (x.unflatten(-1, (a, b)) @ inner)).flatten(-2)
+
+    def factors(self) -> dict[str, Tensor]:
+        return {"outer": self.outer, "inner": self.inner}
 
     @property
     def macs(self) -> int:
@@ -172,6 +178,10 @@ class LowParamProjection(Projection):
     def bind(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         low_rank, kronecker = bind_map(self.low_rank, dtype), bind_map(self.kronecker, dtype)
         return lambda x: low_rank(x) + kronecker(x)
+
+    def factors(self) -> dict[str, Tensor]:
+        low_rank, kronecker = self.low_rank.find_factors(), self.kronecker.find_factors()
+        return {**low_rank, **kronecker} if low_rank and kronecker else {}
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:

@@ -22,7 +22,7 @@ class Heads(Projection):
         self.projections = nn.ModuleList(projections)
 
     def dense(self) -> Tensor:
-        blocks: Tensor = torch.block_diag(*(projection.dense() for projection in self._each()))
+        blocks: Tensor = torch.block_diag(*(projection.dense() for projection in self.split_heads()))
         return blocks
 
     def bind(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -39,7 +39,7 @@ class Heads(Projection):
 
     @property
     def macs(self) -> int:
-        return sum(projection.macs for projection in self._each())
+        return sum(projection.macs for projection in self.split_heads())
 
-    def _each(self) -> list[Projection]:
+    def split_heads(self) -> list[Projection]:
         return [projection for projection in self.projections if isinstance(projection, Projection)]

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from adptnet import analysis
 from adptnet.analysis.lyapunov import random_frame
+from adptnet.cells.structure import make_step
 from adptnet.nn import ADPTNet
 
 from ..benchmark import Benchmark, Case, Size
@@ -21,7 +22,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 def _compute_with_jacrev(layer: ADPTNet, x: Tensor, transient: int) -> Tensor:
     """Return the exponents, the largest first, from Jacobians by automatic differentiation and a QR at every step."""
     steps, size = x.shape
-    step = layer.cell.stepper()
+    step = make_step(layer.cell)
     drive = layer.cell.prepare(x.unsqueeze(0), torch.arange(steps).unsqueeze(0))[0]
     state, total = x.new_zeros(size), x.new_zeros(size)
     frame = random_frame(size, size).to(state)  # the same for both, because the frames align only over longer times

@@ -12,6 +12,7 @@ from adptnet.cells import ADPTCell
 from adptnet.nn import ADPTNet
 from adptnet.ops.linear_scan import linear_scan
 from adptnet.ops.lti_convolution import lti_convolution
+from adptnet.recurrence.step import evaluate_eigenvalues, split_drive
 
 from ..evidence import rank_correlation
 from ..recipe import Check, ClaimVerdict, GridPoint, Recipe, Rows, RunOutput, Scale, Table, decide
@@ -50,8 +51,8 @@ def _run_cost(point: GridPoint) -> RunOutput:
     )
     drive = layer.cell.prepare(x[:, :1], torch.zeros(1, 1, dtype=torch.int64))
     assert isinstance(layer.cell, ADPTCell)
-    bound = layer.cell.bind()  # evaluates everything that a step needs
-    conv = macs(lambda: bound.linear_transition(drive))
+    parameters = layer.cell.evaluate()  # evaluates everything that a step needs
+    conv = macs(lambda: evaluate_eigenvalues(parameters, split_drive(parameters, drive)))
     numbers: dict[str, Any] = {
         "listing": _count_listing(size),
         "Conv": conv,

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.adpt_layer import LayerVectors, VectorSource
-from ..spectra.continuous import ContinuousSpectrum
-from .gain import EMA, LRU, Gain, evaluate_lru
+from ..ops.adpt_layer import LayerVectors, VectorSource
+from ..recurrence.drive.gain import EMA, LRU, Gain, evaluate_lru
+from ..recurrence.spectra.continuous import ContinuousSpectrum
 
 __all__ = ["TiedGain"]
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from .._typing import Column, Matrix, Vector
-from ..recurrence.directions import unit
-from ..recurrence.retractions import Retraction
-from ..recurrence.spectra import BlockDiagonal
+from .directions import unit
+from .retractions import Retraction
+from .spectra import BlockDiagonal
 
 __all__ = ["ProjectedDirection", "StepJacobian", "rotation_coefficients", "step_jacobian", "taylor_coefficients"]
 
