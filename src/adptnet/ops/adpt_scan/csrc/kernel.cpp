@@ -1118,9 +1118,11 @@ template <class T> int64_t workspace(const Scan& s, bool backward) {
 }  // namespace
 
 extern "C" {
-int64_t adpt_scan_layout() { return sizeof(Scan); }
-int64_t adpt_scan_workspace(const Scan* s, int64_t backward) { return workspace<SCALAR>(*s, backward); }
-void adpt_scan_forward(const Scan* s) { run<SCALAR>(*s, false); }
-void adpt_scan_backward(const Scan* s) { run<SCALAR>(*s, true); }
-void adpt_scan_products(const Scan* s, int64_t which) { run<SCALAR>(*s, which != forward_products, Products(which)); }
+EXPORT int64_t adpt_scan_layout() { return sizeof(Scan); }
+EXPORT int64_t adpt_scan_workspace(const Scan* s, int64_t backward) { return workspace<SCALAR>(*s, backward); }
+EXPORT void adpt_scan_forward(const Scan* s) { run<SCALAR>(*s, false); }
+EXPORT void adpt_scan_backward(const Scan* s) { run<SCALAR>(*s, true); }
+EXPORT void adpt_scan_products(const Scan* s, int64_t which) {
+  run<SCALAR>(*s, which != forward_products, Products(which));
+}
 }
