@@ -1,16 +1,22 @@
-"""Build the sdist and from it the wheel, install the wheel without extras in a new environment, and check it there."""
+"""Build the sdist and from it the wheels, install them without extras in a new environment, and check them there.
 
+There are two wheels: the pure one, and the one with compiled kernels for this platform (`wheels.py`).
+"""
+
+import os
+import platform
+import re
 import subprocess
 import sys
 import tarfile
 import tempfile
-import tomllib
 import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import run  # noqa: E402  installs torch in the same way as run.py
+import wheels  # noqa: E402  beside this file
 
 IMPORT = """
 import re, sys, importlib.metadata, adptnet
@@ -24,8 +30,24 @@ assert names == {"torch", "numpy", "safetensors"}, f"the library requires {names
 """
 
 
+INSTRUCTIONS = """
+from adptnet.ops import _prebuilt
+print(_prebuilt.supported_instruction_sets()[0])
+"""
+KERNELS = """
+import torch, adptnet
+found = adptnet.backends()
+del found["gpu"]
+assert all(shown.startswith("cpu: prebuilt, ") for shown in found.values()), f"the backends are {found}"
+layer, x = adptnet.ADPTNet(16, beta=1.0), torch.randn(3, 50, 16)
+layer(x)[0].sum().backward()
+assert adptnet.verify(layer, x[:1, :16]).ok
+print("adpt_scan:", found["adpt_scan"])
+"""
+
+
 def main() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    version = re.search(r'^__version__ = "(.+)"', (ROOT / "src/adptnet/_version.py").read_text(), re.MULTILINE)[1]
     with tempfile.TemporaryDirectory() as scratch:
         dist, venv = Path(scratch, "dist"), Path(scratch, "venv")
         choice = run.facts(run.read_stamp())["torch"]
@@ -34,14 +56,31 @@ def main() -> None:
             [run.find_uv(), "build", "--python", sys.executable, "--out-dir", dist, ROOT], env=env, check=True
         )
         wheel, sdist = next(dist.glob("*.whl")), next(dist.glob("*.tar.gz"))
-        check_contents(wheel, sdist, f"{project['name']}-{project['version']}")
+        check_contents(wheel, sdist, f"adptnet-{version}")
 
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
         command, env = run.installer(venv, choice)
         run.run_installer([*command, str(wheel)], env)
         python = run.program(venv, "python")
-        subprocess.run([python, "-I", "-c", IMPORT, project["version"]], cwd=scratch, check=True)
+        subprocess.run([python, "-I", "-c", IMPORT, version], cwd=scratch, check=True)
         check_command(run.program(venv, "adptnet"), scratch)
+        check_kernels(wheel, python, [*command, "--no-deps", "--reinstall-package", "adptnet"], env, scratch)
+
+
+def check_kernels(pure: Path, python: Path, installer: list[str], env: dict[str, str], folder: str) -> None:
+    """Build the wheel of this platform and check that its kernels run in an environment without a compiler."""
+    name = f"{sys.platform}-{platform.machine().lower()}"
+    targets = [target for target in wheels.TARGETS if target.platform == name]
+    if not targets:
+        print(f"package: there is no wheel with kernels for {name}")
+        return
+    best = subprocess.run([python, "-I", "-c", INSTRUCTIONS], cwd=folder, check=True, capture_output=True, text=True)
+    wheel = wheels.build_wheel(targets[0], pure, pure.parent, wheels.install_zig(), best.stdout.strip())
+    run.run_installer([*installer, str(wheel)], env)
+    cache = Path(folder, "cache")
+    alone = {**os.environ, "PATH": "", "CXX": "", "ADPTNET_CACHE": str(cache)}
+    subprocess.run([python, "-I", "-c", KERNELS], cwd=folder, env=alone, check=True)
+    assert not cache.exists(), f"{os.listdir(cache)} was compiled, although {wheel.name} has the kernels"
 
 
 def check_command(adptnet: Path, folder: str) -> None:

@@ -8,6 +8,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import types
 from collections import Counter
 from pathlib import Path
 
@@ -71,10 +72,29 @@ def test_importing_adptnet_imports_nothing_heavy():
 
 
 def test_the_version_is_the_same_everywhere():
-    project = (PROJECT / "pyproject.toml").read_text()
-    assert re.search(r'^version = "(.+)"', project, re.MULTILINE)[1] == adptnet.__version__
     assert f"## {adptnet.__version__}" in (PROJECT / "CHANGELOG.md").read_text()
     assert f"version: {adptnet.__version__}" in (PROJECT / "CITATION.cff").read_text()
+
+
+def test_the_readme_of_a_distribution_has_absolute_links_only(monkeypatch):
+    interface = types.ModuleType("hatchling.metadata.plugin.interface")  # hatchling need not be installed
+    interface.MetadataHookInterface = object
+    monkeypatch.setitem(sys.modules, interface.__name__, interface)
+    for package in ("hatchling", "hatchling.metadata", "hatchling.metadata.plugin"):
+        monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    hook = load_file(PROJECT / "hatch_build.py")
+    text = hook.make_links_absolute((PROJECT / "README.md").read_text(), "https://example.org/adptnet")
+    targets = re.findall(r"\]\(([^)]+)\)", text)
+    assert "https://example.org/adptnet/blob/main/SECURITY.md" in targets
+    assert all(target.startswith("https://") for target in targets)
+    assert all("/raw/main/" in target for target in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text))
+
+
+def load_file(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def blocks(page: str) -> list[str]:

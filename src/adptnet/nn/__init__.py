@@ -6,6 +6,7 @@ from .block import BlockSpec, ResidualBlock
 from .layer import ADPTNet, LayerSpec, Recurrent, RecurrentLayer
 from .mixer import Mixer, MixerSpec, MixerState
 from .model import ModelSpec, SequenceModel
+from .rnn import ADPTRNN, RNNSpec
 from .spiking_layer import SpikingADPTNet
 from .spiking_model import SpikingModel, SpikingModelSpec
 from .spiking_presets import silif_for_speech, spiking_adpt_for_speech
@@ -16,6 +17,7 @@ from .swiglu import SwiGLUBlock, SwiGLUBlockSpec
 from .variants import CoupledADPTNet, LinearADPTNet, TaylorADPTNet
 
 __all__ = [
+    "ADPTRNN",
     "ADPTNet",
     "AutoEncoder",
     "AutoEncoderSpec",
@@ -30,6 +32,7 @@ __all__ = [
     "MixerSpec",
     "MixerState",
     "ModelSpec",
+    "RNNSpec",
     "Recurrent",
     "RecurrentLayer",
     "ResidualBlock",

@@ -119,7 +119,7 @@ class Bidirectional(nn.Module):
             raise InputError(f"a bidirectional layer takes (batch, time, {self.width}); got {tuple(x.shape)}.")
         state_ahead, state_back = (None, None) if state is None else state
         ahead, final_ahead = self.ahead(x, state_ahead, lengths=lengths, reset=reset, **run)
-        flip = _Flip(x, lengths)
+        flip = Flip(x, lengths)
         back_reset = None if reset is None else flip(_ends(torch.as_tensor(reset)) & flip.inside)
         back_run = run if run.get("dt") is None else {**run, "dt": flip(torch.as_tensor(run["dt"], device=x.device))}
         back, final_back = self.back(flip(x), state_back, lengths=lengths, reset=back_reset, **back_run)
@@ -181,7 +181,7 @@ def _ends(reset: Tensor) -> Tensor:
     return torch.cat((reset[:, 1:], torch.zeros_like(reset[:, :1])), 1)
 
 
-class _Flip:
+class Flip:
     """Reverses each sequence in time; padding stays at the end."""
 
     def __init__(self, x: Tensor, lengths: Tensor | None):

@@ -2,6 +2,7 @@
 
 import abc
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from .._typing import Device, DType
 from .._validate import check_dtype, check_finite, check_lengths, make_validity_mask
 from ..cells import ADPTSpec, ADPTState, Cell, CellSpec
 from ..cells.spec import axes as adpt_axes
-from ..errors import IncompatibleError, InputError, NotConvergedWarning
+from ..errors import IncompatibleError, InputError, NotConvergedWarning, SpecError
 from ..ops._backends import Backend, note_run
 from ..ops._fx import Proxy, record_call
 from ..ops._torch_state import without_autocast
@@ -398,6 +399,17 @@ def _check_solver(solver: Solver | None, default: Solver) -> Solver:
     return solver
 
 
+def _check_width(width: int | None, axes: Iterable[str]) -> int:
+    """Return `width`. Raise `SpecError` if it is missing or passed under the name that another library has for it."""
+    gru = "adptnet.nn.ADPTRNN(input_size, hidden_size) has the arguments of nn.GRU"
+    for name in axes:
+        if name in ("d_model", "dim", "embed_dim", "features", "hidden_size", "input_size"):
+            raise SpecError(f"ADPTNet has no argument {name!r}. Pass width=, the features in and out; {gru}.")
+    if width is None:
+        raise SpecError(f"ADPTNet needs its width, the features in and out. Pass ADPTNet(64); {gru}.")
+    return width
+
+
 def _check_no_dt(dt: Tensor | None) -> None:
     if dt is not None:
         raise InputError("dt= needs padded sequences. Pass lengths= instead of packing them.")
@@ -430,7 +442,7 @@ class ADPTNet(RecurrentLayer):
 
     def __init__(
         self,
-        width: int,
+        width: int | None = None,
         *,
         state_size: int | None = None,
         beta: BetaValue = 0.125,
@@ -442,6 +454,7 @@ class ADPTNet(RecurrentLayer):
         dtype: DType = None,
         **axes: Any,
     ):
+        width = _check_width(width, axes)
         readout = axes.pop("readout", None)
         reject_unknown("ADPTNet", [name for name in axes if name not in adpt_axes()], (*adpt_axes(), "readout"))
         cell = ADPTSpec(width, state_size=state_size, beta=beta, spectrum=spectrum, **axes)

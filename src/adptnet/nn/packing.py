@@ -1,19 +1,20 @@
 """Conversion of packed and concatenated sequences to a padded batch and back."""
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from .._validate import check_not_nested
-from ..cells import ADPTState
 from ..errors import InputError
 
 __all__ = ["check_padded", "run_packed", "run_ragged"]
 
+S = TypeVar("S")  # the state
 # Runs a layer on a padded batch (batch, time, width) and its lengths; returns outputs and state.
-Run = Callable[[Tensor, Tensor], tuple[Tensor, ADPTState]]
+Run = Callable[[Tensor, Tensor], tuple[Tensor, S]]
 
 
 def check_padded(x: object) -> None:
@@ -32,7 +33,7 @@ def check_padded(x: object) -> None:
         raise InputError(f"x must be a tensor; got {type(x).__name__}. Pass torch.as_tensor(x).")
 
 
-def run_packed(packed: PackedSequence, run: Run) -> tuple[PackedSequence, ADPTState]:
+def run_packed(packed: PackedSequence, run: Run[S]) -> tuple[PackedSequence, S]:
     """Run a layer on a `PackedSequence`.
 
     Args:
@@ -51,7 +52,7 @@ def run_packed(packed: PackedSequence, run: Run) -> tuple[PackedSequence, ADPTSt
     return PackedSequence(data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices), state
 
 
-def run_ragged(x: Tensor, cu_seqlens: Tensor, run: Run) -> tuple[Tensor, ADPTState]:
+def run_ragged(x: Tensor, cu_seqlens: Tensor, run: Run[S]) -> tuple[Tensor, S]:
     """Run a layer on sequences that are concatenated along time.
 
     Args:

@@ -1,8 +1,9 @@
-"""Compile, cache and load the C++ kernels.
+"""Load the C++ kernels: those of the wheel, or else compiled and cached.
 
-Kernels are compiled at first use with the compiler of the machine, cached, and loaded through ctypes. The sources are
-package data and need neither torch nor Python headers. An import compiles nothing. Without a compiler, or with
-ADPTNET_BACKEND=reference, the PyTorch reference of each operation runs instead.
+A wheel for one platform contains the kernels (`_prebuilt`). Otherwise they are compiled at first use with the compiler
+of the machine, cached, and loaded through ctypes. The sources are package data and need neither torch nor Python
+headers. An import compiles nothing. Without a compiler, or with ADPTNET_BACKEND=reference, the PyTorch reference of
+each operation runs instead.
 
 A library is code that this process executes. It is loaded only if no other user could have written it and its bytes
 have the SHA-256 that was recorded when it was built (`_trusted_files`).
@@ -27,9 +28,13 @@ import torch
 
 from .._io.cache import make_private_folder, preferred_cache_folder, process_folder
 from ..errors import BackendWarning, BuildError, IncompatibleError
-from . import _trusted_files
+from . import _prebuilt, _trusted_files
+from ._prebuilt import library_suffix
+from ._sources import COMPILE_FLAGS, LINK_FLAGS, OPERATIONS, SCALAR_TYPES, find_source, read_sources
 
 __all__ = [
+    "OPERATIONS",
+    "SCALAR_TYPES",
     "BuiltLibrary",
     "Kernel",
     "build",
@@ -41,12 +46,8 @@ __all__ = [
     "load_kernel",
 ]
 
-# No -ffast-math: GCC would link start-up code that flushes denormals to zero in the whole process.
-FLAGS = ["-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fno-trapping-math"]
-FLAGS += ["-ffp-contract=fast", "-fopenmp-simd", "-falign-loops=64"]
-SOURCES = Path(__file__).parent  # <operation>/csrc, and csrc with the headers that operations share
-OPERATIONS = ["adpt_layer", "adpt_scan", "adpt_step", "linear_scan", "matrix_chain", "plane_rotation"]
-SCALAR_TYPES = ["float", "double"]
+# -fPIC is an error for clang on Windows. There, libraries of the compiler would not be found next to the kernel.
+FLAGS = [*COMPILE_FLAGS, *LINK_FLAGS, "-static" if sys.platform == "win32" else "-fPIC"]
 # Environment variables that make a compiler search for headers, libraries or programs elsewhere; an empty entry in most
 # of them means the current folder. The kernels need only the compiler's own.
 IGNORED_VARIABLES = ["CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "LD_RUN_PATH", "COMPILER_PATH"]
@@ -89,19 +90,19 @@ def kernels_enabled() -> bool:
     """Return whether kernels may be used: ADPTNET_BACKEND is not `reference`.
 
     Raises:
-        IncompatibleError: ADPTNET_BACKEND has another value than auto, cpu or reference.
+        IncompatibleError: ADPTNET_BACKEND has another value than auto, cpu, compile or reference.
     """
     # Fast path of every call of an operation: looking up an unset variable in os.environ raises and catches KeyErrors.
     if _BACKEND_KEY not in getattr(os.environ, "_data", {_BACKEND_KEY}):
         return True
     chosen = os.environ.get("ADPTNET_BACKEND", "auto")
-    if chosen not in ("auto", "cpu", "reference"):
-        raise IncompatibleError(f"ADPTNET_BACKEND={chosen}: must be auto, cpu or reference.")
+    if chosen not in ("auto", "cpu", "compile", "reference"):
+        raise IncompatibleError(f"ADPTNET_BACKEND={chosen}: must be auto, cpu, compile or reference.")
     return chosen != "reference"
 
 
 def load(operation: str, scalar: str = "float") -> ctypes.CDLL | None:
-    """Return the library of an operation, built if necessary; None, with a warning once, if that is impossible.
+    """Return the library of an operation, compiled if necessary; None, with a warning once, if that is impossible.
 
     Args:
         operation: One of `OPERATIONS`.
@@ -129,6 +130,9 @@ def load_kernel(operation: str, scalar: str = "float") -> Kernel:
 
 
 def _load(operation: str, scalar: str) -> Kernel:
+    prebuilt = _load_prebuilt(operation, scalar)
+    if prebuilt is not None:
+        return prebuilt
     try:
         built = build(operation, scalar)
         try:
@@ -149,6 +153,22 @@ def _load(operation: str, scalar: str) -> Kernel:
     )
 
 
+def _load_prebuilt(operation: str, scalar: str) -> Kernel | None:
+    """Return the kernel of the wheel; None, with a logged reason unless the wheel is pure, if it must be compiled."""
+    if os.environ.get("ADPTNET_BACKEND") == "compile":
+        return None
+    path, description = _prebuilt.find_prebuilt(operation, scalar)
+    if path is not None:
+        try:
+            return Kernel(ctypes.CDLL(str(path)), description)
+        except OSError as error:  # such as a system with another C library
+            description = f"{path} cannot be loaded ({error})"
+    if description and description not in _warned:
+        _warned.add(description)
+        _log.warning("adptnet compiles a kernel instead of using that of its wheel: %s.", description)
+    return None
+
+
 def build(operation: str, scalar: str) -> BuiltLibrary:
     """Return the library of an operation, compiled unless an intact one is in the cache folder.
 
@@ -162,16 +182,14 @@ def build(operation: str, scalar: str) -> BuiltLibrary:
     Raises:
         BuildError: There is no compiler, or it fails.
     """
-    source = SOURCES / operation / "csrc" / "kernel.cpp"
-    headers = sorted(SOURCES.rglob("*.h"))
+    source = find_source(operation)
     flags = [*FLAGS, f"-DSCALAR={scalar}", *instruction_set()]
-    text = b"".join(path.read_bytes() for path in [*headers, source])
-    key = hashlib.sha256(text + repr(flags).encode()).hexdigest()[:16]
+    key = hashlib.sha256(read_sources(operation) + repr(flags).encode()).hexdigest()[:16]
     folder = preferred_cache_folder()
     obstacle = _find_cache_obstacle(folder)
     compiler = find_compiler()
     if compiler is None:
-        cached = [] if obstacle else sorted(folder.glob(f"{operation}-{scalar}-{key}-*{_library_suffix()}"))
+        cached = [] if obstacle else sorted(folder.glob(f"{operation}-{scalar}-{key}-*{library_suffix()}"))
         for path in reversed(cached):
             obstacle = _trusted_files.find_recorded_fault(path)
             if obstacle is None:
@@ -179,7 +197,7 @@ def build(operation: str, scalar: str) -> BuiltLibrary:
         unused = f" No library of {folder} is loaded: {obstacle}." if obstacle else ""
         raise BuildError(f"there is no C++ compiler. {_install_hint()}{_explain_skipped()}{unused}")
     version = _compiler_version(tuple(compiler))
-    name = f"{operation}-{scalar}-{key}-{hashlib.sha256(version.encode()).hexdigest()[:8]}{_library_suffix()}"
+    name = f"{operation}-{scalar}-{key}-{hashlib.sha256(version.encode()).hexdigest()[:8]}{library_suffix()}"
     how = f"{version.splitlines()[0] if version else compiler[0]}, {' '.join(instruction_set()) or 'baseline'}"
     if obstacle is None:
         try:
@@ -320,10 +338,6 @@ def _compiler_version(compiler: tuple[str, ...]) -> str:
 def instruction_set() -> list[str]:
     """Return the compiler flags for this processor: AVX2 and FMA if it has them, otherwise the baseline."""
     return ["-mavx2", "-mfma"] if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") else []
-
-
-def _library_suffix() -> str:
-    return ".dll" if sys.platform == "win32" else ".so"
 
 
 def _install_hint() -> str:

@@ -17,6 +17,7 @@ from io import BufferedReader
 from pathlib import Path
 
 __all__ = [
+    "find_damage",
     "find_exposure",
     "find_fault",
     "find_program",
@@ -93,9 +94,16 @@ def find_fault(path: Path, sha256: str) -> str | None:
     Returns:
         A clause that describes the fault, or None. On Windows only the SHA-256 is checked.
     """
-    exposure = find_exposure(path)
-    if exposure is not None:
-        return exposure
+    return find_exposure(path) or find_damage(path, sha256)
+
+
+def find_damage(path: Path, sha256: str) -> str | None:
+    """Return how the file at `path` differs from the recorded one; None if its bytes have this SHA-256.
+
+    Args:
+        path: The file.
+        sha256: The recorded SHA-256, in hexadecimal.
+    """
     try:
         found = _sha256(path)
     except OSError as error:

@@ -46,7 +46,8 @@ def test_two_processes_may_build_concurrently(tmp_path):
 
 def test_without_a_compiler_the_reference_runs_with_one_warning(tmp_path):
     code = "import warnings; warnings.simplefilter('always')\n" + LAYER + "layer(torch.randn(1, 2, 5)); "
-    output, messages = run_python(code + "print(adptnet.backends())", ADPTNET_CACHE=str(tmp_path), PATH="", CXX="")
+    alone = {"ADPTNET_BACKEND": "compile", "ADPTNET_CACHE": str(tmp_path), "PATH": "", "CXX": ""}
+    output, messages = run_python(code + "print(adptnet.backends())", **alone)
     assert messages.count("BackendWarning: adptnet's compiled kernels are unavailable") == 1
     assert "no C++ compiler. Install one" in messages
     assert "reference: there is no C++ compiler" in output
@@ -73,7 +74,7 @@ def test_the_backend_variable_disables_the_kernels(monkeypatch, tmp_path):
         replaced.setattr(os, "environ", {**os.environ, "ADPTNET_BACKEND": "reference"})
         assert not _build.kernels_enabled()
     monkeypatch.setenv("ADPTNET_BACKEND", "gpu")
-    with pytest.raises(IncompatibleError, match="must be auto, cpu or reference"):
+    with pytest.raises(IncompatibleError, match="must be auto, cpu, compile or reference"):
         adptnet.backends()
 
 

@@ -18,6 +18,12 @@
 #define VECTOR_BYTES 16
 #endif
 #define INLINE inline __attribute__((always_inline))
+// Marks the functions that Python calls: a Windows library exports nothing else, nor one with hidden symbols.
+#if defined(_WIN32)
+#define EXPORT __declspec(dllexport)
+#else
+#define EXPORT __attribute__((visibility("default")))
+#endif
 
 namespace {
 

@@ -339,13 +339,13 @@ template <class T> bool run(const Layer& s) {
 }  // namespace
 
 extern "C" {
-int64_t adpt_layer_layout() { return sizeof(Layer); }
+EXPORT int64_t adpt_layer_layout() { return sizeof(Layer); }
 // Size of the workspace in bytes.
-int64_t adpt_layer_workspace(const Layer* s) {
+EXPORT int64_t adpt_layer_workspace(const Layer* s) {
   Arena<SCALAR> memory = {nullptr, 0};
   allocate_workspace<SCALAR>(*s, memory);
   return memory.used * sizeof(SCALAR);
 }
 // Return 1 if the layer was run, 0 if the evaluated vectors are out of date.
-int64_t adpt_layer_forward(const Layer* s) { return run<SCALAR>(*s); }
+EXPORT int64_t adpt_layer_forward(const Layer* s) { return run<SCALAR>(*s); }
 }

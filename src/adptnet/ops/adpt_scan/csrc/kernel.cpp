@@ -110,15 +110,15 @@ void run(const Scan& s, bool backward, Products products = not_only_products) {
 }  // namespace
 
 extern "C" {
-int64_t adpt_scan_layout() { return sizeof(Scan); }
+EXPORT int64_t adpt_scan_layout() { return sizeof(Scan); }
 // Size of the workspace in bytes. It depends on sizes and options only.
-int64_t adpt_scan_workspace(const Scan* s, int64_t backward) {
+EXPORT int64_t adpt_scan_workspace(const Scan* s, int64_t backward) {
   const int64_t weights = s->sizes.heads * weight_memory(*s) * (backward ? 2 : 1);
   const int64_t each = task_memory(*s, backward) + (backward ? weight_sum_size(*s) : 0);
   const int64_t totals = backward ? totals_memory(*s, tile_count(*s) * s->sizes.heads) : 0;
   return (weights + s->sizes.threads * each + totals) * sizeof(SCALAR);
 }
-void adpt_scan_forward(const Scan* s) { run(*s, false); }
-void adpt_scan_backward(const Scan* s) { run(*s, true); }
-void adpt_scan_products(const Scan* s, int64_t which) { run(*s, which != forward_products, Products(which)); }
+EXPORT void adpt_scan_forward(const Scan* s) { run(*s, false); }
+EXPORT void adpt_scan_backward(const Scan* s) { run(*s, true); }
+EXPORT void adpt_scan_products(const Scan* s, int64_t which) { run(*s, which != forward_products, Products(which)); }
 }

@@ -388,9 +388,9 @@ template <class T> void run(const Step& s) {
 }  // namespace
 
 extern "C" {
-int64_t adpt_step_layout() { return sizeof(Step); }
-int64_t adpt_step_workspace(const Step* s) {
+EXPORT int64_t adpt_step_layout() { return sizeof(Step); }
+EXPORT int64_t adpt_step_workspace(const Step* s) {
   return (weight_memory<SCALAR>(*s) + s->threads * task_memory<SCALAR>(*s)) * sizeof(SCALAR);
 }
-void adpt_step_run(const Step* s) { run<SCALAR>(*s); }
+EXPORT void adpt_step_run(const Step* s) { run<SCALAR>(*s); }
 }

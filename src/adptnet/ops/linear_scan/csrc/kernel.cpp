@@ -207,7 +207,11 @@ template <class T, bool Pairs, bool Backward> void run(const Scan& s) {
 }  // namespace
 
 extern "C" {
-int64_t linear_scan_layout() { return sizeof(Scan); }
-void linear_scan_forward(const Scan* s) { s->pairs ? run<SCALAR, true, false>(*s) : run<SCALAR, false, false>(*s); }
-void linear_scan_backward(const Scan* s) { s->pairs ? run<SCALAR, true, true>(*s) : run<SCALAR, false, true>(*s); }
+EXPORT int64_t linear_scan_layout() { return sizeof(Scan); }
+EXPORT void linear_scan_forward(const Scan* s) {
+  s->pairs ? run<SCALAR, true, false>(*s) : run<SCALAR, false, false>(*s);
+}
+EXPORT void linear_scan_backward(const Scan* s) {
+  s->pairs ? run<SCALAR, true, true>(*s) : run<SCALAR, false, true>(*s);
+}
 }

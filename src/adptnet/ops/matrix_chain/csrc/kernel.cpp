@@ -60,7 +60,7 @@ template <class T> void run(const Chain& c) {
 }  // namespace
 
 extern "C" {
-int64_t matrix_chain_layout() { return sizeof(Chain); }
-int64_t matrix_chain_workspace(const Chain* c) { return c->threads * part_memory<SCALAR>(*c) * sizeof(SCALAR); }
-void matrix_chain_run(const Chain* c) { run<SCALAR>(*c); }
+EXPORT int64_t matrix_chain_layout() { return sizeof(Chain); }
+EXPORT int64_t matrix_chain_workspace(const Chain* c) { return c->threads * part_memory<SCALAR>(*c) * sizeof(SCALAR); }
+EXPORT void matrix_chain_run(const Chain* c) { run<SCALAR>(*c); }
 }

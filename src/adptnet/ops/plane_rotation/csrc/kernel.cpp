@@ -109,7 +109,7 @@ template <class Row> void for_each_row(const Rotation& s, Row row) {
 }  // namespace
 
 extern "C" {
-int64_t plane_rotation_layout() { return sizeof(Rotation); }
-void plane_rotation_forward(const Rotation* s) { for_each_row(*s, forward<SCALAR>); }
-void plane_rotation_backward(const Rotation* s) { for_each_row(*s, backward<SCALAR>); }
+EXPORT int64_t plane_rotation_layout() { return sizeof(Rotation); }
+EXPORT void plane_rotation_forward(const Rotation* s) { for_each_row(*s, forward<SCALAR>); }
+EXPORT void plane_rotation_backward(const Rotation* s) { for_each_row(*s, backward<SCALAR>); }
 }
