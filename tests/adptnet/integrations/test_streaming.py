@@ -102,7 +102,7 @@ def test_what_cannot_be_exported_is_reported(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"Call model\.eval\(\) first"):
         export_step(model)
     with pytest.raises(InputError, match="wraps a SpikingModel; got ADPTNet"):
-        export_step(ADPTNet(4))
+        export_step(ADPTNet.paper(4))
     monkeypatch.setitem(sys.modules, "onnx", None)
     with pytest.raises(InputError, match=r"ONNX needs onnx: pip install 'adptnet\[onnx\]'"):
         write_onnx(model.eval(), tmp_path / "step.onnx")
