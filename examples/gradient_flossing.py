@@ -37,7 +37,7 @@ def main(output: Path, size: int = 16, updates: int = 150) -> tuple[Tensor, Tens
 
     others = torch.linspace(-0.5, -1.5, size - len(TARGETS)).tolist()
     spectrum = spectra.FromExponents((*TARGETS, *others))
-    layer = ADPTNet(size, beta=0.01, spectrum=spectrum, projection=projections.Orthogonal(), gain=drive.LRU())
+    layer = ADPTNet.paper(size, beta=0.01, spectrum=spectrum, projection=projections.Orthogonal(), gain=drive.LRU())
     prescribed = leading_exponents(layer, size)
     rows = {"targets": torch.tensor(TARGETS), "tanh RNN": history[0], "flossed": history[-1], "ADPTNet": prescribed}
     for name, exponents in rows.items():

@@ -18,9 +18,11 @@ from adptnet.optim import param_groups
 def main(output: Path, width: int = 32, steps: int = 100) -> list[float]:
     """Run all parts, save the trained model in `output`, and return the training losses."""
     torch.manual_seed(0)
-    layer = adpt.ADPTNet(width, beta=1.0, spectrum=spectra.Linspace(dt_min=1e-3, dt_max=1.0), gain=drive.LRU())
+    layer = adpt.ADPTNet.paper(width, beta=1.0, spectrum=spectra.Linspace(dt_min=1e-3, dt_max=1.0), gain=drive.LRU())
     run(layer)
-    model = adpt.SequenceModel(layer.spec, input_size=1, output_size=1)  # new weights, the same configuration
+    model = adpt.SequenceModel(
+        adpt.nn.BlockSpec(layer.spec), input_size=1, output_size=1
+    )  # new weights, the same configuration
     losses = train(model, steps)
     save_and_load(model, output / "layer.safetensors")
     return losses

@@ -64,9 +64,9 @@ class Row(NamedTuple):
 def main(length: int = 256, hard_length: int = 4096) -> dict[str, dict[str, Row]]:
     """Print three tables and return their rows."""
     torch.manual_seed(0)
-    layer = adpt.ADPTNet(32, beta=1.0, dtype=torch.float64)
+    layer = adpt.ADPTNet.paper(32, beta=1.0, dtype=torch.float64)
     gru = cells.from_torch(torch.nn.GRUCell(32, 32, dtype=torch.float64))
-    slow = adpt.ADPTNet(32, beta=1.0, spectrum=spectra.Linspace(dt_min=1e-4), dtype=torch.float64)
+    slow = adpt.ADPTNet.paper(32, beta=1.0, spectrum=spectra.Linspace(dt_min=1e-4), dtype=torch.float64)
     x = torch.randn(2, length, 32, dtype=torch.float64)
     long = torch.randn(1, hard_length, 32, dtype=torch.float64)
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from adptnet import ADPTNet, SequenceModel, analysis, cells, drive, spectra
+from adptnet.nn import BlockSpec
 from adptnet_lab.tasks import WordProblem
 from adptnet_lab.training import TrainConfig, evaluate, train
 
@@ -29,7 +30,7 @@ def measure_timescales(window: int) -> dict[str, torch.Tensor]:
     size = len(PRESCRIBED)
     inputs = torch.randn(1, window, size)
     spectrum = spectra.FromExponents(tuple((-1 / PRESCRIBED).tolist()))
-    networks = {f"ADPTNet, β = {beta:g}": ADPTNet(size, beta=beta, spectrum=spectrum) for beta in MEASURED_BETAS}
+    networks = {f"ADPTNet, β = {beta:g}": ADPTNet.paper(size, beta=beta, spectrum=spectrum) for beta in MEASURED_BETAS}
     networks["GRU"] = cells.from_torch(nn.GRUCell(size, size))
     with torch.no_grad():
         exponents = {name: analysis.lyapunov_exponents(net, inputs).exponents for name, net in networks.items()}
@@ -41,8 +42,8 @@ def train_and_evaluate(beta: float, steps: int) -> dict[int, float]:
     task = WordProblem("S3", length=8)
     torch.manual_seed(0)
     spectrum = spectra.Negative(spectra.S4DReal(), 0.5)
-    layer = ADPTNet(64, beta=beta, spectrum=spectrum, gain=drive.LRU(), gate=drive.SoftplusGate())
-    model = SequenceModel(layer.spec, vocabulary=task.vocabulary, norm="batch", dropout=0.05)
+    layer = ADPTNet.paper(64, beta=beta, spectrum=spectrum, gain=drive.LRU(), gate=drive.SoftplusGate())
+    model = SequenceModel(BlockSpec(layer.spec, norm="batch", dropout=0.05), vocabulary=task.vocabulary)
     train(model, task, TrainConfig(steps=steps))
     return {length: 100 * scores["accuracy"] for length, scores in evaluate(model, task, [8, 16]).items()}
 

@@ -1,6 +1,6 @@
 """adptnet: a recurrent layer with prescribed timescales and a degree of non-linearity set by one number, β.
 
-layer = adptnet.ADPTNet(width=64, beta=0.125)
+layer = adptnet.ADPTNet(width=64)
 y, state = layer(torch.randn(4, 1024, 64))
 """
 
@@ -22,6 +22,7 @@ from .nn import (
     SpikingADPTNet,
     Stack,
     TaylorADPTNet,
+    presets,
 )
 from .ops._backends import backends
 from .recurrence import conjugates, directions, drive, projections, retractions, spectra
@@ -30,7 +31,7 @@ from .solvers import adjoints
 from .spec import Spec
 
 # Short import paths of the components: `from adptnet.spectra import Linspace` as well as `from adptnet import spectra`.
-for _component in (adjoints, conjugates, directions, drive, projections, retractions, spectra):
+for _component in (adjoints, conjugates, directions, drive, presets, projections, retractions, spectra):
     sys.modules[f"{__name__}.{_component.__name__.rpartition('.')[2]}"] = _component
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "load",
     "nn",
     "optim",
+    "presets",
     "projections",
     "retractions",
     "save",

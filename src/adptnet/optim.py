@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .errors import WeightDecayWarning
 
-__all__ = ["NoDecay", "param_groups"]
+__all__ = ["DirectionOnly", "NoDecay", "param_groups"]
 
 
 class NoDecay(nn.Module):
@@ -32,26 +32,40 @@ class NoDecay(nn.Module):
             _mark(parameter)
 
 
-def param_groups(model: nn.Module, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
+class DirectionOnly(nn.Module):
+    """A module whose parameters act by their direction alone: K and V, whose products are normalized to unit length.
+
+    Weight decay does not regularize such parameters. It only shrinks them, which raises their effective learning rate.
+    """
+
+
+def param_groups(
+    model: nn.Module, lr: float, weight_decay: float = 0.0, *, decay_directions: bool = False
+) -> list[dict[str, Any]]:
     """Return parameter groups for any torch optimizer, with weight decay for matrices only.
 
-    Spectra, free gains and a trainable β are exempt, because decay would pull timescales towards one step. So are
-    vectors and scalars, such as biases and the weights of norms. A parameter's `_optim` dictionary takes precedence.
+    Spectra, free gains and a trainable β are exempt, because decay would pull timescales towards one step. So are K and
+    V, of which only the direction counts, and vectors and scalars, such as biases and the weights of norms. A
+    parameter's `_optim` dictionary takes precedence.
 
     Args:
         model: Any module; parameters with `requires_grad=False` are left out.
         lr: Learning rate of every group.
         weight_decay: Weight decay of the matrices.
+        decay_directions: Whether K and V decay too, as in the runs of the paper's reproduction.
     """
     groups: dict[tuple[tuple[str, Any], ...], dict[str, Any]] = {}
     seen: set[int] = set()
+    owners = [] if decay_directions else [module for module in model.modules() if isinstance(module, DirectionOnly)]
+    exempt = {id(parameter) for module in owners for parameter in module.parameters()}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if id(parameter) in seen or not parameter.requires_grad:
                 continue
             seen.add(id(parameter))
             # Check the module too: where torch replaces parameters, as in sharding, their marks are lost.
-            decay = 0.0 if parameter.dim() < 2 or isinstance(module, NoDecay) else weight_decay
+            is_exempt = parameter.dim() < 2 or id(parameter) in exempt or isinstance(module, NoDecay)
+            decay = 0.0 if is_exempt else weight_decay
             settings = {"lr": lr, "weight_decay": decay, **getattr(parameter, "_optim", {})}
             group = groups.setdefault(tuple(sorted(settings.items())), {"params": [], **settings})
             group["params"].append(parameter)

@@ -48,9 +48,9 @@ def test_a_layer_loads_with_its_values(axes, tmp_path):
     "model",
     [
         Recurrent(cells.ReLURNN(4)),
-        Bidirectional(ADPTNet(4).spec),
-        Stack(Bidirectional(ADPTNet(4).spec).spec, 2),
-        SequenceModel(ADPTNet(4).spec, input_size=4, output_size=3, norm="batch", depth=2),
+        Bidirectional(ADPTNet.paper(4).spec),
+        Stack(Bidirectional(ADPTNet.paper(4).spec).spec, 2),
+        SequenceModel(ADPTNet.paper(4).spec, input_size=4, output_size=3, norm="batch", depth=2),
     ],
     ids=lambda m: type(m).__name__,
 )
@@ -63,7 +63,7 @@ def test_every_module_with_a_spec_loads(model, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dtypes_and_optimizer_marks_are_restored(dtype, tmp_path):
-    layer = ADPTNet(4, dtype=dtype)
+    layer = ADPTNet.paper(4, dtype=dtype)
     adptnet.save(layer, tmp_path / "model")
     twin = adptnet.load(tmp_path / "model")
     assert {p.dtype for p in twin.parameters()} == {dtype}
@@ -73,7 +73,7 @@ def test_dtypes_and_optimizer_marks_are_restored(dtype, tmp_path):
 
 @pytest.mark.parametrize("spectrum", [spectra.S4DReal(), spectra.Sparse(), spectra.LRURing()], ids=repr)
 def test_saving_and_loading_leave_random_numbers_alone(spectrum, tmp_path):
-    layer = ADPTNet(4, spectrum=spectrum)
+    layer = ADPTNet.paper(4, spectrum=spectrum)
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
@@ -84,7 +84,7 @@ def test_saving_and_loading_leave_random_numbers_alone(spectrum, tmp_path):
 
 def test_a_failed_save_keeps_the_old_file_and_leaves_no_other(tmp_path, monkeypatch):
     path = tmp_path / "model"
-    adptnet.save(ADPTNet(4), path)
+    adptnet.save(ADPTNet.paper(4), path)
     before = path.read_bytes()
 
     def full_disk(*_):
@@ -92,7 +92,7 @@ def test_a_failed_save_keeps_the_old_file_and_leaves_no_other(tmp_path, monkeypa
 
     monkeypatch.setattr("os.fsync", full_disk)
     with pytest.raises(OSError, match="No space left"):
-        adptnet.save(ADPTNet(5), path)
+        adptnet.save(ADPTNet.paper(5), path)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
@@ -101,7 +101,7 @@ def test_what_is_not_a_checkpoint_is_rejected_by_name(tmp_path):
     path = tmp_path / "model"
     with pytest.raises(CheckpointError, match="There is no file"):
         adptnet.load(path)
-    adptnet.save(ADPTNet(4), path)
+    adptnet.save(ADPTNet.paper(4), path)
     whole = path.read_bytes()
     for broken in (whole[:100], whole[:-10], b"", pickle.dumps({"a": 1})):
         path.write_bytes(broken)
@@ -112,7 +112,7 @@ def test_what_is_not_a_checkpoint_is_rejected_by_name(tmp_path):
     path.write_bytes(safetensors.torch.save({"weight": torch.zeros(2)}))
     with pytest.raises(CheckpointError, match="no adptnet spec"):
         adptnet.load(path)
-    spec = json.loads(ADPTNet(4).spec.to_json())
+    spec = json.loads(ADPTNet.paper(4).spec.to_json())
     path.write_bytes(safetensors.torch.save({"weight": torch.zeros(2)}, {"adptnet": json.dumps(spec)}))
     with pytest.raises(CheckpointError, match="do not belong together"):
         adptnet.load(path)
@@ -124,7 +124,7 @@ def test_what_is_not_a_checkpoint_is_rejected_by_name(tmp_path):
 
 def test_a_changed_byte_is_noticed_wherever_it_is(tmp_path):
     path = tmp_path / "model"
-    adptnet.save(ADPTNet(2, spectrum=spectra.Negative()), path)
+    adptnet.save(ADPTNet.paper(2, spectrum=spectra.Negative()), path)
     whole = path.read_bytes()
     adptnet.save(adptnet.load(path), path)
     assert path.read_bytes() == whole  # equal models give equal files
@@ -140,28 +140,28 @@ def test_a_changed_byte_is_noticed_wherever_it_is(tmp_path):
 
 
 def test_a_file_from_before_sums_were_written_still_loads(tmp_path):
-    layer = ADPTNet(4)
+    layer = ADPTNet.paper(4)
     path = tmp_path / "model"
     path.write_bytes(safetensors.torch.save(layer.state_dict(), {"adptnet": layer.spec.to_json()}))
     assert_close(adptnet.load(path).state_dict(), layer.state_dict(), rtol=0, atol=0)
 
 
 def test_batch_first_is_restored(tmp_path):
-    adptnet.save(ADPTNet(4, batch_first=False), tmp_path / "model")
+    adptnet.save(ADPTNet.paper(4, batch_first=False), tmp_path / "model")
     assert not adptnet.load(tmp_path / "model").batch_first
 
 
 def test_a_link_is_followed_and_permissions_are_the_users(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "target")
-    adptnet.save(ADPTNet(4), tmp_path / "link")
+    adptnet.save(ADPTNet.paper(4), tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     (tmp_path / "plain").touch()
     assert (tmp_path / "target").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def tampered(path, change, **tensors):
-    """Write a checkpoint of ADPTNet(4), half of its spectrum negative, with a changed spec or changed tensors."""
-    layer = ADPTNet(4, spectrum=spectra.Negative())
+    """Write a checkpoint of ADPTNet.paper(4), half of its spectrum negative, with a changed spec or changed tensors."""
+    layer = ADPTNet.paper(4, spectrum=spectra.Negative())
     text = change(layer.spec.to_json())
     path.write_bytes(safetensors.torch.save({**layer.state_dict(), **tensors}, {"adptnet": text}))
     return path
@@ -185,7 +185,7 @@ def test_a_tampered_checkpoint_is_rejected_before_it_costs_memory(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # from torch.compile
 def test_what_has_no_spec_is_not_saved(tmp_path):
-    layer = ADPTNet(4)
+    layer = ADPTNet.paper(4)
 
     class Mine(ADPTNet):
         pass
@@ -202,13 +202,13 @@ def test_what_has_no_spec_is_not_saved(tmp_path):
     with pytest.raises(CheckpointError, match="is a folder"):
         adptnet.save(layer, tmp_path)
     with pytest.raises(CheckpointError, match="mkdir -p"):
-        adptnet.save(ADPTNet(4), tmp_path / "nowhere" / "model")
+        adptnet.save(ADPTNet.paper(4), tmp_path / "nowhere" / "model")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_loaded_model_does_not_depend_on_its_file(tmp_path):
     path = tmp_path / "model"
-    adptnet.save(ADPTNet(4), path)
+    adptnet.save(ADPTNet.paper(4), path)
     model = adptnet.load(path)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     size = path.stat().st_size
@@ -223,12 +223,12 @@ def test_a_loaded_model_does_not_depend_on_its_file(tmp_path):
 
 
 def model_spec(**changes):
-    spec = json.loads(SequenceModel(ADPTNet(4).spec, depth=2, vocabulary=7).spec.to_json())["spec"]
+    spec = json.loads(SequenceModel(ADPTNet.paper(4).spec, depth=2, vocabulary=7).spec.to_json())["spec"]
     return {**spec, **changes}
 
 
 def cell_spec(**changes):
-    spec = json.loads(ADPTNet(4).spec.to_json())["spec"]
+    spec = json.loads(ADPTNet.paper(4).spec.to_json())["spec"]
     return {**spec, "cell": {**spec["cell"], **changes}}
 
 
@@ -276,7 +276,7 @@ def test_a_small_file_that_describes_a_huge_model_costs_little(tmp_path):
 import contextlib, sys, adptnet, safetensors.torch, torch
 def peak():  # in MB; getrusage would count what the parent used before exec
     return int(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0]) / 1024
-adptnet.ADPTNet(4)  # what torch loads at first use, and to unwind its first error
+adptnet.ADPTNet.paper(4)  # what torch loads at first use, and to unwind its first error
 with contextlib.suppress(RuntimeError):
     torch.empty(2**40, 2**40, device="meta")
 before = peak()
@@ -332,7 +332,7 @@ def test_a_device_or_an_unreadable_file_is_rejected(tmp_path):
 
 
 def test_tied_weights_load_tied(tmp_path):
-    model = SequenceModel(ADPTNet(4).spec, vocabulary=20)
+    model = SequenceModel(ADPTNet.paper(4).spec, vocabulary=20)
     model.decoder.weight = model.encoder.weight
     adptnet.save(model, tmp_path / "model")
     twin = adptnet.load(tmp_path / "model")
@@ -349,7 +349,7 @@ def test_tied_weights_load_tied(tmp_path):
 
 
 def test_shared_modules_load_shared(tmp_path):
-    model = Stack(ADPTNet(4, projection=projections.Orthogonal()).spec, 3)
+    model = Stack(ADPTNet.paper(4, projection=projections.Orthogonal()).spec, 3)
     model.layers[2] = model.layers[0]
     adptnet.save(model, tmp_path / "model")
     twin = adptnet.load(tmp_path / "model")
@@ -361,7 +361,7 @@ def test_shared_modules_load_shared(tmp_path):
 
 
 def test_views_of_one_storage_are_saved_apart_and_overlaps_rejected(tmp_path):
-    model = SequenceModel(ADPTNet(4).spec, vocabulary=20)
+    model = SequenceModel(ADPTNet.paper(4).spec, vocabulary=20)
     both = torch.randn(40, 4)
     model.encoder.weight, model.decoder.weight = torch.nn.Parameter(both[:20]), torch.nn.Parameter(both[20:])
     adptnet.save(model, tmp_path / "model")
@@ -408,7 +408,7 @@ def add_adapter(model):
     ],
 )
 def test_a_model_that_load_could_not_rebuild_is_not_saved(change, remedy, tmp_path):
-    model = SequenceModel(ADPTNet(4).spec, vocabulary=20)
+    model = SequenceModel(ADPTNet.paper(4).spec, vocabulary=20)
     change(model)
     with pytest.raises(CheckpointError, match=remedy) as error:
         adptnet.save(model, tmp_path / "model")
@@ -417,7 +417,7 @@ def test_a_model_that_load_could_not_rebuild_is_not_saved(change, remedy, tmp_pa
 
 
 def test_the_advice_of_the_error_makes_a_pruned_model_savable(tmp_path):
-    model = SequenceModel(ADPTNet(4).spec, vocabulary=20)
+    model = SequenceModel(ADPTNet.paper(4).spec, vocabulary=20)
     prune_decoder(model)
     prune.remove(model.decoder, "weight")
     adptnet.save(model, tmp_path / "model")
@@ -436,7 +436,7 @@ def test_the_layout_of_a_layer_is_that_of_the_layer(axes):
 
 
 def test_a_module_that_cannot_be_built_on_meta_is_reported_when_saving(tmp_path, monkeypatch):
-    layer = ADPTNet(4)
+    layer = ADPTNet.paper(4)
 
     def read_values(self, state_size, **options):
         raise RuntimeError("Tensor.item() cannot be called on meta tensors")
@@ -467,6 +467,6 @@ def test_changes_of_shape_in_place_are_laid_out():
 )
 @pytest.mark.parametrize("projection", [projections.Identity(), projections.Dense()], ids=repr)
 def test_planes_and_heads_without_tensors_load(tmp_path, axes, projection):
-    layer = adptnet.ADPTNet(16, projection=projection, **axes)
+    layer = adptnet.ADPTNet.paper(16, projection=projection, **axes)
     adptnet.save(layer, tmp_path / "layer.safetensors")
     assert adptnet.load(tmp_path / "layer.safetensors").spec == layer.spec

@@ -13,7 +13,7 @@ from adptnet.errors import IncompatibleError, InputError
 
 
 def test_outputs_and_state_do_not_share_memory():
-    layer = ADPTNet(4, beta=1.0)
+    layer = ADPTNet.paper(4, beta=1.0)
     x = torch.randn(3, 5, 4)
     with torch.no_grad():
         y, state = layer.step(x[:, 0])
@@ -32,8 +32,8 @@ def test_outputs_and_state_do_not_share_memory():
 
 def test_a_layer_in_another_thread_changes_nothing_here():
     """If threads shared a cache of parametrized weights, a layer would use stale weights."""
-    busy = ADPTNet(4, projection=projections.Orthogonal())
-    ours = ADPTNet(4, beta=1.0, projection=projections.Orthogonal())
+    busy = ADPTNet.paper(4, projection=projections.Orthogonal())
+    ours = ADPTNet.paper(4, beta=1.0, projection=projections.Orthogonal())
     x = torch.randn(1, 5, 4)
     started, stop = threading.Event(), threading.Event()
 
@@ -77,7 +77,7 @@ def test_a_step_past_the_end_makes_no_nan():
 @pytest.mark.parametrize("head", ["token", "last", "mean"])
 @pytest.mark.parametrize("norm", ["batch", "layer"])
 def test_padding_does_not_affect_a_model(head, norm):
-    model = SequenceModel(ADPTNet(6).spec, input_size=4, output_size=3, head=head, norm=norm, depth=2)
+    model = SequenceModel(ADPTNet.paper(6).spec, input_size=4, output_size=3, head=head, norm=norm, depth=2)
     x = torch.randn(2, 5, 4)
     padded = x.clone()
     padded[1, 3:] = torch.nan
@@ -86,7 +86,7 @@ def test_padding_does_not_affect_a_model(head, norm):
     gradients = torch.autograd.grad(logits.sum(), list(model.parameters()), allow_unused=True)
     assert logits.isfinite().all()
     assert all(g is None or g.isfinite().all() for g in gradients)
-    block = nn.BlockSpec(ADPTNet(4).spec).build()
+    block = nn.BlockSpec(ADPTNet.paper(4).spec).build()
     assert not block(padded, lengths=[5, 3])[0][1, 3:].any()
 
 
@@ -95,7 +95,7 @@ def test_resets_in_the_padding_have_no_effect():
     reset = torch.zeros(2, 5, dtype=torch.bool)
     noisy = reset.clone()
     noisy[1, 3:] = True
-    for layer in (ADPTNet(4, beta=1.0), Bidirectional(ADPTNet(4, beta=1.0).spec)):
+    for layer in (ADPTNet.paper(4, beta=1.0), Bidirectional(ADPTNet.paper(4, beta=1.0).spec)):
         _, state = layer(x)
         found, expected = (layer(x, state, lengths=lengths, reset=r) for r in (noisy, reset))
         assert_close(found[0], expected[0])
@@ -103,15 +103,15 @@ def test_resets_in_the_padding_have_no_effect():
 
 
 def test_packed_rows_are_rejected_where_they_are_ambiguous():
-    both = Bidirectional(ADPTNet(4).spec)
+    both = Bidirectional(ADPTNet.paper(4).spec)
     row, bounds = torch.randn(1, 8, 4), torch.tensor([0, 5, 8])
     with pytest.raises(InputError, match="Pass lengths= instead of cu_seqlens="):
         both(row, cu_seqlens=bounds)
     with pytest.raises(InputError, match="one output per sequence"):
-        SequenceModel(ADPTNet(4).spec, input_size=4, output_size=2, head="mean")(row, cu_seqlens=bounds)
+        SequenceModel(ADPTNet.paper(4).spec, input_size=4, output_size=2, head="mean")(row, cu_seqlens=bounds)
     packed = pack_padded_sequence(torch.randn(2, 5, 4), [5, 3], batch_first=True)
-    block, stack = nn.BlockSpec(ADPTNet(4).spec).build(), Stack(ADPTNet(4).spec, 2)
-    for call in (both, block, stack, ADPTNet(4).solve, ADPTNet(4).check):
+    block, stack = nn.BlockSpec(ADPTNet.paper(4).spec).build(), Stack(ADPTNet.paper(4).spec, 2)
+    for call in (both, block, stack, ADPTNet.paper(4).solve, ADPTNet.paper(4).check):
         with pytest.raises(InputError, match="Unpack it"):
             call(packed)
 
@@ -119,7 +119,7 @@ def test_packed_rows_are_rejected_where_they_are_ambiguous():
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_verify_is_strict_in_every_dtype_and_layout(batch_first, dtype):
-    layer = ADPTNet(6, beta=1.0, dtype=dtype, batch_first=batch_first)
+    layer = ADPTNet.paper(6, beta=1.0, dtype=dtype, batch_first=batch_first)
     x = torch.randn(7, 3, 6).to(dtype)
     with torch.no_grad():
         assert verify(layer, x).ok
@@ -128,7 +128,7 @@ def test_verify_is_strict_in_every_dtype_and_layout(batch_first, dtype):
 
 
 def test_a_frozen_norm_stays_frozen_after_generation():
-    model = SequenceModel(ADPTNet(4).spec, vocabulary=2, norm="batch").train()
+    model = SequenceModel(ADPTNet.paper(4).spec, vocabulary=2, norm="batch").train()
     model.norm.eval()
     model.generate(torch.zeros(1, 1, dtype=torch.int64), 2)
     assert model.training
@@ -136,14 +136,14 @@ def test_a_frozen_norm_stays_frozen_after_generation():
 
 
 def test_half_precision_is_right_or_rejected():
-    layer = ADPTNet(4, projection=projections.Orthogonal(), dtype=torch.bfloat16)
+    layer = ADPTNet.paper(4, projection=projections.Orthogonal(), dtype=torch.bfloat16)
     x = torch.randn(2, 5, 4, dtype=torch.bfloat16)
     assert layer(x)[0].dtype == torch.bfloat16
     k = layer.cell.directions[0].key_projection.dense()
     assert_close(k @ k.mT, torch.eye(4, dtype=k.dtype), atol=1e-6, rtol=0)
     with pytest.raises(IncompatibleError, match=r"Call \.float\(\)"):
         solvers.Sequential()(cells.from_torch(torch.nn.GRUCell(4, 4, dtype=torch.bfloat16)), x)
-    both = Bidirectional(ADPTNet(4, dtype=torch.float32).spec).float()
+    both = Bidirectional(ADPTNet.paper(4, dtype=torch.float32).spec).float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert both(x.float())[0].dtype == torch.float32
 
@@ -172,12 +172,12 @@ def test_a_step_that_changes_the_shape_of_its_state_is_rejected():
 )
 def test_more_bad_calls_get_a_clear_error(call, message):
     with pytest.raises(InputError) as error:
-        call(ADPTNet(4), torch.randn(3, 5, 4))
+        call(ADPTNet.paper(4), torch.randn(3, 5, 4))
     assert message in str(error.value)
 
 
 def test_lengths_of_any_integer_type_and_resets_of_any_kind_are_accepted():
-    layer = ADPTNet(4)
+    layer = ADPTNet.paper(4)
     x = torch.randn(1, 300, 4)
     expected = layer(x, lengths=torch.tensor([200]))[0]
     for dtype in (torch.uint8, torch.int16, torch.int32):
@@ -188,24 +188,24 @@ def test_lengths_of_any_integer_type_and_resets_of_any_kind_are_accepted():
 
 
 def test_tiny_states_have_finite_jacobians():
-    cell = ADPTNet(4, beta=4.0, dtype=torch.float32).cell
+    cell = ADPTNet.paper(4, beta=4.0, dtype=torch.float32).cell
     for scale in (1e-30, 1e-34, 1e-38, 1e-42, 0.0):
         state = scale * torch.randn(3, 4, dtype=torch.float32)
         assert cell.jacobian(state, torch.zeros(3, 4, dtype=torch.float32)).isfinite().all()
 
 
 def test_sampling_at_extreme_temperatures():
-    model = SequenceModel(ADPTNet(4).spec, vocabulary=5)
+    model = SequenceModel(ADPTNet.paper(4).spec, vocabulary=5)
     prompt = torch.zeros(2, 1, dtype=torch.int64)
     assert torch.equal(model.generate(prompt, 5, temperature=1e-40), model.generate(prompt, 5, temperature=0))
     with pytest.raises(InputError, match="temperature"):
         model.generate(prompt, 5, temperature=float("nan"))
     with pytest.raises(InputError, match="has no step"):
-        SequenceModel(ADPTNet(4).spec, input_size=3, output_size=2, head="mean").step(torch.randn(1, 3))
+        SequenceModel(ADPTNet.paper(4).spec, input_size=3, output_size=2, head="mean").step(torch.randn(1, 3))
 
 
 def test_step_compiles_and_exports():
-    layer = ADPTNet(4, beta=1.0)
+    layer = ADPTNet.paper(4, beta=1.0)
     x, state = torch.randn(3, 4), layer.initial_state(3)
 
     class Step(torch.nn.Module):
@@ -233,7 +233,7 @@ def test_checkpointed_segments_past_the_end_make_no_nan():
 
 def test_a_checkpoint_of_small_factors_of_a_wide_layer_is_read_back(tmp_path):
     narrow = projections.Kronecker((8, 8))
-    layer = ADPTNet(64, spectrum=adptnet.spectra.S4DInv(), projection=narrow, input_projection=narrow)
+    layer = ADPTNet.paper(64, spectrum=adptnet.spectra.S4DInv(), projection=narrow, input_projection=narrow)
     adptnet.save(layer, tmp_path / "model")
     assert adptnet.load(tmp_path / "model").spec == layer.spec
 

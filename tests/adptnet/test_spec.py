@@ -27,7 +27,7 @@ from support.members import legal, name_of
 
 
 def whole_models():
-    layer = ADPTNet(6, beta=TrainableBeta(0.5, maximum=2.0), gate=drive.SoftplusGate()).spec
+    layer = ADPTNet.paper(6, beta=TrainableBeta(0.5, maximum=2.0), gate=drive.SoftplusGate()).spec
     yield layer
     yield nn.LayerSpec(cells.ReLURNN(5))
     yield nn.BidirectionalSpec(layer)
@@ -39,7 +39,7 @@ def whole_models():
 
 @pytest.mark.parametrize("axes", legal, ids=name_of)
 def test_a_layers_spec_survives_json_and_builds_the_same_layer(axes):
-    layer = ADPTNet(**axes)
+    layer = ADPTNet.paper(**axes)
     read = Spec.from_json(layer.spec.to_json())
     assert read == layer.spec
     assert hash(read) == hash(layer.spec)
@@ -63,12 +63,12 @@ def test_a_spec_prints_as_what_to_type():
 def test_numpy_numbers_are_written_as_json_numbers():
     written = spectra.Linspace(dt_min=numpy.float32(0.0625)).to_json()
     assert Spec.from_json(written) == spectra.Linspace(dt_min=0.0625)
-    assert type(ADPTNet(numpy.int64(4), beta=numpy.float32(0.5)).spec.cell.beta) is float
-    assert ADPTNet(4, beta=Fraction(1, 8)).spec == ADPTNet(4).spec
+    assert type(ADPTNet.paper(numpy.int64(4), beta=numpy.float32(0.5)).spec.cell.beta) is float
+    assert ADPTNet.paper(4, beta=Fraction(1, 8)).spec == ADPTNet.paper(4).spec
 
 
 def document(**changes):
-    text = json.loads(ADPTNet(6).spec.to_json())
+    text = json.loads(ADPTNet.paper(6).spec.to_json())
     text["spec"]["cell"].update(changes)
     return json.dumps(text)
 
@@ -119,74 +119,80 @@ def test_errors_name_what_is_wrong_in_a_spec(text, message):
         (lambda: spectra.UniformDecay(decay_min=3.0, decay_max=1.0), "decay_min is larger than decay_max"),
         (lambda: spectra.FromExponents(()), "needs finite numbers"),
         (lambda: spectra.FromExponents((-1.0,)).build(3), "Pass state_size=1, or 3 exponents"),
-        (lambda: ADPTNet(2, spectrum=spectra.FromExponents((0.1, -1.0))), "Pass gain=drive.ZOH()"),
+        (lambda: ADPTNet.paper(2, spectrum=spectra.FromExponents((0.1, -1.0))), "Pass gain=drive.ZOH()"),
         (
-            lambda: ADPTNet(6, projection=projections.LowParam((8, 9), 2)),
+            lambda: ADPTNet.paper(6, projection=projections.LowParam((8, 9), 2)),
             "has size 72, but the state has size 6. Pass factors=(3, 2)",
         ),
-        (lambda: ADPTNet(6, state_size=8, input_projection=projections.Kronecker((4, 2))), "is square"),
+        (lambda: ADPTNet.paper(6, state_size=8, input_projection=projections.Kronecker((4, 2))), "is square"),
         (lambda: projections.Kronecker(factors=(3,)), "factors are two sizes"),
         (lambda: projections.LowRank(rank=0), "rank must be an integer >= 1"),
         (lambda: directions.FromState(relu=True, spike=1.0), "either ReLU(x) or spikes"),
         (lambda: directions.FromState(dot=1.5), "in [-1, 1]"),
         (
-            lambda: ADPTNet(6, direction=directions.FromState(heads=4)),
+            lambda: ADPTNet.paper(6, direction=directions.FromState(heads=4)),
             "not a multiple of 4 heads. Pass state_size=8",
         ),
         (
-            lambda: ADPTNet(6, spectrum=spectra.S4DInv(), direction=directions.FromState(heads=2)),
+            lambda: ADPTNet.paper(6, spectrum=spectra.S4DInv(), direction=directions.FromState(heads=2)),
             "even size of each head",
         ),
-        (lambda: ADPTNet(7, spectrum=spectra.S4DInv()), "Pass state_size=8"),
+        (lambda: ADPTNet.paper(7, spectrum=spectra.S4DInv()), "Pass state_size=8"),
         (
-            lambda: ADPTNet(6, beta=(0.1, 0.2)),
+            lambda: ADPTNet.paper(6, beta=(0.1, 0.2)),
             "beta has 2 values, but the number of heads is 1. Pass direction=FromState(heads=2)",
         ),
-        (lambda: ADPTNet(6, beta=1e20), "no precision left"),
-        (lambda: ADPTNet(6, rope=drive.RoPE(), spectrum=spectra.S4DInv()), "Pass a real spectrum"),
-        (lambda: ADPTNet(5, rope=drive.RoPE()), "Pass state_size=6"),
+        (lambda: ADPTNet.paper(6, beta=1e20), "no precision left"),
+        (lambda: ADPTNet.paper(6, rope=drive.RoPE(), spectrum=spectra.S4DInv()), "Pass a real spectrum"),
+        (lambda: ADPTNet.paper(5, rope=drive.RoPE()), "Pass state_size=6"),
         (lambda: drive.RoPE(sign=0), "must be 1 (as printed) or -1"),
         (lambda: conjugates.Taylor(order=3), "must be 1 or 2"),
-        (lambda: ADPTNet(6, conjugate=conjugates.Taylor(), rotation_aware=True), "Pass conjugate=conjugates.Exact()"),
-        (lambda: ADPTNet(6, start=True, direction=directions.FromState(heads=2)), "Pass heads=1"),
-        (lambda: ADPTNet(6, conjugate=conjugates.Stateful(), memory=cells.SlowMemory()), "does not go with memory"),
+        (
+            lambda: ADPTNet.paper(6, conjugate=conjugates.Taylor(), rotation_aware=True),
+            "Pass conjugate=conjugates.Exact()",
+        ),
+        (lambda: ADPTNet.paper(6, start=True, direction=directions.FromState(heads=2)), "Pass heads=1"),
+        (
+            lambda: ADPTNet.paper(6, conjugate=conjugates.Stateful(), memory=cells.SlowMemory()),
+            "does not go with memory",
+        ),
         (lambda: cells.SlowMemory(spectra.S4DInv()), "must be real"),
-        (lambda: nn.BlockSpec(ADPTNet(4, batch_first=False).spec), "Build the layer with batch_first=True"),
+        (lambda: nn.BlockSpec(ADPTNet.paper(4, batch_first=False).spec), "Build the layer with batch_first=True"),
         (lambda: spectra.Negative(spectra.Linspace(), 1.5), "fraction must be in [0, 1)"),
         (lambda: spectra.Negative(spectra.Linspace), "Pass spectrum=Linspace()"),
         (lambda: spectra.S4DInv().build(7), "state_size=7 is odd. Pass state_size=8"),
-        (lambda: ADPTNet(6, beta=-0.5), "beta must be a finite number >= 0"),
-        (lambda: ADPTNet(6, beta=float("inf")), "beta must be a finite number >= 0"),
-        (lambda: ADPTNet(0), "width must be an integer >= 1"),
-        (lambda: ADPTNet(6.5), "width must be an integer >= 1"),
-        (lambda: ADPTNet(6, state_size=-3), "state_size must be an integer >= 1"),
+        (lambda: ADPTNet.paper(6, beta=-0.5), "beta must be a finite number >= 0"),
+        (lambda: ADPTNet.paper(6, beta=float("inf")), "beta must be a finite number >= 0"),
+        (lambda: ADPTNet.paper(0), "width must be an integer >= 1"),
+        (lambda: ADPTNet.paper(6.5), "width must be an integer >= 1"),
+        (lambda: ADPTNet.paper(6, state_size=-3), "state_size must be an integer >= 1"),
         (
-            lambda: ADPTNet(6, retractions=retractions.Cayley()),
+            lambda: ADPTNet.paper(6, retractions=retractions.Cayley()),
             "no argument 'retractions'. Perhaps you meant 'retraction'",
         ),
-        (lambda: ADPTNet(6, retraction="cayley"), "Pass retraction=retractions.Exponential()"),
-        (lambda: ADPTNet(6, conjugate=conjugates.Diagonal()), "Pass beta=0, or conjugate=conjugates.Exact()"),
-        (lambda: ADPTNet(6, projection=projections.Expand()), "Pass projection=projections.Dense()"),
-        (lambda: ADPTNet(6, state_size=8, input_projection=projections.Expand()), "Pass state_size=12"),
-        (lambda: ADPTNet(6, direction=directions.FromState), "Pass direction=FromState()"),
-        (lambda: ADPTNet(6, gain="ema"), "Pass gain=drive.EMA()"),
+        (lambda: ADPTNet.paper(6, retraction="cayley"), "Pass retraction=retractions.Exponential()"),
+        (lambda: ADPTNet.paper(6, conjugate=conjugates.Diagonal()), "Pass beta=0, or conjugate=conjugates.Exact()"),
+        (lambda: ADPTNet.paper(6, projection=projections.Expand()), "Pass projection=projections.Dense()"),
+        (lambda: ADPTNet.paper(6, state_size=8, input_projection=projections.Expand()), "Pass state_size=12"),
+        (lambda: ADPTNet.paper(6, direction=directions.FromState), "Pass direction=FromState()"),
+        (lambda: ADPTNet.paper(6, gain="ema"), "Pass gain=drive.EMA()"),
         (lambda: drive.SoftplusGate(rank=0), "rank must be an integer >= 1"),
         (lambda: TrainableBeta(2.0, maximum=1.0), "needs minimum <= initial <= maximum"),
-        (lambda: nn.BlockSpec(ADPTNet(4).spec, norm="bach"), "Perhaps you meant 'batch'"),
-        (lambda: nn.BlockSpec(ADPTNet(4).spec, dropout=1.0), "dropout must be in [0, 1)"),
+        (lambda: nn.BlockSpec(ADPTNet.paper(4).spec, norm="bach"), "Perhaps you meant 'batch'"),
+        (lambda: nn.BlockSpec(ADPTNet.paper(4).spec, dropout=1.0), "dropout must be in [0, 1)"),
         (
-            lambda: nn.BlockSpec(ADPTNet(4)),
+            lambda: nn.BlockSpec(ADPTNet.paper(4)),
             "BlockSpec(layer=ADPTNet): must be a LayerSpec, BidirectionalSpec or MixerSpec. "
             "Pass layer.spec instead of layer.",
         ),
-        (lambda: nn.StackSpec(ADPTNet(4)), "Pass layer.spec instead of layer."),
-        (lambda: nn.SwiGLUBlockSpec(ADPTNet(4)), "Pass layer.spec instead of layer."),
+        (lambda: nn.StackSpec(ADPTNet.paper(4)), "Pass layer.spec instead of layer."),
+        (lambda: nn.SwiGLUBlockSpec(ADPTNet.paper(4)), "Pass layer.spec instead of layer."),
         (lambda: nn.StackSpec(64), "StackSpec(layer=int): must be a LayerSpec"),
-        (lambda: nn.SequenceModel(ADPTNet(4).spec), "pass one of them"),
-        (lambda: nn.SequenceModel(ADPTNet(4).spec, vocabulary=3, input_size=3), "pass one of them"),
-        (lambda: nn.SequenceModel(ADPTNet(4).spec, input_size=3), "pass output_size="),
-        (lambda: nn.SequenceModel(ADPTNet(4).spec, vocabulary=3, head="tokens"), "Perhaps you meant 'token'"),
-        (lambda: nn.Stack(ADPTNet(4).spec, 0), "num_layers must be an integer >= 1"),
+        (lambda: nn.SequenceModel(ADPTNet.paper(4).spec), "pass one of them"),
+        (lambda: nn.SequenceModel(ADPTNet.paper(4).spec, vocabulary=3, input_size=3), "pass one of them"),
+        (lambda: nn.SequenceModel(ADPTNet.paper(4).spec, input_size=3), "pass output_size="),
+        (lambda: nn.SequenceModel(ADPTNet.paper(4).spec, vocabulary=3, head="tokens"), "Perhaps you meant 'token'"),
+        (lambda: nn.Stack(ADPTNet.paper(4).spec, 0), "num_layers must be an integer >= 1"),
     ],
 )
 def test_what_cannot_be_built_is_rejected_with_the_fix(make, message):

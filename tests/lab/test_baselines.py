@@ -408,7 +408,7 @@ def test_every_baseline_fits_into_the_same_block_and_learns(name):
 @pytest.mark.parametrize("name", ["gru", "mamba", "attention"])
 def test_match_parameters_finds_the_nearest_width(name):
     task = tasks.WordProblem("S5")
-    target = baselines.count_parameters(task.model(nn.BlockSpec(ADPTNet(64).spec), depth=2))
+    target = baselines.count_parameters(task.model(nn.BlockSpec(ADPTNet.paper(64).spec), depth=2))
     multiple = 4 if name == "attention" else 1
 
     def make(width):

@@ -209,6 +209,8 @@ def matrix(projection):
     if hasattr(projection, "outer"):
         a, b = projection.outer, projection.inner
         return torch.cat([torch.cat([a[i, j] * b for j in range(len(a))], 1) for i in range(len(a))], 0)
+    if not list(projection.parameters()):  # the identity
+        return torch.eye(projection.out_features, dtype=torch.float64)
     return projection.weight if projection.weight.dim() == 2 else expansion(projection)
 
 

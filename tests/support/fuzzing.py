@@ -160,8 +160,8 @@ def contains(given, kept):
 
 def models():
     torch.manual_seed(0)
-    yield ADPTNet(4, spectrum=spectra.Negative(spectra.Sparse()))
-    tied = SequenceModel(ADPTNet(3, beta=TrainableBeta(0.5)).spec, vocabulary=5)
+    yield ADPTNet.paper(4, spectrum=spectra.Negative(spectra.Sparse()))
+    tied = SequenceModel(ADPTNet.paper(3, beta=TrainableBeta(0.5)).spec, vocabulary=5)
     tied.decoder.weight = tied.encoder.weight
     yield tied
     yield Stack(nn.LayerSpec(cells.GRU(2)), 2)
@@ -232,7 +232,7 @@ def as_bytes(tensor):
 def specs(folder):
     pool = [model.spec for model in models()]
     pool += [
-        nn.StackSpec(nn.BidirectionalSpec(ADPTNet(4).spec), 2),
+        nn.StackSpec(nn.BidirectionalSpec(ADPTNet.paper(4).spec), 2),
         baselines.Mamba(4),
         baselines.Hawk(4),
     ]
@@ -261,7 +261,7 @@ def specs(folder):
 
 
 def configs(folder):
-    model = Parity().model(nn.BlockSpec(ADPTNet(4).spec), 2)
+    model = Parity().model(nn.BlockSpec(ADPTNet.paper(4).spec), 2)
     experiment = training.Experiment(Parity(), model, training.TrainConfig(steps=3))
     document = json.loads(experiment.to_json())
 

@@ -26,12 +26,13 @@ from adptnet import (
     conjugates,
     directions,
     drive,
+    presets,
     projections,
     retractions,
     solvers,
     spectra,
 )
-from adptnet.nn import BidirectionalSpec, BlockSpec, LayerSpec, SwiGLUBlockSpec, spiking_adpt_for_speech
+from adptnet.nn import BidirectionalSpec, BlockSpec, GatedSpec, LayerSpec, SwiGLUBlockSpec, spiking_adpt_for_speech
 from adptnet.ops.lti_convolution import lti_convolution
 from adptnet_lab.baselines import baseline
 
@@ -39,6 +40,7 @@ all_retractions = [retractions.Exponential(), retractions.Cayley()]
 real_spectra = [
     spectra.Linspace(),
     spectra.Linspace(dt_min=0.1, dt_max=2.0),
+    spectra.Timescales(),
     spectra.S4DReal(),
     spectra.UniformDecay(dt_min=1e-3, dt_max=1e-2),
     spectra.ContinuousPM(),
@@ -116,6 +118,15 @@ def legal_layers():
         yield {**plain, "retraction": retraction, "beta": 1.0, "rotation_aware": True}
     for sign in (1, -1):
         yield {**plain, "rope": drive.RoPE(sign=sign), "beta": 1.0, "gate": drive.SoftplusGate(rank=2)}
+    # The default of `ADPTNet`, and the layer inside the gated layers of the presets.
+    default = {"beta": 1.0, "spectrum": spectra.Timescales(), "gain": drive.LRU(), "gate": drive.SoftplusGate()}
+    yield {**plain, **default}
+    yield {
+        **plain,
+        **default,
+        "direction": directions.FromState(heads=2),
+        "input_projection": projections.Identity(),
+    }
     yield {**plain, "start": True, "beta": 1.0}
     yield {**plain, "start": True, "beta": 0.5, "conjugate": conjugates.Taylor(order=2), "spectrum": spectra.S4DInv()}
     yield {**plain, "start": True, "beta": 0.5, "conjugate": conjugates.Product(2), "rotation_aware": True}
@@ -180,7 +191,7 @@ def name_of(axes: dict) -> str:
 
 def build(axes: dict, **factory) -> ADPTNet:
     """Build a layer; parameters that are initialised at zero are randomised so that no gradient vanishes."""
-    layer = ADPTNet(**axes, **factory)
+    layer = ADPTNet.paper(**axes, **factory)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             if not parameter.any() and "original" not in name and "beta" not in name:
@@ -368,24 +379,26 @@ def covering_combinations(axes: dict | str) -> Iterator[Combination]:
 
 KIND_WIDTH = 8
 _kind_spec = LayerSpec(cells.ADPTSpec(KIND_WIDTH, beta=1.0))
+_default_spec = ADPTNet(2 * KIND_WIDTH).spec
 
 layer_kinds = {
-    "real": lambda: ADPTNet(KIND_WIDTH, beta=1.0),
-    "complex": lambda: ADPTNet(KIND_WIDTH, beta=1.0, spectrum=spectra.S4DInv()),
-    "heads": lambda: ADPTNet(KIND_WIDTH, beta=(0.5, 1.0), direction=directions.FromState(heads=2)),
-    "LayerNorm": lambda: ADPTNet(KIND_WIDTH, beta=1.0, direction=directions.FromState(layer_norm=True)),
-    "LayerNorm, heads": lambda: ADPTNet(KIND_WIDTH, direction=directions.FromState(layer_norm=True, heads=2)),
+    "default": lambda: ADPTNet(KIND_WIDTH),
+    "real": lambda: ADPTNet.paper(KIND_WIDTH, beta=1.0),
+    "complex": lambda: ADPTNet.paper(KIND_WIDTH, beta=1.0, spectrum=spectra.S4DInv()),
+    "heads": lambda: ADPTNet.paper(KIND_WIDTH, beta=(0.5, 1.0), direction=directions.FromState(heads=2)),
+    "LayerNorm": lambda: ADPTNet.paper(KIND_WIDTH, beta=1.0, direction=directions.FromState(layer_norm=True)),
+    "LayerNorm, heads": lambda: ADPTNet.paper(KIND_WIDTH, direction=directions.FromState(layer_norm=True, heads=2)),
     "coupled": lambda: CoupledADPTNet(KIND_WIDTH, beta=1.0),
     "Taylor": lambda: TaylorADPTNet(KIND_WIDTH, order=2),
     "linear": lambda: LinearADPTNet(KIND_WIDTH, beta=1.0),
-    "product": lambda: ADPTNet(KIND_WIDTH, beta=1.0, conjugate=conjugates.Product(2)),
-    "low parameter": lambda: ADPTNet(KIND_WIDTH, beta=1.0, projection=projections.LowParam((4, 2), 2, bias=True)),
-    "orthogonal": lambda: ADPTNet(KIND_WIDTH, beta=1.0, projection=projections.Orthogonal(), start=True),
-    "gate and rope": lambda: ADPTNet(
+    "product": lambda: ADPTNet.paper(KIND_WIDTH, beta=1.0, conjugate=conjugates.Product(2)),
+    "low parameter": lambda: ADPTNet.paper(KIND_WIDTH, beta=1.0, projection=projections.LowParam((4, 2), 2, bias=True)),
+    "orthogonal": lambda: ADPTNet.paper(KIND_WIDTH, beta=1.0, projection=projections.Orthogonal(), start=True),
+    "gate and rope": lambda: ADPTNet.paper(
         KIND_WIDTH, beta=TrainableBeta((1.0,)), gate=drive.SoftplusGate(), rope=drive.RoPE(), gain=drive.LRU(tied=False)
     ),
     "spiking": lambda: SpikingADPTNet(KIND_WIDTH, threshold=0.05),
-    "stateful": lambda: ADPTNet(KIND_WIDTH, state_size=3, beta=0.5, conjugate=conjugates.Stateful()),
+    "stateful": lambda: ADPTNet.paper(KIND_WIDTH, state_size=3, beta=0.5, conjugate=conjugates.Stateful()),
     "GRU": lambda: Recurrent(cells.GRU(KIND_WIDTH)),
     "wrapped LSTM": lambda: Recurrent(cells.from_torch(nn.LSTMCell(KIND_WIDTH, KIND_WIDTH))),
 }
@@ -394,15 +407,21 @@ model_kinds = {
     "bidirectional": lambda: Bidirectional(_kind_spec),
     "block": lambda: BlockSpec(_kind_spec).build(),
     "SwiGLU block": lambda: SwiGLUBlockSpec(_kind_spec).build(),
+    "gated": lambda: GatedSpec(_default_spec, KIND_WIDTH).build(),
+    "gated, no convolution": lambda: GatedSpec(_default_spec, KIND_WIDTH, taps=0).build(),
+    "gated GRU": lambda: GatedSpec(LayerSpec(cells.GRU(KIND_WIDTH)), KIND_WIDTH, taps=2).build(),
     "mixer": lambda: baseline("hawk", KIND_WIDTH).build(),
-    "model": lambda: SequenceModel(_kind_spec, depth=2, input_size=KIND_WIDTH, output_size=3),
+    "model": lambda: SequenceModel(BlockSpec(_kind_spec), depth=2, input_size=KIND_WIDTH, output_size=3),
     "model, batch norm": lambda: SequenceModel(
-        _kind_spec, input_size=KIND_WIDTH, output_size=3, norm="batch", prenorm=False, head="mean"
+        BlockSpec(_kind_spec, norm="batch", prenorm=False), input_size=KIND_WIDTH, output_size=3, head="mean"
     ),
+    "model, preset": lambda: SequenceModel(presets.signals(6), depth=2, input_size=KIND_WIDTH, output_size=3),
     "model, bidirectional": lambda: SequenceModel(
         BidirectionalSpec(_kind_spec), input_size=KIND_WIDTH, output_size=3, head="last"
     ),
-    "model of a mixer": lambda: SequenceModel(baseline("delta-net", KIND_WIDTH), input_size=KIND_WIDTH, output_size=3),
+    "model of a mixer": lambda: SequenceModel(
+        BlockSpec(baseline("delta-net", KIND_WIDTH)), input_size=KIND_WIDTH, output_size=3
+    ),
     "spiking model": lambda: spiking_adpt_for_speech(
         16, input_size=KIND_WIDTH, output_size=3, dropout=0.0, threshold=0.05
     ).build(),

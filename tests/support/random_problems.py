@@ -136,7 +136,7 @@ def random_adpt_cell(pick, size):
         axes["direction"] = directions.FromState(heads=2)
     elif pick.random() < 0.1:
         axes["direction"] = directions.FromState(relu=True)
-    return ADPTNet(size, **axes).cell
+    return ADPTNet.paper(size, **axes).cell
 
 
 def make_loud(pick, inputs, reset):

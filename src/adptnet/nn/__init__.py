@@ -1,8 +1,10 @@
 """Modules: recurrent layers, blocks around them, and whole models."""
 
+from . import presets
 from .autoencoder import AutoEncoder, AutoEncoderSpec
 from .bidirectional import Bidirectional, BidirectionalSpec
 from .block import BlockSpec, ResidualBlock
+from .gated import Gated, GatedSpec, GatedState
 from .layer import ADPTNet, LayerSpec, Recurrent, RecurrentLayer
 from .mixer import Mixer, MixerSpec, MixerState
 from .model import ModelSpec, SequenceModel
@@ -25,6 +27,9 @@ __all__ = [
     "BidirectionalSpec",
     "BlockSpec",
     "CoupledADPTNet",
+    "Gated",
+    "GatedSpec",
+    "GatedState",
     "LayerSpec",
     "LayerStates",
     "LinearADPTNet",
@@ -46,6 +51,7 @@ __all__ = [
     "SwiGLUBlock",
     "SwiGLUBlockSpec",
     "TaylorADPTNet",
+    "presets",
     "silif_for_speech",
     "spiking_adpt_for_speech",
 ]

@@ -152,6 +152,8 @@ class Norm(nn.Module):
             keep: (batch, time) bool, False in the padding; None without padding.
         """
         if not isinstance(self.norm, (nn.BatchNorm1d, nn.SyncBatchNorm)):
+            if isinstance(self.norm, nn.RMSNorm) and self.norm.weight is not None:
+                x = x.to(self.norm.weight.dtype)  # autocast does so for a layer norm, but not here
             normed: Tensor = self.norm(x)
             return normed
         if keep is None:

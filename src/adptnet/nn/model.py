@@ -1,5 +1,6 @@
 """A sequence model: encoder, residual blocks and head."""
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
@@ -79,34 +80,36 @@ class SequenceModel(Streamable):
     """A model from tokens or real-valued vectors to logits, with the state of every layer.
 
     Args:
-        layer: The spec of the layer of every block, `layer.spec`.
+        block: The spec of every block, such as `presets.text(64)` or `BlockSpec(layer.spec)`; or the spec of a layer,
+            `layer.spec`, for a `SwiGLUBlockSpec` with RMS norm around it.
         depth: Number of blocks. The argument of a `Stack` is `num_layers`.
         vocabulary, input_size, output_size, head: See `ModelSpec`.
-        norm, prenorm, glu, dropout: See `BlockSpec`.
+        norm, dropout: In place of those of the block; see `SwiGLUBlockSpec`.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
     """
 
     def __init__(
         self,
-        layer: LayerSpec | BidirectionalSpec | MixerSpec,
+        block: BlockSpec | SwiGLUBlockSpec | LayerSpec | BidirectionalSpec | MixerSpec,
         *,
         depth: int = 1,
         vocabulary: int | None = None,
         input_size: int | None = None,
         output_size: int | None = None,
         head: HeadName = "token",
-        norm: NormName = "layer",
-        prenorm: bool = True,
-        glu: bool = True,
-        dropout: float = 0.0,
+        norm: NormName | None = None,
+        dropout: float | None = None,
         device: Device = None,
         dtype: DType = None,
         **unknown: Any,
     ):
-        known = ("depth", "vocabulary", "input_size", "output_size", "head", "norm", "prenorm", "glu", "dropout")
-        reject_unknown("SequenceModel", unknown, known, num_layers="depth")
-        block = BlockSpec(layer, norm=norm, prenorm=prenorm, glu=glu, dropout=dropout)
+        known = ("depth", "vocabulary", "input_size", "output_size", "head", "norm", "dropout")
+        reject_unknown("SequenceModel", unknown, known, num_layers="depth", layer="block")
+        if not isinstance(block, (BlockSpec, SwiGLUBlockSpec)):
+            block = SwiGLUBlockSpec(block, expansion=2)
+        changed = {name: value for name, value in (("norm", norm), ("dropout", dropout)) if value is not None}
+        block = dataclasses.replace(block, **changed)  # type: ignore[arg-type]
         self._setup(ModelSpec(block, depth, vocabulary, input_size, output_size, head), device, dtype)
 
     def _setup(self, spec: ModelSpec, device: Device, dtype: DType) -> None:

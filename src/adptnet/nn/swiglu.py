@@ -10,7 +10,7 @@ from .._typing import Device, DType
 from .._validate import check_lengths, make_validity_mask
 from ..errors import SpecError
 from ..ops._fx import Proxy, record_call
-from ..spec import ModuleSpec, check_size, reset_from_spec, spec, suggest_name
+from ..spec import ModuleSpec, check_fraction, check_size, reset_from_spec, spec, suggest_name
 from .bidirectional import BidirectionalSpec, check_layer
 from .block import Norm, NormName
 from .layer import LayerSpec
@@ -23,17 +23,21 @@ __all__ = ["SwiGLUBlock", "SwiGLUBlockSpec"]
 
 @spec
 class SwiGLUBlockSpec(ModuleSpec):
-    """A block with a layer and a SwiGLU unit: the block in which the MAD benchmark compares layers.
+    """A block with a layer and a SwiGLU unit: the default block of `SequenceModel`.
+
+    The MAD benchmark compares layers in it.
 
     Attributes:
         layer: A recurrent layer, a bidirectional layer, or a mixer.
         norm: "batch", "layer" or "rms".
         expansion: The width of the unit is 2/3 · expansion · width, rounded up to a multiple of 16.
+        dropout: Dropout probability after the layer and after the unit.
     """
 
     layer: LayerSpec | BidirectionalSpec | MixerSpec
     norm: NormName = "rms"
     expansion: int = 4
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         check_layer(self, self.layer)
@@ -42,6 +46,7 @@ class SwiGLUBlockSpec(ModuleSpec):
                 f"SwiGLUBlockSpec(norm={self.norm!r}) is unknown.{suggest_name(self.norm, get_args(NormName))}"
             )
         check_size(self, expansion=self.expansion)
+        check_fraction(self, below="at 1 nothing would pass", dropout=self.dropout)
 
     @property
     def width(self) -> int:
@@ -78,6 +83,7 @@ class SwiGLUBlock(Streamable):
         self.unit_norm = Norm(spec.norm, width, device=device, dtype=dtype)
         self.enter = nn.Linear(width, 2 * spec.inner, bias=False, device=device, dtype=dtype)
         self.leave = nn.Linear(spec.inner, width, bias=False, device=device, dtype=dtype)
+        self.dropout = nn.Dropout(spec.dropout)
 
     def forward(self, x: Tensor, state: Any = None, *, lengths: Tensor | None = None, **run: Any) -> tuple[Tensor, Any]:
         """Run the block along a sequence.
@@ -98,7 +104,7 @@ class SwiGLUBlock(Streamable):
         keep = None if lengths is None else make_validity_mask(lengths, x.shape[1])
         x = x if keep is None else torch.where(keep.unsqueeze(-1), x, 0.0)
         mixed, after = self.layer(self.norm(x, keep), state, lengths=lengths, **run)
-        return self._apply_unit(x + mixed, keep), after
+        return self._apply_unit(x + self.dropout(mixed), keep), after
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         """Run one step on (batch, width).
@@ -108,7 +114,7 @@ class SwiGLUBlock(Streamable):
             state: The state that an earlier call returned.
         """
         mixed, after = self.layer.step(self.norm(x), state)
-        return self._apply_unit(x + mixed, None), after
+        return self._apply_unit(x + self.dropout(mixed), None), after
 
     def initial_state(self, batch: int, *, device: Device = None, dtype: DType = None) -> Any:
         """Return the state before the first step.
@@ -127,5 +133,5 @@ class SwiGLUBlock(Streamable):
 
     def _apply_unit(self, x: Tensor, keep: Tensor | None) -> Tensor:
         gate, value = self.enter(self.unit_norm(x, keep)).chunk(2, -1)
-        y = x + self.leave(functional.silu(gate) * value)
+        y = x + self.dropout(self.leave(functional.silu(gate) * value))
         return y if keep is None else torch.where(keep.unsqueeze(-1), y, 0.0)

@@ -18,7 +18,7 @@ def TaylorADPTNet(width: int, *, order: int = 1, **axes: Any) -> ADPTNet:
         order: Order of the Taylor expansion, 1 or 2.
         axes: Other arguments of `ADPTNet`.
     """
-    return ADPTNet(width, conjugate=Taylor(order), **axes)
+    return ADPTNet.paper(width, conjugate=Taylor(order), **axes)
 
 
 def LinearADPTNet(width: int, *, direction: FromInput = FromInput(), **axes: Any) -> ADPTNet:
@@ -29,7 +29,7 @@ def LinearADPTNet(width: int, *, direction: FromInput = FromInput(), **axes: Any
         direction: The directions.
         axes: Other arguments of `ADPTNet`.
     """
-    return ADPTNet(width, direction=direction, **axes)
+    return ADPTNet.paper(width, direction=direction, **axes)
 
 
 def CoupledADPTNet(width: int, *, memory: SlowMemory = SlowMemory(), **axes: Any) -> ADPTNet:
@@ -40,4 +40,4 @@ def CoupledADPTNet(width: int, *, memory: SlowMemory = SlowMemory(), **axes: Any
         memory: The slow memory.
         axes: Other arguments of `ADPTNet`.
     """
-    return ADPTNet(width, memory=memory, **axes)
+    return ADPTNet.paper(width, memory=memory, **axes)

@@ -11,6 +11,7 @@ from torch.nn import functional
 from .._typing import Device, DType, Vector
 from ..errors import InputError, SpecError
 from ..ops._unit_vectors import fix_dot_product, spike, unit
+from ..optim import DirectionOnly
 from ..spec import Spec, check_positive, check_size, spec
 from .projections import Projection, ProjectionSpec
 from .projections.base import Biased, apply_map, bind_map, is_hooked
@@ -182,7 +183,7 @@ def apply_source(x: Tensor, relu: bool, threshold: float | None) -> Tensor:
     return x.relu() if relu else x
 
 
-class Directions(nn.Module):
+class Directions(DirectionOnly):
     """K and V, with the functions around them: ReLU or spikes, LayerNorm, normalisation, fixed dot product.
 
     Args:

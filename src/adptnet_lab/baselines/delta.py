@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from adptnet._typing import Device, DType
+from adptnet.nn.convolution import ShortConvolution
 from adptnet.nn.mixer import Mixer, MixerSpec, Steps, check_heads
 from adptnet.optim import NoDecay
 from adptnet.spec import check_size, spec
 
-from .convolution import ShortConvolution
 from .fast_weights import scan_fast_weights
 
 __all__ = ["DeltaNet", "DeltaNetMixer", "GatedDeltaNet", "GatedDeltaNetMixer"]

@@ -8,12 +8,11 @@ from torch.nn import functional
 
 from adptnet._dtype import compute_dtype
 from adptnet._typing import Device, DType
+from adptnet.nn.convolution import ShortConvolution
 from adptnet.nn.mixer import Mixer, MixerSpec, Steps, check_heads
 from adptnet.ops.linear_scan import linear_scan
 from adptnet.optim import NoDecay
 from adptnet.spec import check_size, spec
-
-from .convolution import ShortConvolution
 
 __all__ = ["Hawk", "HawkMixer"]
 

@@ -162,7 +162,7 @@ def _check_matrix_chain() -> None:
 
 
 def _check_solvers() -> None:
-    layer = ADPTNet(12, beta=0.5, dtype=torch.float64)
+    layer = ADPTNet.paper(12, beta=0.5, dtype=torch.float64)
     x = torch.randn(3, 40, 12, dtype=torch.float64)
     leaves = [p for p in layer.parameters() if p.requires_grad]
     names = ["outputs", *_name_gradients(*(name for name, p in layer.named_parameters() if p.requires_grad))]

@@ -22,18 +22,19 @@ from tyro.constructors import PrimitiveConstructorSpec
 from adptnet.cells import ADPTSpec, CellSpec, SlowMemory, SpikingADPT
 from adptnet.cells.spiking import NeuronSpec
 from adptnet.errors import AdptnetError, InputError, SpecError
-from adptnet.nn import SpikingModelSpec, spiking_adpt_for_speech
+from adptnet.nn import GatedSpec, SpikingModelSpec, SwiGLUBlockSpec, spiking_adpt_for_speech
 from adptnet.nn.block import BlockSpec
 from adptnet.nn.layer import LayerSpec
 from adptnet.nn.model import ModelSpec
+from adptnet.nn.presets import PRESETS
 from adptnet.nn.spiking_layer import spiking_adpt
 from adptnet.recurrence.conjugates import Taylor
 from adptnet.recurrence.directions import FromInput
 from adptnet.spec import ModuleSpec, Spec, known_specs, suggest_name
 
 from .. import baselines  # noqa: F401 - makes their specs known
-from ..tasks import TASKS, Task
-from ..training import Experiment, TrainConfig, read_experiment
+from ..tasks import TASKS, Task, get_preset
+from ..training import Cosine, Experiment, TrainConfig, read_experiment
 
 __all__ = [
     "Draft",
@@ -52,6 +53,10 @@ __all__ = [
 
 WIDTH = 64  # default width of a model
 NEURON_DT = 0.004  # seconds per step: the default of every neuron with a time step
+BLOCKS = (BlockSpec, SwiGLUBlockSpec)
+TRAINING = TrainConfig(  # with every preset but the paper's
+    learning_rate=4e-3, weight_decay=0.01, decay_directions=False, schedule=Cosine(warmup=0.05), clip=1.0
+)
 
 Field = tuple[str, Any, Any]  # name, type and default, as `dataclasses.make_dataclass` takes them
 
@@ -112,7 +117,8 @@ def known_layers() -> dict[str, Callable[[int], Any]]:
     They are the variants of ADPTNet, every other cell, and every other sequence mixer.
     """
     named: dict[str, Callable[[int], Any]] = {
-        "adpt": lambda width: LayerSpec(ADPTSpec(width)),
+        "adpt": lambda width: PRESETS["general"](width).layer,
+        "paper-adpt": lambda width: LayerSpec(ADPTSpec(width)),
         "linear-adpt": lambda width: LayerSpec(ADPTSpec(width, direction=FromInput())),
         "taylor-adpt": lambda width: LayerSpec(ADPTSpec(width, conjugate=Taylor())),
         "coupled-adpt": lambda width: LayerSpec(ADPTSpec(width, memory=SlowMemory())),
@@ -121,7 +127,7 @@ def known_layers() -> dict[str, Callable[[int], Any]]:
     mixers = typing.get_args(typing.get_type_hints(BlockSpec)["layer"])
     for kind in known_specs().values():
         fields = [field.name for field in dataclasses.fields(kind)]
-        if kind is ADPTSpec or "width" not in fields:
+        if kind in (ADPTSpec, GatedSpec) or "width" not in fields:
             continue
         if issubclass(kind, CellSpec):
             named[_hyphenate(kind)] = functools.partial(_make_layer_spec, kind)
@@ -182,7 +188,7 @@ class Draft(NamedTuple):
     """
 
     task: Task
-    body: BlockSpec | SpikingModelSpec
+    body: BlockSpec | SwiGLUBlockSpec | SpikingModelSpec
     depth: int = 1
     training: TrainConfig = TrainConfig()
 
@@ -190,13 +196,18 @@ class Draft(NamedTuple):
     def width(self) -> int:
         """The width of the block, or of the neurons."""
         body: Any = self.body
-        width: int = body.width if isinstance(body, BlockSpec) else body.neuron.width
+        width: int = body.width if isinstance(body, BLOCKS) else body.neuron.width
         return width
+
+    @property
+    def preset(self) -> str | None:
+        """The name of the preset that the block is; None if it is not one of them."""
+        return next((name for name, make in PRESETS.items() if make(self.width) == self.body), None)
 
     @property
     def layer_name(self) -> str | None:
         """The name of the layer in the blocks, or of the network; None if it is not one of those with a name."""
-        for name in known_layers() if isinstance(self.body, BlockSpec) else known_networks():
+        for name in known_layers() if isinstance(self.body, BLOCKS) else known_networks():
             with contextlib.suppress(AdptnetError):  # not every layer can have every width
                 if self.with_layer(name) == self:
                     return name
@@ -215,12 +226,32 @@ class Draft(NamedTuple):
         made, body = make_layer(name, width or self.width), self.body
         made = _replace_dt(made, NEURON_DT, self.task.step_seconds)
         if not isinstance(made, SpikingModelSpec):
-            block = body if isinstance(body, BlockSpec) else BlockSpec(made, dropout=body.dropout)
+            block = body if isinstance(body, BLOCKS) else BlockSpec(made, dropout=body.dropout)
             return self._replace(body=dataclasses.replace(block, layer=made))
-        if isinstance(body, BlockSpec):
+        if isinstance(body, BLOCKS):
             depth = made.depth if self.depth == 1 else self.depth  # one block is the default, not a choice
-            return self._replace(body=dataclasses.replace(made, depth=depth, dropout=body.dropout), depth=depth)
+            config = TrainConfig() if self.training == TRAINING else self.training  # not chosen for spiking networks
+            network = dataclasses.replace(made, depth=depth, dropout=body.dropout)
+            return self._replace(body=network, depth=depth, training=config)
         return self._replace(body=dataclasses.replace(body, neuron=made.neuron, first=made.first, between=made.between))
+
+    def with_preset(self, preset: str | None, width: int | None = None) -> "Draft":
+        """Return a draft with the block of a preset, and with the training settings that go with it.
+
+        Args:
+            preset: Its name; the present one by default, if the block is one.
+            width: Its width; the present one by default.
+
+        Raises:
+            InputError: There is no preset of this name.
+        """
+        name = preset or (None if width is None else self.preset)
+        if name is None:
+            return self
+        if name not in PRESETS:
+            raise InputError(f"there is no preset {name!r}.{suggest_name(name, PRESETS)}")
+        training = self.training if preset is None else TrainConfig() if name == "paper" else TRAINING
+        return self._replace(body=PRESETS[name](width or self.width), training=training)
 
     def with_task(self, task: Task) -> "Draft":
         """Return a draft for another task. Neurons whose `dt` is the time step of this task follow the new one.
@@ -231,15 +262,16 @@ class Draft(NamedTuple):
         return self._replace(task=task, body=_replace_dt(self.body, self.task.step_seconds, task.step_seconds))
 
     def with_choices(self, arguments: Sequence[str]) -> "Draft":
-        """Return a draft with the task settings, the layer and the width in `arguments`, on which the flags depend.
+        """Return a draft with the task settings, preset, layer and width in `arguments`, on which the flags depend.
 
         Args:
             arguments: Arguments of a command; those that are not choices are ignored.
         """
-        width = _find_option(arguments, "--model.width") or ""
-        return self.with_task(_apply_task_flags(self.task, arguments)).with_layer(
-            _find_option(arguments, "--model.layer"), int(width) if width.isdecimal() and int(width) else None
-        )
+        typed = _find_option(arguments, "--model.width") or ""
+        width = int(typed) if typed.isdecimal() and int(typed) else None
+        draft = self.with_task(_apply_task_flags(self.task, arguments))
+        draft = draft.with_preset(_find_option(arguments, "--model.preset"), width)
+        return draft.with_layer(_find_option(arguments, "--model.layer"), None if draft.preset else width)
 
 
 def _apply_task_flags(task: Task, arguments: Sequence[str]) -> Task:
@@ -281,12 +313,12 @@ def draft_from_experiment(experiment: Experiment) -> Draft:
 
 
 def default_draft(task: Task) -> Draft:
-    """Return a draft for `task` with the default model and settings.
+    """Return a draft for `task` with its preset and the training settings that go with it.
 
     Args:
         task: The task.
     """
-    return Draft(task, BlockSpec(make_layer("adpt", WIDTH)))
+    return Draft(task, PRESETS[get_preset(task)](WIDTH), training=TRAINING)
 
 
 def _make_task(name: str) -> Task:
@@ -296,7 +328,7 @@ def _make_task(name: str) -> Task:
 
 
 def read_draft(arguments: Sequence[str]) -> tuple[str, Draft]:
-    """Read the arguments that determine which flags exist: task, `--config`, `--task.`, `--model.layer` and width.
+    """Read the arguments that determine which flags exist: task, `--config`, `--task.`, preset, layer and width.
 
     Args:
         arguments: Those of `adptnet train` or `adptnet sweep`.
@@ -350,17 +382,19 @@ def make_flags(draft: Draft) -> list[Field]:
     """
     specs = _nested_specs(draft.body)
     values = {field.name: getattr(spec, field.name) for spec in specs for field in dataclasses.fields(spec)}
-    if "width" in values and values.get("state_size") == values["width"]:
+    if "width" in values and values.get("state_size") == specs[0].width:
         values["state_size"] = None  # follows the width
-    model: list[Field] = [("layer", str, draft.layer_name or "as given"), ("depth", int, draft.depth)]
+    model: list[Field] = [("preset", str, draft.preset or "as given"), ("layer", str, draft.layer_name or "as given")]
+    model.append(("depth", int, draft.depth))
+    kinds = {name: kind for spec in specs for name, kind in _field_types(type(spec)).items()}
     skipped = {"cell", "layer", "batch_first", "neuron", "input_size", "output_size", "depth"}
-    for spec in specs:
-        model += [(name, kind, values[name]) for name, kind in _field_types(type(spec)).items() if name not in skipped]
+    model += [(name, kind, values[name]) for name, kind in kinds.items() if name not in skipped]
     layers, networks = ", ".join(known_layers()), ", ".join(known_networks())
+    presets = f"Block and training settings by purpose: {', '.join(PRESETS)}. That of the task if not given."
     choices = f"Layer of the blocks: {layers}. Or a spiking network: {networks}."
     return [
         _make_group("task", [type(draft.task)], _own_fields(draft.task)),
-        _make_group("model", [*map(type, specs), ModelSpec], model, layer=choices),
+        _make_group("model", [*map(type, specs), ModelSpec], model, layer=choices, preset=presets),
         _make_group("training", [TrainConfig], _own_fields(draft.training)),
     ]
 
@@ -378,11 +412,15 @@ def make_experiment(options: Any, draft: Draft) -> Experiment:
         fields = {f.name: values.get(f.name, getattr(spec, f.name)) for f in dataclasses.fields(spec)}
         return type(spec)(**{**fields, **parts})
 
-    def rebuild(spec: Any) -> Any:
-        """Return a layer or a cell with new fields, and with a new inner cell if it has one."""
+    def rebuild(spec: Any, **parts: Any) -> Any:
+        """Return a layer or a cell with new fields, and with a new inner layer or cell if it has one."""
+        if isinstance(spec, GatedSpec):  # `--model.width` is the width outside; the one inside follows it
+            return replace_fields(
+                spec, layer=rebuild(spec.layer, width=values["width"] * spec.layer.width // spec.width)
+            )
         if isinstance(spec, LayerSpec | SpikingADPT):
-            return replace_fields(spec, cell=rebuild(spec.cell))
-        return replace_fields(spec)
+            return replace_fields(spec, cell=rebuild(spec.cell, **parts))
+        return replace_fields(spec, **parts)
 
     task = type(draft.task)(**vars(options.task))
     if isinstance(draft.body, SpikingModelSpec):
@@ -426,7 +464,8 @@ def _format_changes(spec: Spec) -> str:
 
 def _nested_specs(body: Any) -> list[Any]:
     """Return the specs whose fields are the flags of the model, the innermost first."""
-    parts: dict[type, str] = {BlockSpec: "layer", LayerSpec: "cell", SpikingModelSpec: "neuron", SpikingADPT: "cell"}
+    parts: dict[type, str] = {LayerSpec: "cell", SpikingModelSpec: "neuron", SpikingADPT: "cell"}
+    parts |= dict.fromkeys((*BLOCKS, GatedSpec), "layer")
     inside = parts.get(type(body))
     return [body] if inside is None else [*_nested_specs(getattr(body, inside)), body]
 

@@ -53,6 +53,8 @@ def run(options: Any) -> None:
     output = options.output or Path("runs") / f"{options.name or 'train'}-{experiment.digest}"
     if strategy.is_main:
         with suppress(BrokenPipeError):  # a run continues when nobody reads its lines
+            if options.draft.preset:
+                print(f"preset: {options.draft.preset}, with the flags you passed")
             print(describe_experiment(experiment), flush=True)
     result = training.run(experiment, output, resume=options.resume, strategy=strategy, save_options=options.keep)
     if strategy.is_main:

@@ -18,7 +18,7 @@ from .mad import (
     mad_settings,
 )
 from .parity import Parity
-from .registry import TASKS, get_task
+from .registry import TASKS, get_preset, get_task
 from .selective_copy import SELECTIVE_COPY_SETTINGS, SelectiveCopy
 from .sequential_image import SequentialImage
 from .text import Text
@@ -49,6 +49,7 @@ __all__ = [
     "Text",
     "WordProblem",
     "format_product_table",
+    "get_preset",
     "get_task",
     "mad_score",
     "mad_settings",

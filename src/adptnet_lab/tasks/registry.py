@@ -21,7 +21,7 @@ from .sequential_image import SequentialImage
 from .text import Text
 from .word_problem import WordProblem
 
-__all__ = ["TASKS", "get_task"]
+__all__ = ["TASKS", "get_preset", "get_task"]
 
 TASKS: dict[str, type[Task]] = {
     "copy-memory": CopyMemory,
@@ -39,6 +39,29 @@ TASKS: dict[str, type[Task]] = {
     "text": Text,
     "forecast": Forecast,
 }
+
+_PRESETS: dict[type[Task], str] = {
+    CopyMemory: "memory",
+    SelectiveCopy: "recall",
+    WordProblem: "tracking",
+    Parity: "tracking",
+    MadSelectiveCopying: "recall",
+    MadInContextRecall: "recall",
+    MadNoisyRecall: "recall",
+    MadFuzzyRecall: "recall",
+    SequentialImage: "signals",
+    Text: "text",
+    Forecast: "forecast",
+}
+
+
+def get_preset(task: Task) -> str:
+    """Return the name of the preset in `adptnet.presets` that suits a task; "general" unless there is a better one.
+
+    Args:
+        task: The task.
+    """
+    return _PRESETS.get(type(task), "general")
 
 
 def get_task(name: str) -> type[Task]:

@@ -29,6 +29,8 @@ class TrainConfig(Spec):
         batch_size: Sequences per step, over all processes.
         learning_rate: Peak of the schedule.
         weight_decay: Weight decay of all parameters that are not exempt from it.
+        decay_directions: Whether weight decay applies to K and V, of which only the direction counts; see
+            `adptnet.optim.param_groups`.
         optimizer: Adam, AdamW or RMSprop, with their settings.
         schedule: Constant, Linear, Cosine or ReduceOnPlateau, with their warm-up.
         clip: Gradients with a larger norm are scaled down to this norm; None for no clipping.
@@ -75,6 +77,7 @@ class TrainConfig(Spec):
     exponents_every: int | None = None
     snapshot_steps: tuple[int, ...] = ()
     snapshot_epochs: tuple[int, ...] = ()
+    decay_directions: bool = True
 
     def __post_init__(self) -> None:
         check_size(self, steps=self.steps, batch_size=self.batch_size, accumulation=self.accumulation)

@@ -7,6 +7,7 @@ from typing import Any
 from adptnet.errors import IncompatibleError
 from adptnet.nn.block import BlockSpec
 from adptnet.nn.spiking_model import SpikingModelSpec
+from adptnet.nn.swiglu import SwiGLUBlockSpec
 from adptnet.spec import ModuleSpec, Spec, check_kind, spec
 
 from ..tasks import Task
@@ -51,11 +52,12 @@ class Experiment(Spec):
         return hashlib.sha256(json.dumps(numbers_alike).encode()).hexdigest()[:12]
 
     @property
-    def block(self) -> BlockSpec:
+    def block(self) -> BlockSpec | SwiGLUBlockSpec:
         """The block that the model repeats."""
         block: Any = getattr(self.model, "block", None)
-        check_kind(self, BlockSpec, "task.model(block, depth)", block=block)
-        assert isinstance(block, BlockSpec)
+        if not isinstance(block, SwiGLUBlockSpec):
+            check_kind(self, BlockSpec, "task.model(block, depth)", block=block)
+        assert isinstance(block, BlockSpec | SwiGLUBlockSpec)
         return block
 
     @property

@@ -111,7 +111,9 @@ class _Loop:
             if isinstance(module, RecurrentLayer) and config.solver != "sequential":
                 module.solver = SOLVERS[config.solver]()
         self.wrapped = strategy.wrap(model.to(strategy.device))
-        self.optimizer = config.optimizer.build(param_groups(model, config.learning_rate, config.weight_decay))
+        self.optimizer = config.optimizer.build(
+            param_groups(model, config.learning_rate, config.weight_decay, decay_directions=config.decay_directions)
+        )
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.peaks = [group["lr"] for group in self.optimizer.param_groups]
         continues = task.training_batch(1, config.batch_size, config.seed).continues

@@ -102,7 +102,7 @@ def test_the_bounds_hold_for_ten_thousand_random_cells(thousand):
 
 def attaining_layer(beta, retraction, size=6):
     """Return the layer that attains the bound at the state e_n: V = I, K = diag(-1, 1, …), λ̄ in descending order."""
-    layer = ADPTNet(size, beta=beta, retraction=retraction, spectrum=WIDE).requires_grad_(False)
+    layer = ADPTNet.paper(size, beta=beta, retraction=retraction, spectrum=WIDE).requires_grad_(False)
     key = eye(size)
     key[0, 0] = -1
     layer.cell.directions[0].key_projection.weight.copy_(key)
@@ -325,7 +325,7 @@ def check_certified(layer, held):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_missing_certificate_has_reasons(axes, words):
-    held = certificate(ADPTNet(6, beta=1.0, **axes))
+    held = certificate(ADPTNet.paper(6, beta=1.0, **axes))
     assert not held.holds
     assert any(words in reason for reason in held.reasons)
     assert held.ball is not None  # the state is bounded nevertheless
@@ -340,7 +340,7 @@ def test_without_rotation_the_bounds_are_exact():
         {"beta": 3.0, "direction": directions.FromInput(layer_norm=True)},
         {"beta": 0, "conjugate": conjugates.Diagonal(), "rotation_aware": False},
     ):
-        layer = ADPTNet(6, **axes)
+        layer = ADPTNet.paper(6, **axes)
         held = certificate(layer)
         moduli = layer.cell.spectrum().modulus().sort(descending=True).values
         assert held.deviation == 0
@@ -352,7 +352,7 @@ def test_without_rotation_the_bounds_are_exact():
 
 
 def test_a_head_that_does_not_rotate_may_have_any_weights():
-    layer = ADPTNet(6, beta=(0.0, 0.5), direction=directions.FromState(heads=2)).requires_grad_(False)
+    layer = ADPTNet.paper(6, beta=(0.0, 0.5), direction=directions.FromState(heads=2)).requires_grad_(False)
     layer.cell.directions[0].key_projection.projections[0].weight.zero_()
     assert certificate(layer).holds
     layer.cell.directions[0].key_projection.projections[1].weight.zero_()
@@ -360,12 +360,12 @@ def test_a_head_that_does_not_rotate_may_have_any_weights():
 
 
 def test_the_bound_of_the_paper_is_reported_where_the_paper_has_one():
-    orthogonal = ADPTNet(6, beta=0.1, projection=projections.Orthogonal(), spectrum=WIDE).requires_grad_(False)
+    orthogonal = ADPTNet.paper(6, beta=0.1, projection=projections.Orthogonal(), spectrum=WIDE).requires_grad_(False)
     held = certificate(orthogonal)
     moduli = orthogonal.cell.eigenvalues().real
     assert held.paper == pytest.approx(8 * 0.1 * float(moduli.max()))  # lemma:J_singular_vals
     assert held.deviation == pytest.approx(2 * 0.1 * float(moduli.max() - moduli.min()))
-    assert certificate(ADPTNet(6, spectrum=spectra.Negative())).paper == math.inf
+    assert certificate(ADPTNet.paper(6, spectrum=spectra.Negative())).paper == math.inf
     assert f"(paper: {held.paper:.4g})" in str(held)
 
 
@@ -431,7 +431,7 @@ def test_a_trajectory_does_not_certify_contraction():
     assert "any two states" not in str(held)
     assert "‖J_t‖ <= 0.03 along the trajectory" in str(held)
     assert "‖J - M‖" not in str(held)  # there is no M
-    assert "‖J - M‖" in str(certificate(ADPTNet(4)))
+    assert "‖J - M‖" in str(certificate(ADPTNet.paper(4)))
     assert "‖J - M‖" not in str(certificate(Recurrent(cells.TanhRNN(4))))
 
 
@@ -439,7 +439,7 @@ def test_a_trajectory_does_not_certify_contraction():
 
 
 def test_the_shifts_are_the_singular_values_less_the_moduli_and_within_the_bound():
-    layer, x = ADPTNet(6, beta=0.2, projection=projections.Orthogonal(), spectrum=WIDE), torch.randn(2, 50, 6)
+    layer, x = ADPTNet.paper(6, beta=0.2, projection=projections.Orthogonal(), spectrum=WIDE), torch.randn(2, 50, 6)
     with torch.no_grad():
         shifts = singular_value_shifts(layer, x)
         moduli = layer.cell.eigenvalues().modulus().sort(descending=True).values
@@ -463,11 +463,11 @@ def test_deviation_bounds_cover_relu_and_singular_weights_and_reject_the_rest():
         assert (deviation(cell, states) <= deviation_bounds(cell, states) * ROUNDING).all()
         assert (deviation_bounds(cell, torch.zeros(2, 6)) == 0).all()
         assert_close(deviation_bounds(cell, 1e-200 * states), deviation_bounds(cell, states))
-    half = ADPTNet(6, beta=1.0, direction=directions.FromState(heads=2)).requires_grad_(False)
+    half = ADPTNet.paper(6, beta=1.0, direction=directions.FromState(heads=2)).requires_grad_(False)
     part = torch.cat((torch.zeros(3), torch.randn(3)))
     assert 0 < float(deviation(half.cell, part)) <= float(deviation_bounds(half, part)) < math.inf
     with pytest.raises(InputError, match=r"shape \(2, 5\); they are \(..., 6\)"):
         deviation_bounds(half, torch.zeros(2, 5))
-    assert (deviation_bounds(ADPTNet(6, direction=directions.FromInput()), states) == 0).all()
+    assert (deviation_bounds(ADPTNet.paper(6, direction=directions.FromInput()), states) == 0).all()
     with pytest.raises(IncompatibleError, match="measures it"):
-        deviation_bounds(ADPTNet(6, direction=directions.FromState(dot=0.5)), states)
+        deviation_bounds(ADPTNet.paper(6, direction=directions.FromState(dot=0.5)), states)

@@ -107,7 +107,7 @@ def test_single_precision_finds_the_same_exponents():
     found = lyapunov_exponents(henon, state=torch.tensor([0.1, 0.1], dtype=torch.float32), steps=1000)
     assert found.exponents.dtype == torch.float32
     assert_close(found.exponents.sum().double(), torch.tensor(math.log(0.3)), atol=1e-5, rtol=0)
-    layer = ADPTNet(6, beta=0.5, dtype=torch.float32)
+    layer = ADPTNet.paper(6, beta=0.5, dtype=torch.float32)
     x = torch.randn(200, 6)
     with torch.no_grad():
         single, double = lyapunov_exponents(layer, x.float()).exponents, lyapunov_exponents(layer.double(), x).exponents
@@ -128,7 +128,7 @@ def test_the_lorenz_system_by_its_flow():
 
 def test_the_exponents_are_those_of_the_definition():
     """The reference runs QR at every step."""
-    layer, x = ADPTNet(6, beta=1.0, spectrum=spectra.Linspace(dt_min=0.1, dt_max=2.0)), torch.randn(120, 6)
+    layer, x = ADPTNet.paper(6, beta=1.0, spectrum=spectra.Linspace(dt_min=0.1, dt_max=2.0)), torch.randn(120, 6)
     with torch.no_grad():
         found = lyapunov_exponents(layer, x, transient=20)
         frame, total = torch.eye(6), torch.zeros(6)
@@ -191,7 +191,7 @@ def test_a_singular_jacobian_has_exponents_of_minus_infinity_not_of_rounding():
 
 
 def test_the_leading_exponents_are_those_of_the_whole_spectrum():
-    layer, x = ADPTNet(12, beta=1.0, spectrum=spectra.Linspace(dt_min=0.05, dt_max=3.0)), torch.randn(2, 400, 12)
+    layer, x = ADPTNet.paper(12, beta=1.0, spectrum=spectra.Linspace(dt_min=0.05, dt_max=3.0)), torch.randn(2, 400, 12)
     with torch.no_grad():
         whole, leading = lyapunov_exponents(layer, x), lyapunov_exponents(layer, x, count=3)
     assert leading.exponents.shape == (2, 3)
@@ -199,7 +199,7 @@ def test_the_leading_exponents_are_those_of_the_whole_spectrum():
 
 
 def test_each_trajectory_of_a_batch_is_its_own():
-    layer, x = ADPTNet(6, beta=1.0), torch.randn(3, 90, 6)
+    layer, x = ADPTNet.paper(6, beta=1.0), torch.randn(3, 90, 6)
     with torch.no_grad():
         batch, alone = lyapunov_exponents(layer, x), lyapunov_exponents(layer, x[0])
         turned = Recurrent(layer.cell, batch_first=False)
@@ -212,7 +212,7 @@ def test_each_trajectory_of_a_batch_is_its_own():
 
 
 def test_many_states_may_follow_one_input_and_a_state_carries_its_position():
-    layer, x = ADPTNet(6, beta=1.0), torch.randn(50, 6)
+    layer, x = ADPTNet.paper(6, beta=1.0), torch.randn(50, 6)
     with torch.no_grad():
         found = lyapunov_exponents(layer, x, state=torch.randn(4, 6))
         later = ADPTState(torch.randn(1, 6), torch.tensor([7]))
@@ -221,7 +221,7 @@ def test_many_states_may_follow_one_input_and_a_state_carries_its_position():
 
 
 def test_an_undriven_cell_runs_from_the_state_it_is_given():
-    layer = ADPTNet(6, beta=1.0)
+    layer = ADPTNet.paper(6, beta=1.0)
     with torch.no_grad():
         found = lyapunov_exponents(layer, state=torch.randn(6), steps=60)
         driven = lyapunov_exponents(layer, torch.zeros(60, 6), state=found.final)
@@ -230,7 +230,7 @@ def test_an_undriven_cell_runs_from_the_state_it_is_given():
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_length():
-    layer = ADPTNet(64, beta=0.5)
+    layer = ADPTNet.paper(64, beta=0.5)
     peaks = []
     for steps in (5000, 15000):
         lyapunov_exponents(layer, torch.randn(steps, 64))
@@ -239,7 +239,7 @@ def test_memory_does_not_grow_with_the_length():
 
 
 def test_a_parallel_solver_may_find_the_states():
-    layer, x = ADPTNet(6, beta=0.3).requires_grad_(False), torch.randn(2, 80, 6)
+    layer, x = ADPTNet.paper(6, beta=0.3).requires_grad_(False), torch.randn(2, 80, 6)
     expected = lyapunov_exponents(layer, x)
     found = lyapunov_exponents(layer, x, solver=solvers.ConvDEER())
     assert_close(found.exponents, expected.exponents, atol=1e-9, rtol=0)
@@ -248,7 +248,7 @@ def test_a_parallel_solver_may_find_the_states():
         lyapunov_exponents(layer, x, solver=solvers.Sequential())
     with pytest.raises(InputError, match=r"torch.no_grad\(\)"):
         lyapunov_exponents(layer.requires_grad_(), x, solver=solvers.ConvDEER())
-    wild = ADPTNet(6, beta=4.0, spectrum=spectra.Negative()).requires_grad_(False)
+    wild = ADPTNet.paper(6, beta=4.0, spectrum=spectra.Negative()).requires_grad_(False)
     with pytest.raises(InputError, match="did not find the states"):
         lyapunov_exponents(wild, x, solver=solvers.ConvDEER(max_iterations=3, on_failure=solvers.Return()))
 
@@ -268,7 +268,7 @@ def exponents_by_autograd(layer, x, transient):
 
 @torch.no_grad()
 def test_the_exponents_are_those_of_automatic_differentiation_and_qr_at_each_step():
-    layer, x = ADPTNet(24, beta=0.125), torch.randn(100, 24)
+    layer, x = ADPTNet.paper(24, beta=0.125), torch.randn(100, 24)
     found = lyapunov_exponents(layer, x, solver=solvers.ConvDEER())
     assert_close(found.exponents, exponents_by_autograd(layer, x, found.window[0]), atol=1e-6, rtol=0)
 
@@ -277,7 +277,7 @@ def test_the_exponents_are_those_of_automatic_differentiation_and_qr_at_each_ste
 
 
 def test_propagators_are_products_of_neighbours():
-    layer, x = ADPTNet(5, beta=1.0), torch.randn(2, 13, 5)
+    layer, x = ADPTNet.paper(5, beta=1.0), torch.randn(2, 13, 5)
     with torch.no_grad():
         matrices = jacobians(layer, x)
         for span in (1, 2, 5, 6, 13):
@@ -310,7 +310,7 @@ def test_the_exponents_are_differentiable(count):
 
 
 def test_gradients_reach_the_parameters_of_a_layer():
-    layer = ADPTNet(5, beta=1.0, spectrum=spectra.Linspace(dt_min=0.1, dt_max=1.0))
+    layer = ADPTNet.paper(5, beta=1.0, spectrum=spectra.Linspace(dt_min=0.1, dt_max=1.0))
     lyapunov_exponents(layer, torch.randn(40, 5)).exponents.sum().backward()
     assert layer.cell.spectrum.log_dt.grad.abs().min() > 0
     assert layer.cell.directions[0].key_projection.weight.grad.abs().max() > 0
@@ -363,7 +363,7 @@ def test_a_diverging_state_is_named_with_its_step():
 
 
 def test_wrong_input_is_explained():
-    layer, x = ADPTNet(4), torch.randn(2, 30, 4)
+    layer, x = ADPTNet.paper(4), torch.randn(2, 30, 4)
     with pytest.raises(InputError, match=r"ends after 30 steps, within the transient of 30.*transient=15"):
         lyapunov_exponents(layer, x, transient=30)
     with pytest.raises(InputError, match="transient=-1"):
@@ -441,7 +441,7 @@ def test_an_error_of_the_function_itself_is_left_alone():
 
 
 def test_every_analysis_rejects_empty_input():
-    layer, x = ADPTNet(4), torch.randn(2, 30, 4)
+    layer, x = ADPTNet.paper(4), torch.randn(2, 30, 4)
     for nothing in (x[:0], x[:, :0], x[0, :0]):
         for analyze in (lyapunov_exponents, mean_log_singular_values, jacobians, certificate, parallelizability):
             with pytest.raises(InputError, match="nothing to analyze"):
@@ -456,7 +456,7 @@ def test_every_analysis_rejects_empty_input():
 
 
 def test_wrong_types_and_devices_are_explained():
-    layer, x = ADPTNet(4), torch.randn(2, 30, 4)
+    layer, x = ADPTNet.paper(4), torch.randn(2, 30, 4)
     with pytest.raises(InputError, match="the state is a list"):
         lyapunov_exponents(henon, state=[0.1, 0.1], steps=20)
     with pytest.raises(InputError, match=r"nn.GRU runs whole sequences.*nn.GRUCell"):
@@ -474,6 +474,6 @@ def test_wrong_types_and_devices_are_explained():
 
 
 def test_parametrized_projections_are_differentiated():
-    layer, x = ADPTNet(6, beta=1.0, projection=projections.Orthogonal()), torch.randn(40, 6)
+    layer, x = ADPTNet.paper(6, beta=1.0, projection=projections.Orthogonal()), torch.randn(40, 6)
     with torch.no_grad():
         same_sum(layer, x)

@@ -85,7 +85,7 @@ def assert_agrees(explanation, forward, backward):
 
 
 def hooked():
-    layer = ADPTNet(WIDTH)
+    layer = ADPTNet.paper(WIDTH)
     layer.cell.directions[0].key_projection.register_forward_hook(lambda *_: None)
     return layer
 
@@ -96,10 +96,10 @@ def gru():
 
 # Layer, arguments of the call, the programs of its parts, and a word of the reason for the first
 CASES = {
-    "default": (lambda: ADPTNet(WIDTH), {}, {"forward": "cpu", "backward": "cpu"}, "supports"),
-    "zero beta": (lambda: ADPTNet(WIDTH, beta=0.0), {}, {"forward": "cpu", "backward": "cpu"}, "supports"),
+    "default": (lambda: ADPTNet.paper(WIDTH), {}, {"forward": "cpu", "backward": "cpu"}, "supports"),
+    "zero beta": (lambda: ADPTNet.paper(WIDTH, beta=0.0), {}, {"forward": "cpu", "backward": "cpu"}, "supports"),
     "diagonal": (
-        lambda: ADPTNet(WIDTH, beta=0.0, conjugate=conjugates.Diagonal()),
+        lambda: ADPTNet.paper(WIDTH, beta=0.0, conjugate=conjugates.Diagonal()),
         {},
         {"forward": "cpu", "backward": "cpu"},
         "supports",
@@ -111,45 +111,50 @@ CASES = {
         "supports",
     ),
     "Checkpointed": (
-        lambda: ADPTNet(WIDTH),
+        lambda: ADPTNet.paper(WIDTH),
         {"adjoint": adjoints.Checkpointed()},
         {"forward": "cpu", "backward": "cpu"},
         "supports",
     ),
     "Implicit": (
-        lambda: ADPTNet(WIDTH),
+        lambda: ADPTNet.paper(WIDTH),
         {"adjoint": adjoints.Implicit()},
         {"forward": "cpu", "backward": "implicit"},
         "supports",
     ),
     "two planes": (
-        lambda: ADPTNet(WIDTH, conjugate=conjugates.Product(2)),
+        lambda: ADPTNet.paper(WIDTH, conjugate=conjugates.Product(2)),
         {},
         {"forward": "reference", "backward": "autograd"},
         "Product",
     ),
     "subclassed conjugate": (
-        lambda: ADPTNet(WIDTH, conjugate=OtherExact()),
+        lambda: ADPTNet.paper(WIDTH, conjugate=OtherExact()),
         {},
         {"forward": "reference", "backward": "autograd"},
         "OtherExact",
     ),
     "subclassed retraction": (
-        lambda: ADPTNet(WIDTH, retraction=OtherExponential()),
+        lambda: ADPTNet.paper(WIDTH, retraction=OtherExponential()),
         {},
         {"forward": "reference", "backward": "autograd"},
         "OtherExponential",
     ),
     "hooked K": (hooked, {}, {"forward": "reference", "backward": "autograd"}, "hooks"),
-    "dt": (lambda: ADPTNet(WIDTH), {"dt": torch.ones(2, 70)}, {"forward": "reference", "backward": "autograd"}, "dt="),
+    "dt": (
+        lambda: ADPTNet.paper(WIDTH),
+        {"dt": torch.ones(2, 70)},
+        {"forward": "reference", "backward": "autograd"},
+        "dt=",
+    ),
     "beta of each sequence": (
-        lambda: ADPTNet(WIDTH),
+        lambda: ADPTNet.paper(WIDTH),
         {"beta": torch.ones(2)},
         {"forward": "cpu", "backward": "cpu"},
         "supports",
     ),
     "stateful": (
-        lambda: ADPTNet(WIDTH, conjugate=conjugates.Stateful()),
+        lambda: ADPTNet.paper(WIDTH, conjugate=conjugates.Stateful()),
         {},
         {"forward": "reference", "backward": "autograd"},
         "StatefulCell has no fused operation",
@@ -174,13 +179,13 @@ CASES = {
         "spikes",
     ),
     "Auto": (
-        lambda: ADPTNet(WIDTH),
+        lambda: ADPTNet.paper(WIDTH),
         {"solver": solvers.Auto()},
         {"forward": "cpu", "backward": "cpu"},
         "supports",
     ),
     "Auto without a kernel": (
-        lambda: ADPTNet(WIDTH, conjugate=conjugates.Product(2)),
+        lambda: ADPTNet.paper(WIDTH, conjugate=conjugates.Product(2)),
         {"solver": solvers.Auto()},
         {"forward": "parallel", "iteration": "reference", "backward": "implicit"},
         "Auto chose it",
@@ -212,7 +217,7 @@ def test_explain_names_the_programs_that_run(name, ran):
 
 @pytest.mark.parametrize("solver", PARALLEL, ids=repr)
 def test_explain_names_the_programs_of_an_iteration(solver, ran):
-    layer, x = ADPTNet(WIDTH), 0.3 * torch.randn(2, 70, WIDTH)
+    layer, x = ADPTNet.paper(WIDTH), 0.3 * torch.randn(2, 70, WIDTH)
     explanation = explain(layer, x, solver=solver)
     names = {part: program.name for part, program in explanation.programs.items()}
     assert names == {"forward": "parallel", **PARALLEL[solver], "backward": "implicit"}
@@ -231,7 +236,7 @@ def test_explain_names_the_programs_of_an_iteration(solver, ran):
     ids=repr,
 )
 def test_explain_says_why_an_iteration_has_no_kernel(axes, word, ran):
-    layer, x = ADPTNet(WIDTH, **axes), 0.3 * torch.randn(2, 70, WIDTH)
+    layer, x = ADPTNet.paper(WIDTH, **axes), 0.3 * torch.randn(2, 70, WIDTH)
     explanation = explain(layer, x, solver=solvers.ConvDEER())
     assert explanation.programs["iteration"].name == "reference"
     assert word in explanation.programs["iteration"].reason
@@ -239,7 +244,7 @@ def test_explain_says_why_an_iteration_has_no_kernel(axes, word, ran):
 
 
 def test_jacobians_without_a_closed_form_are_differentiated(ran):
-    layer, x = ADPTNet(WIDTH, direction=directions.FromState(heads=2)), 0.3 * torch.randn(1, 20, WIDTH)
+    layer, x = ADPTNet.paper(WIDTH, direction=directions.FromState(heads=2)), 0.3 * torch.randn(1, 20, WIDTH)
     explanation = explain(layer, x, solver=solvers.DEER())
     assert explanation.programs["jacobian"].name == "reference"
     assert "torch.func" in explanation.programs["jacobian"].reason
@@ -249,7 +254,7 @@ def test_jacobians_without_a_closed_form_are_differentiated(ran):
 
 @pytest.mark.parametrize("steps", [8, 70])
 def test_without_gradients_only_the_forward_pass_runs(steps, ran):
-    layer, x = ADPTNet(WIDTH), torch.randn(2, steps, WIDTH)
+    layer, x = ADPTNet.paper(WIDTH), torch.randn(2, steps, WIDTH)
     with torch.no_grad():
         explanation = explain(layer, x)
         assert_agrees(explanation, *run_call(layer, x, {}, ran))
@@ -262,7 +267,7 @@ def test_without_gradients_only_the_forward_pass_runs(steps, ran):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_half_precision_runs_the_kernel_in_single_precision(dtype, ran):
-    layer, x = ADPTNet(WIDTH, dtype=dtype), torch.randn(2, 70, WIDTH).to(dtype)
+    layer, x = ADPTNet.paper(WIDTH, dtype=dtype), torch.randn(2, 70, WIDTH).to(dtype)
     explanation = explain(layer, x)
     assert explanation.programs["forward"].name == explanation.programs["backward"].name == "cpu"
     assert ("recurrence in torch.float32" in explanation.call) == (dtype.itemsize == 2)
@@ -273,7 +278,7 @@ def test_half_precision_runs_the_kernel_in_single_precision(dtype, ran):
 @pytest.mark.parametrize("solver", [solvers.Sequential(), solvers.ConvDEER()], ids=repr)
 def test_the_environment_variable_is_the_reason(monkeypatch, solver, grad, ran):
     monkeypatch.setenv("ADPTNET_BACKEND", "reference")
-    layer, x = ADPTNet(WIDTH), 0.3 * torch.randn(2, 8, WIDTH)
+    layer, x = ADPTNet.paper(WIDTH), 0.3 * torch.randn(2, 8, WIDTH)
     with contextlib.nullcontext() if grad else torch.no_grad():
         explanation = explain(layer, x, solver=solver)
         assert_agrees(explanation, *run_call(layer, x, {"solver": solver}, ran))
@@ -284,14 +289,14 @@ def test_the_environment_variable_is_the_reason(monkeypatch, solver, grad, ran):
 
 
 def test_auto_is_advised_where_it_would_not_loop():
-    layer, x = ADPTNet(WIDTH, conjugate=conjugates.Product(2)), torch.randn(1, 200, WIDTH)
+    layer, x = ADPTNet.paper(WIDTH, conjugate=conjugates.Product(2)), torch.randn(1, 200, WIDTH)
     explanation = explain(layer, x)
     assert any("solvers.Auto()" in advice and "ConvDEER" in advice for advice in explanation.advice)
     assert not any("Auto" in advice for advice in explain(layer, x[:, :20]).advice)  # it would loop, too
 
 
 def test_explain_leaves_no_trace():
-    layer, x = ADPTNet(WIDTH), torch.randn(2, 70, WIDTH, requires_grad=True)
+    layer, x = ADPTNet.paper(WIDTH), torch.randn(2, 70, WIDTH, requires_grad=True)
     before = torch.get_rng_state()
     explain(layer, x)
     assert torch.equal(torch.get_rng_state(), before)
@@ -313,7 +318,7 @@ def test_the_text_is_in_words():
 
 def test_explain_takes_one_layer_and_a_tensor():
     with pytest.raises(InputError, match="one recurrent layer"):
-        explain(adptnet.Stack(ADPTNet(WIDTH).spec, num_layers=2), torch.randn(2, 7, WIDTH))
+        explain(adptnet.Stack(ADPTNet.paper(WIDTH).spec, num_layers=2), torch.randn(2, 7, WIDTH))
     packed = torch.nn.utils.rnn.pack_sequence([torch.randn(3, WIDTH)])
     with pytest.raises(InputError, match="padded tensor"):
-        explain(ADPTNet(WIDTH), packed)
+        explain(ADPTNet.paper(WIDTH), packed)

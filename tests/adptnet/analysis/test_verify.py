@@ -47,7 +47,7 @@ def test_verify_takes_wrapped_cells_layers_and_cells_without_parameters():
     report = adptnet.verify(plain, torch.randn(2, 9, 3))
     assert report.ok
     assert {name.partition(": ")[2] for name in report.errors} == {"states", "gradient of x"}
-    assert adptnet.verify(adptnet.ADPTNet(6, beta=1.0).cell, torch.randn(2, 9, 6)).ok
+    assert adptnet.verify(adptnet.ADPTNet.paper(6, beta=1.0).cell, torch.randn(2, 9, 6)).ok
 
 
 def test_verify_finds_solvers_that_are_wrong():

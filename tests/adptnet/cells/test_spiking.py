@@ -471,7 +471,7 @@ def test_batches_share_no_graph_and_evaluation_is_deterministic():
         (lambda: SpikingModelSpec(cells.ReLURNN(4), 3, 2), r"cells.SiLIF\(512\)"),
         (lambda: SpikingModelSpec(cells.LIF(4), 3, 2, readout="sum"), "Known: last, max, mean, softmax"),
         (lambda: projections.Identity(bias=True), "no parameters"),
-        (lambda: adptnet.ADPTNet(4, state_size=6, input_projection=projections.Identity()), "must be equal"),
+        (lambda: adptnet.ADPTNet.paper(4, state_size=6, input_projection=projections.Identity()), "must be equal"),
         (lambda: spectra.LogUniformDecay(5.0, 1.0), "Exchange"),
         (lambda: cells.SlowMemory(feedback=(1.0, -1.0)), "Exchange"),
     ],

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from adptnet import Bidirectional, Recurrent, SequenceModel, SpikingADPTNet, Stack, cells, spectra
+from adptnet import Bidirectional, Recurrent, SequenceModel, SpikingADPTNet, Stack, cells, presets, spectra
 from adptnet.errors import IncompatibleError, InputError
 from adptnet.integrations.streaming import StreamingStep, export_step, run_onnx, write_onnx, write_onnx_sequence
 from adptnet.nn import ADPTNet, SpikingModelSpec, silif_for_speech, spiking_adpt_for_speech
@@ -128,6 +128,7 @@ MODELS = {
     "layer": lambda: ADPTNet(6, beta=1.0),
     "tokens": lambda: SequenceModel(ADPTNet(6, beta=1.0).spec, depth=2, vocabulary=9),
     "numbers": lambda: SequenceModel(ADPTNet(6, beta=1.0).spec, input_size=3, output_size=2, head="last"),
+    "gated": lambda: SequenceModel(presets.text(6), vocabulary=9),
     "stack": lambda: Stack(ADPTNet(6, spectrum=spectra.S4DInv(), beta=1.0).spec, 2),
     "expanded": lambda: ADPTNet(6, state_size=12, beta=1.0),
     "spikes": lambda: SpikingADPTNet(9, beta=0.8, threshold=0.3),

@@ -11,7 +11,7 @@ WIDTH = 6
 
 @pytest.fixture
 def layer():
-    return ADPTNet(WIDTH, beta=1.0)
+    return ADPTNet.paper(WIDTH, beta=1.0)
 
 
 def with_nan(*shape):
@@ -125,8 +125,8 @@ def test_plain_tuples_and_lists_are_accepted(layer):
 
 
 def test_a_model_rejects_wrong_input_with_the_right_shape():
-    tokens = SequenceModel(ADPTNet(4).spec, vocabulary=5)
-    vectors = SequenceModel(ADPTNet(4).spec, input_size=3, output_size=2, head="last")
+    tokens = SequenceModel(ADPTNet.paper(4).spec, vocabulary=5)
+    vectors = SequenceModel(ADPTNet.paper(4).spec, input_size=3, output_size=2, head="last")
     with pytest.raises(InputError, match=r"takes \(batch, time\) tokens, int64; got torch\.float64"):
         tokens(torch.randn(2, 3))
     with pytest.raises(InputError, match="takes \\(batch, time, 3\\)"):
@@ -140,7 +140,7 @@ def test_a_model_rejects_wrong_input_with_the_right_shape():
 
 
 def test_missing_steps_and_references_are_reported():
-    both = Bidirectional(ADPTNet(4).spec)
+    both = Bidirectional(ADPTNet.paper(4).spec)
     with pytest.raises(InputError, match="needs the whole sequence"):
         both.step(torch.randn(2, 4))
     with pytest.raises(InputError, match="takes \\(batch, time, 4\\)"):

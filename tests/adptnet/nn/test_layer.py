@@ -109,7 +109,7 @@ def test_a_packed_sequence_returns_packed(sort):
 
 def test_time_major_and_single_sequences():
     layer, x = layer_and_input(legal[0])
-    turned = ADPTNet(**legal[0], batch_first=False)
+    turned = ADPTNet.paper(**legal[0], batch_first=False)
     turned.load_state_dict(layer.state_dict())
     reset = torch.rand(3, 11) < 0.3
     expected, end = layer(x, reset=reset)
@@ -153,7 +153,7 @@ def test_gradients_flow_into_the_given_state_and_out_of_the_returned_one():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_low_precision_inputs_have_a_float32_state(dtype):
-    layer = ADPTNet(6, beta=1.0, state_size=8, dtype=torch.float32)
+    layer = ADPTNet.paper(6, beta=1.0, state_size=8, dtype=torch.float32)
     x = torch.randn(2, 9, 6).to(dtype)
     y, final = layer(x)
     assert (y.dtype, final.state.dtype) == (dtype, torch.float32)
@@ -162,7 +162,7 @@ def test_low_precision_inputs_have_a_float32_state(dtype):
 
 
 def test_low_precision_parameters_still_compute_in_float32():
-    layer = ADPTNet(6, beta=1.0, dtype=torch.bfloat16)
+    layer = ADPTNet.paper(6, beta=1.0, dtype=torch.bfloat16)
     x = torch.randn(2, 9, 6, dtype=torch.bfloat16)
     y, final = layer(x)
     assert (y.dtype, final.state.dtype) == (torch.bfloat16, torch.float32)
@@ -170,7 +170,7 @@ def test_low_precision_parameters_still_compute_in_float32():
 
 
 def test_under_autocast_the_recurrence_stays_in_float32():
-    layer = ADPTNet(6, beta=1.0, state_size=8, dtype=torch.float32)
+    layer = ADPTNet.paper(6, beta=1.0, state_size=8, dtype=torch.float32)
     x = torch.randn(2, 9, 6, dtype=torch.float32)
     plain, _ = layer(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -293,7 +293,7 @@ def test_the_relu_rnn_is_torchs():
 
 
 def test_optimizer_marks_are_on_the_spectrum_and_beta():
-    layer = ADPTNet(6, beta=TrainableBeta(1.0))
+    layer = ADPTNet.paper(6, beta=TrainableBeta(1.0))
     marked = {name for name, p in layer.named_parameters() if getattr(p, "_no_weight_decay", False)}
     assert marked == {"cell.spectrum.log_decay", "cell.spectrum.log_dt", "cell.beta.parameter"}
     copied = copy.deepcopy(layer).double()
@@ -307,7 +307,7 @@ def test_optimizer_marks_are_on_the_spectrum_and_beta():
 
 @pytest.mark.parametrize("gain", [drive.EMA(), drive.LRU(tied=False), drive.ZOH()], ids=str)
 def test_long_inputs_are_projected_and_scaled_by_one_product(gain, monkeypatch):
-    layer = ADPTNet(6, state_size=8, beta=1.0, spectrum=spectra.S4DInv(), gain=gain)
+    layer = ADPTNet.paper(6, state_size=8, beta=1.0, spectrum=spectra.S4DInv(), gain=gain)
     x = torch.randn(3, 40, 6, requires_grad=True)
 
     def found():
@@ -322,18 +322,18 @@ def test_long_inputs_are_projected_and_scaled_by_one_product(gain, monkeypatch):
 
 
 def test_hooks_and_parametrizations_of_the_projection_run_for_long_inputs_too():
-    layer, x, seen = ADPTNet(6, beta=1.0), torch.randn(3, 40, 6), []
+    layer, x, seen = ADPTNet.paper(6, beta=1.0), torch.randn(3, 40, 6), []
     layer.cell.drive.input_projection.register_forward_hook(lambda *call: seen.append(1))
     layer(x)
     assert seen == [1]
-    pruned = ADPTNet(6, beta=1.0)
+    pruned = ADPTNet.paper(6, beta=1.0)
     prune.l1_unstructured(pruned.cell.drive.input_projection, "weight", 0.5)
     for _ in range(2):  # its hook recomputes the weight in every call
         pruned(x)[0].sum().backward()
 
 
 def test_autocast_does_not_affect_the_drive():
-    layer, x = ADPTNet(6, beta=1.0, dtype=torch.float32), torch.randn(1, 80, 6, dtype=torch.float32)
+    layer, x = ADPTNet.paper(6, beta=1.0, dtype=torch.float32), torch.randn(1, 80, 6, dtype=torch.float32)
     plain = analysis.lyapunov_exponents(layer, x).exponents
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = analysis.lyapunov_exponents(layer, x).exponents

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from adptnet import ADPTNet, Bidirectional, SequenceModel, Stack, cells, nn
 
-LAYER = ADPTNet(6, beta=1.0, state_size=8).spec
+LAYER = ADPTNet.paper(6, beta=1.0, state_size=8).spec
 
 
 def model(**options):

@@ -19,7 +19,7 @@ def general(layer, x, state=None):
 @pytest.mark.parametrize("axes", list(legal_layers()), ids=str)
 @pytest.mark.parametrize("batch", [0, 1, 3])
 def test_a_short_call_equals_the_general_path(axes, batch):
-    layer = ADPTNet(**axes, dtype=torch.float64)
+    layer = ADPTNet.paper(**axes, dtype=torch.float64)
     x = torch.randn(batch, 5, axes["width"], dtype=torch.float64)
     expected, end = general(layer, x)
     with torch.no_grad():
@@ -34,7 +34,7 @@ def test_a_short_call_equals_the_general_path(axes, batch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [1, 7, 64, 97])
 def test_the_default_layer_is_prepared_at_odd_sizes(size, dtype):
-    layer, x = ADPTNet(size, dtype=dtype), torch.randn(9, 2, size, dtype=dtype)
+    layer, x = ADPTNet.paper(size, dtype=dtype), torch.randn(9, 2, size, dtype=dtype)
     assert short_calls.find_prepared(layer) is not None
     with torch.no_grad():
         torch.testing.assert_close(layer(x)[0], general(layer, x)[0])
@@ -117,7 +117,7 @@ def test_every_change_of_the_layer_is_seen():
 
 
 def test_a_longer_sequence_rounds_as_in_training():
-    layer, x = ADPTNet(8), torch.randn(2, short_calls.MAX_STEPS + 1, 8)
+    layer, x = ADPTNet.paper(8), torch.randn(2, short_calls.MAX_STEPS + 1, 8)
     with torch.no_grad():
         assert torch.equal(layer(x)[0], general(layer, x)[0])
 
@@ -133,7 +133,7 @@ def gradients(layer, x, state, weights, **run):
 @pytest.mark.parametrize("axes", list(legal_layers()), ids=str)
 @pytest.mark.parametrize(("batch", "steps"), [(1, 1), (3, 5), (13, 16)])
 def test_a_short_call_in_training_equals_the_general_path(axes, batch, steps):
-    layer = ADPTNet(**axes, dtype=torch.float64)
+    layer = ADPTNet.paper(**axes, dtype=torch.float64)
     x = torch.randn(batch, steps, axes["width"], dtype=torch.float64, requires_grad=True)
     state = layer.initial_state(batch)
     state = state._replace(state=torch.randn_like(state.state).mul_(0.3).requires_grad_())
@@ -153,7 +153,7 @@ def test_a_short_call_in_training_equals_the_general_path(axes, batch, steps):
 def test_a_training_call_is_one_function(axes, monkeypatch):
     calls, run = [], TrainingCall.run
     monkeypatch.setattr(TrainingCall, "run", lambda *a, **k: calls.append(1) or run(*a, **k))
-    layer, x = ADPTNet(6, **axes), torch.randn(2, 3, 6)
+    layer, x = ADPTNet.paper(6, **axes), torch.randn(2, 3, 6)
     layer(x)[0].sum().backward()
     assert calls
     found = [p.grad.clone() for p in layer.parameters()]
@@ -165,7 +165,7 @@ def test_a_training_call_is_one_function(axes, monkeypatch):
 
 
 def test_frozen_parameters_and_partial_gradients():
-    layer, x = ADPTNet(5, beta=1.0, dtype=torch.float64), torch.randn(2, 4, 5, dtype=torch.float64)
+    layer, x = ADPTNet.paper(5, beta=1.0, dtype=torch.float64), torch.randn(2, 4, 5, dtype=torch.float64)
     whole = dict(layer.named_parameters())
     layer(x)[1].state.square().sum().backward()  # the final state only
     expected = {name: p.grad.clone() for name, p in whole.items()}
@@ -179,7 +179,7 @@ def test_frozen_parameters_and_partial_gradients():
 
 
 def test_second_order_gradients_of_a_short_call():
-    layer = ADPTNet(3, beta=1.0, dtype=torch.float64)
+    layer = ADPTNet.paper(3, beta=1.0, dtype=torch.float64)
     x = torch.randn(2, 3, 3, dtype=torch.float64, requires_grad=True)
     parameters = list(layer.parameters())
     assert torch.autograd.gradgradcheck(lambda x, *_: layer(x)[0], (x, *parameters))
@@ -190,7 +190,7 @@ def test_second_order_gradients_of_a_short_call():
 
 
 def test_training_sees_every_change_of_the_parameters():
-    layer, x = ADPTNet(6, beta=1.0), torch.randn(2, 3, 6)
+    layer, x = ADPTNet.paper(6, beta=1.0), torch.randn(2, 3, 6)
     optimizer = torch.optim.SGD(layer.parameters(), 0.5)
     for _ in range(3):
         assert torch.equal(layer(x)[0], general(layer, x)[0])
@@ -201,6 +201,6 @@ def test_training_sees_every_change_of_the_parameters():
 
 
 def test_autocast_does_not_change_a_short_call():
-    layer, x = ADPTNet(6), torch.randn(2, 3, 6)
+    layer, x = ADPTNet.paper(6), torch.randn(2, 3, 6)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(layer(x)[0], general(layer, x)[0])

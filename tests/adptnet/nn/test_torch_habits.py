@@ -102,13 +102,13 @@ def test_a_state_saves_detaches_moves_and_selects_rows(make):
 
 
 def test_invalid_row_selections_are_reported():
-    state = adpt.ADPTNet(WIDTH)(inputs())[1]
+    state = adpt.ADPTNet.paper(WIDTH)(inputs())[1]
     with pytest.raises(InputError, match="indices or a mask"):
         state.select(1)
     with pytest.raises(InputError, match="indices or a mask"):
         state.select([0.5])
     with pytest.raises(InputError, match="one sequence"):
-        adpt.ADPTNet(WIDTH)(torch.randn(6, WIDTH))[1].select([0])
+        adpt.ADPTNet.paper(WIDTH)(torch.randn(6, WIDTH))[1].select([0])
 
 
 def test_a_state_of_several_layers_is_still_a_tuple_and_a_tuple_is_still_a_state():
@@ -144,7 +144,7 @@ def test_meta_gives_the_shapes_of_outputs_states_and_gradients(make):
 
 def test_meta_gives_the_shapes_of_every_solver_and_adjoint():
     with torch.device("meta"):
-        layer, x = adpt.ADPTNet(WIDTH), torch.randn(3, 6, WIDTH)
+        layer, x = adpt.ADPTNet.paper(WIDTH), torch.randn(3, 6, WIDTH)
         for options in ({"solver": solvers.DEER()}, {"solver": solvers.Auto()}, {"adjoint": adjoints.Implicit()}):
             assert outputs(layer, x, **options).shape == x.shape
         assert outputs(layer, x, dt=torch.ones(3, 6), beta=torch.ones(3)).shape == x.shape
@@ -218,7 +218,7 @@ def test_a_cell_without_reset_parameters_is_named():
     layer = adpt.Recurrent(cells.from_function(Step(), WIDTH, WIDTH))
     with pytest.raises(IncompatibleError, match=r"function\.weight belongs to no module"):
         layer.reset_parameters()
-    layer = adpt.ADPTNet(WIDTH)
+    layer = adpt.ADPTNet.paper(WIDTH)
     prune.l1_unstructured(layer.cell.directions[0].key_projection, "weight", 0.5)
     with pytest.raises(IncompatibleError, match="pruning"):
         layer.reset_parameters()
@@ -364,7 +364,7 @@ def test_an_adapter_in_the_place_of_k_starts_as_k_and_learns(make):
 )
 def test_every_module_between_state_and_key_calls_its_hooks(place, caplog):
     _backends._logged.clear()
-    layer = adpt.ADPTNet(
+    layer = adpt.ADPTNet.paper(
         WIDTH,
         beta=1.0,
         direction=directions.FromState(layer_norm=True),
@@ -386,7 +386,7 @@ def test_every_module_between_state_and_key_calls_its_hooks(place, caplog):
 
 
 def test_a_hook_on_one_head_is_called():
-    layer, x, calls = adpt.ADPTNet(WIDTH, beta=1.0, direction=directions.FromState(heads=2)), inputs(4), []
+    layer, x, calls = adpt.ADPTNet.paper(WIDTH, beta=1.0, direction=directions.FromState(heads=2)), inputs(4), []
     expected = outputs(layer, x)
     key_of(layer).projections[1].register_forward_hook(lambda *_: calls.append(1))
     assert_close(outputs(layer, x), expected)
@@ -395,13 +395,13 @@ def test_a_hook_on_one_head_is_called():
 
 @pytest.mark.parametrize("solver", [solvers.DEER(), solvers.QuasiDEER(), solvers.KoopmanDEER()], ids=repr)
 def test_solvers_find_the_states_of_a_layer_with_other_modules(solver):
-    layer, x = adpt.ADPTNet(WIDTH, beta=1.0), inputs(12)
+    layer, x = adpt.ADPTNet.paper(WIDTH, beta=1.0), inputs(12)
     replace_key(layer, lambda key: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
     assert_close(outputs(layer, x, solver=solver), outputs(layer, x), rtol=1e-5, atol=1e-7)
 
 
 def test_a_norm_of_another_kind_in_place_of_the_layer_norm_is_called():
-    layer, x = adpt.ADPTNet(WIDTH, beta=1.0, direction=directions.FromState(layer_norm=True)), inputs(4)
+    layer, x = adpt.ADPTNet.paper(WIDTH, beta=1.0, direction=directions.FromState(layer_norm=True)), inputs(4)
     plane = layer.cell.directions[0]
     nn.init.normal_(plane.key_norm.bias)
     kept = outputs(layer, x)
@@ -416,21 +416,21 @@ def test_a_norm_of_another_kind_in_place_of_the_layer_norm_is_called():
 
 
 def test_a_module_of_the_wrong_size_in_the_place_of_v_is_named():
-    layer = adpt.ADPTNet(WIDTH, beta=1.0)
+    layer = adpt.ADPTNet.paper(WIDTH, beta=1.0)
     layer.cell.directions[0].value_projection = nn.Linear(WIDTH, 5)
     with pytest.raises(InputError, match="Linear, used as K or V"):
         layer(inputs())
 
 
 def test_bounds_of_maps_that_are_not_linear_are_rejected():
-    layer = adpt.ADPTNet(WIDTH, beta=1.0)
+    layer = adpt.ADPTNet.paper(WIDTH, beta=1.0)
     replace_key(layer, lambda key: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
     with pytest.raises(IncompatibleError, match="replaced by another module"):
         analysis.deviation_bounds(layer, torch.randn(2, WIDTH))
 
 
 def test_an_adapter_in_the_place_of_b_and_of_the_read_out_is_called():
-    layer, x = adpt.ADPTNet(WIDTH, state_size=6, beta=1.0), inputs(80)
+    layer, x = adpt.ADPTNet.paper(WIDTH, state_size=6, beta=1.0), inputs(80)
     expected = outputs(layer, x)
     layer.cell.drive.input_projection = LowRankAdapter(layer.cell.drive.input_projection)
     layer.readout = LowRankAdapter(layer.readout)
@@ -460,10 +460,10 @@ def parametrize_key(change):
 )
 @pytest.mark.filterwarnings("ignore:.*torch.nn.utils.weight_norm.*:FutureWarning")
 def test_a_parametrized_k_is_the_matrix_it_evaluates_to_and_learns(change, monkeypatch):
-    layer, x = adpt.ADPTNet(WIDTH, beta=1.0).eval(), inputs()
+    layer, x = adpt.ADPTNet.paper(WIDTH, beta=1.0).eval(), inputs()
     key = key_of(layer)
     change(key)
-    plain = adpt.ADPTNet(WIDTH, beta=1.0)
+    plain = adpt.ADPTNet.paper(WIDTH, beta=1.0)
     key(torch.zeros(1, WIDTH))  # lets hooks compute the weight
     plain.load_state_dict(
         {
@@ -486,7 +486,7 @@ def test_a_parametrized_k_is_the_matrix_it_evaluates_to_and_learns(change, monke
 
 def test_pruning_and_weight_norm_keep_the_compiled_kernel(caplog):
     _backends._logged.clear()
-    layer = adpt.ADPTNet(WIDTH, beta=1.0)
+    layer = adpt.ADPTNet.paper(WIDTH, beta=1.0)
     prune.l1_unstructured(key_of(layer), "weight", 0.5)
     parametrizations.weight_norm(layer.cell.directions[0].value_projection)
     outputs(layer, inputs())
@@ -577,7 +577,7 @@ def test_a_traced_call_keeps_its_options():
     class Masked(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layer = adpt.ADPTNet(WIDTH, beta=1.0)
+            self.layer = adpt.ADPTNet.paper(WIDTH, beta=1.0)
 
         def forward(self, x, lengths):
             return self.layer(x, lengths=lengths, solver=self.layer.solver if self.named else None)[0]
@@ -619,7 +619,7 @@ def counted(model, x, *, backward=False, **options):
 
 @pytest.mark.parametrize("axes", [{}, {"spectrum": spectra.S4DInv()}, {"memory": cells.SlowMemory()}], ids=str)
 def test_the_counter_of_torch_counts_b_k_and_v(axes):
-    layer = adpt.ADPTNet(WIDTH, beta=1.0, **axes)
+    layer = adpt.ADPTNet.paper(WIDTH, beta=1.0, **axes)
     once = 2 * 3 * 6 * WIDTH * WIDTH  # one matrix-vector product per step and sequence
     assert counted(layer, inputs()) == 3 * once
     assert counted(layer, inputs(requires_grad=True), backward=True) == 3 * 3 * once
@@ -628,13 +628,13 @@ def test_the_counter_of_torch_counts_b_k_and_v(axes):
 
 def test_the_counter_counts_a_backward_alone_and_heads_and_no_products_at_beta_zero():
     once = 2 * 3 * 6 * WIDTH * WIDTH
-    y = outputs(adpt.ADPTNet(WIDTH, beta=1.0), inputs(requires_grad=True))
+    y = outputs(adpt.ADPTNet.paper(WIDTH, beta=1.0), inputs(requires_grad=True))
     with FlopCounterMode(display=False) as counter:
         y.sum().backward()
     assert counter.get_total_flops() == 6 * once
-    assert counted(adpt.ADPTNet(WIDTH, direction=directions.FromState(heads=2)), inputs()) == 2 * once
-    assert counted(adpt.ADPTNet(WIDTH, beta=0.0), inputs()) == once
-    few = adpt.ADPTNet(64, input_projection=projections.Identity(), projection=projections.LowRank(2))
+    assert counted(adpt.ADPTNet.paper(WIDTH, direction=directions.FromState(heads=2)), inputs()) == 2 * once
+    assert counted(adpt.ADPTNet.paper(WIDTH, beta=0.0), inputs()) == once
+    few = adpt.ADPTNet.paper(64, input_projection=projections.Identity(), projection=projections.LowRank(2))
     matrices = 2 * 2 * 64 * 2 * 64  # K and V as dense matrices for the derivative, once per call
     assert counted(few, torch.randn(3, 6, 64)) == 2 * 3 * 6 * 2 * (2 * 2 * 64) + matrices
 
@@ -662,8 +662,10 @@ def test_weight_decay_is_for_matrices_and_never_for_timescales(make):
     assert [len(group["params"]) for group in adpt.optim.param_groups(unmarked, 1e-3, 0.1)] == [
         len(group["params"]) for group in groups
     ]
+    owners = [module for module in model.modules() if isinstance(module, adpt.optim.DirectionOnly)]
+    only_direction = {id(p) for module in owners for p in module.parameters()}  # K and V
     for name, parameter in model.named_parameters():
-        asks = getattr(parameter, "_no_weight_decay", False)
+        asks = getattr(parameter, "_no_weight_decay", False) or id(parameter) in only_direction
         assert (id(parameter) in decayed) == (parameter.dim() > 1 and not asks), name
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
     optimizer = torch.optim.AdamW(groups)
@@ -673,7 +675,7 @@ def test_weight_decay_is_for_matrices_and_never_for_timescales(make):
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, partial(torch.optim.SGD, lr=0.1, weight_decay=0.1)])
 def test_an_optimizer_that_decays_timescales_warns_once(kind):
-    layer = adpt.ADPTNet(WIDTH, beta=adpt.TrainableBeta(1.0))
+    layer = adpt.ADPTNet.paper(WIDTH, beta=adpt.TrainableBeta(1.0))
     frozen = copy.deepcopy(layer).requires_grad_(False)
     for each in (layer, frozen):
         for parameter in each.parameters():
@@ -687,8 +689,8 @@ def test_an_optimizer_that_decays_timescales_warns_once(kind):
 
 
 def test_an_optimizer_without_decay_does_not_warn():
-    torch.optim.Adam(adpt.ADPTNet(WIDTH).parameters()).step()
-    torch.optim.AdamW(adpt.ADPTNet(WIDTH).parameters(), weight_decay=0.0).step()
+    torch.optim.Adam(adpt.ADPTNet.paper(WIDTH).parameters()).step()
+    torch.optim.AdamW(adpt.ADPTNet.paper(WIDTH).parameters(), weight_decay=0.0).step()
 
 
 @every

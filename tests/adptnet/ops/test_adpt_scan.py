@@ -567,7 +567,7 @@ def test_double_backward_runs_the_reference():
 
 
 def test_forward_mode_and_transforms_run_the_reference():
-    layer = ADPTNet(4, beta=1.0)
+    layer = ADPTNet.paper(4, beta=1.0)
     x, tangent = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
     _, pushed = torch.func.jvp(lambda x: layer(x)[0], (x,), (tangent,))
     difference = (layer(x + 1e-6 * tangent)[0] - layer(x - 1e-6 * tangent)[0]) / 2e-6
@@ -595,7 +595,7 @@ def test_the_operation_supports_forward_mode_and_batched_gradients():
 
 
 def test_a_replaced_step_is_the_one_that_runs():
-    layer = ADPTNet(4, beta=1.0)
+    layer = ADPTNet.paper(4, beta=1.0)
     layer.cell.stepper = lambda: lambda state, drive: 0.5 * state + drive
     x = torch.randn(2, 1, 4)
     assert_close(layer(x)[0], layer.cell.prepare(x, torch.zeros(2, 1, dtype=torch.int64)))
@@ -604,7 +604,7 @@ def test_a_replaced_step_is_the_one_that_runs():
 
 def test_a_fallback_is_logged_once(caplog, monkeypatch):
     monkeypatch.setattr(_backends, "_logged", set())
-    layer = ADPTNet(4, beta=1.0, conjugate=conjugates.Product(2))
+    layer = ADPTNet.paper(4, beta=1.0, conjugate=conjugates.Product(2))
     for _ in range(3):
         layer(torch.randn(2, 3, 4))
     assert [record.message for record in caplog.records].count(caplog.records[0].message) == 1
@@ -638,7 +638,7 @@ def test_products_with_factors_equal_those_with_dense_matrices(size, heads, rank
     ids=repr,
 )
 def test_a_layer_multiplies_by_its_factors(projection, monkeypatch):
-    layer = ADPTNet(64, beta=1.0, projection=projection, direction=directions.FromState(relu=True))
+    layer = ADPTNet.paper(64, beta=1.0, projection=projection, direction=directions.FromState(relu=True))
     used = stack_factors(layer.cell.directions, layer.cell.recurrence.form, torch.float64)
     assert any(part is not None for part in used)
     x, parameters = torch.randn(3, 7, 64), list(layer.cell.directions.parameters())
@@ -650,7 +650,7 @@ def test_a_layer_multiplies_by_its_factors(projection, monkeypatch):
 
 
 def test_factors_that_save_little_become_dense():
-    layer = ADPTNet(6, beta=1.0, projection=projections.LowParam((2, 3), 2))
+    layer = ADPTNet.paper(6, beta=1.0, projection=projections.LowParam((2, 3), 2))
     assert stack_factors(layer.cell.directions, layer.cell.recurrence.form, torch.float64) == Factors()
     assert has_scan_kernel({"width": 6, "projection": projections.LowRank(2)})
     assert solvers.Sequential()(layer.cell, torch.randn(2, 3, 6)).states.requires_grad
@@ -714,7 +714,7 @@ class LayerDataset(torch.utils.data.Dataset):
     """A dataset whose items are outputs of a layer."""
 
     def __init__(self):
-        self.layer = ADPTNet(5, beta=1.0)
+        self.layer = ADPTNet.paper(5, beta=1.0)
 
     def __len__(self):
         return 4
@@ -761,7 +761,7 @@ def test_compiled_and_exported_it_is_one_operation():
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer = ADPTNet(6, beta=1.0)
+        self.layer = ADPTNet.paper(6, beta=1.0)
 
     def forward(self, x):
         return self.layer(x)[0]
@@ -777,7 +777,7 @@ def test_a_layer_is_exported_with_one_operation():
 
 COMPILED = """
 import torch, adptnet
-layer, x = adptnet.ADPTNet(6, beta=1.0, dtype=torch.float64), torch.randn(2, 5, 6, dtype=torch.float64)
+layer, x = adptnet.ADPTNet.paper(6, beta=1.0, dtype=torch.float64), torch.randn(2, 5, 6, dtype=torch.float64)
 graphs = []
 run = torch.compile(lambda x: layer(x)[0], fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph)
 torch.testing.assert_close(run(x), layer(x)[0])
@@ -786,7 +786,7 @@ again = torch.compile(lambda x: layer(x)[0], fullgraph=True, backend="aot_eager"
 parameters = [*layer.parameters()]
 gradients = torch.autograd.grad(again(x).sum(), parameters)
 torch.testing.assert_close(gradients, torch.autograd.grad(layer(x)[0].sum(), parameters))
-other = adptnet.ADPTNet(6, beta=1.0, conjugate=adptnet.conjugates.Product(2), dtype=torch.float64)  # no kernel
+other = adptnet.ADPTNet.paper(6, beta=1.0, conjugate=adptnet.conjugates.Product(2), dtype=torch.float64)  # no kernel
 torch.testing.assert_close(torch.compile(lambda x: other(x)[0], fullgraph=True, backend="eager")(x), other(x)[0])
 print(len(nodes))
 """
@@ -873,7 +873,7 @@ def test_threads_have_about_equally_many_sequences(threads, size):
 @pytest.mark.parametrize("steps", [5, 3000])  # in memory of torch, and in pooled memory
 @pytest.mark.parametrize("grad", [False, True])
 def test_the_default_device_has_no_effect(steps, grad):
-    layer, x = ADPTNet(8, beta=1.0), torch.randn(2, steps, 8)
+    layer, x = ADPTNet.paper(8, beta=1.0), torch.randn(2, steps, 8)
     expected = layer(x)[0]
     with torch.set_grad_enabled(grad), torch.device("meta"):
         found = layer(x)[0]
@@ -882,7 +882,7 @@ def test_the_default_device_has_no_effect(steps, grad):
 
 @pytest.mark.parametrize("pre_dispatch", [False, True])
 def test_a_traced_graph_holds_the_operation(pre_dispatch):
-    layer = ADPTNet(8, beta=1.0).requires_grad_(False)
+    layer = ADPTNet.paper(8, beta=1.0).requires_grad_(False)
     x, other = torch.randn(2, 2, 20, 8)  # longer than a short call, which rounds differently
     graph = make_fx(lambda x: layer(x)[0], pre_dispatch=pre_dispatch)(x)
     assert any(node.target is torch.ops.adptnet.adpt_scan.default for node in graph.graph.nodes)
@@ -890,7 +890,7 @@ def test_a_traced_graph_holds_the_operation(pre_dispatch):
 
 
 def test_inside_a_transform_that_maps_other_tensors():
-    layer, x = ADPTNet(8, beta=1.0), torch.randn(2, 5, 8)
+    layer, x = ADPTNet.paper(8, beta=1.0), torch.randn(2, 5, 8)
     heads, resets = torch.randn(3, 8, 4), torch.rand(3, 2, 5) < 0.5
     assert_close(torch.vmap(lambda head: layer(x)[0] @ head)(heads), torch.stack([layer(x)[0] @ h for h in heads]))
     with torch.no_grad():
@@ -907,7 +907,7 @@ def test_lazily_negated_inputs():
 
 @pytest.mark.parametrize("steps", [16, 4096])
 def test_outputs_may_be_changed_in_place_at_any_length(steps):
-    layer, x = ADPTNet(8, beta=1.0), torch.randn(16, steps, 8)
+    layer, x = ADPTNet.paper(8, beta=1.0), torch.randn(16, steps, 8)
     expected = layer(x)[0] + 1
     found = layer(x)[0]
     found += 1

@@ -23,7 +23,7 @@ both_retractions = pytest.mark.parametrize("retraction", [retractions.Exponentia
 
 
 def make_layer(size, **axes):
-    return ADPTNet(size, beta=axes.pop("beta", 1.3), **axes)
+    return ADPTNet.paper(size, beta=axes.pop("beta", 1.3), **axes)
 
 
 @torch.no_grad()
@@ -61,7 +61,7 @@ def test_jacobians_where_key_and_value_are_parallel(distance):
 
 @torch.no_grad()
 def test_in_single_precision_jacobians_are_as_accurate_as_the_closed_form():
-    layer = ADPTNet(33, beta=0.5, dtype=torch.float32)
+    layer = ADPTNet.paper(33, beta=0.5, dtype=torch.float32)
     states = torch.randn(2, 40, 33, dtype=torch.float32)
     found = adpt_step.Jacobians(states, *kernel_arguments(layer))(0, 40)
     exact = jacobian(layer.double().cell.evaluate(), states.double(), states.double()).dense()

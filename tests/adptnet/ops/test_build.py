@@ -16,7 +16,7 @@ from adptnet.errors import BuildError, IncompatibleError
 from adptnet.ops import _buffers, _build, _trusted_files
 from support.kernels import SOURCES, needs_compiler, run_python
 
-LAYER = "import torch, adptnet; layer = adptnet.ADPTNet(5, beta=1.0); y, _ = layer(torch.randn(2, 7, 5)); "
+LAYER = "import torch, adptnet; layer = adptnet.ADPTNet.paper(5, beta=1.0); y, _ = layer(torch.randn(2, 7, 5)); "
 
 
 @needs_compiler
@@ -340,7 +340,7 @@ def resident():  # in MB
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)
 random.seed(0)
-layers = {size: adptnet.ADPTNet(size, beta=0.3) for size in (3, 8, 17, 32)}
+layers = {size: adptnet.ADPTNet.paper(size, beta=0.3) for size in (3, 8, 17, 32)}
 deer = solvers.DEER(max_iterations=20)
 
 def call(subject):

@@ -115,7 +115,7 @@ class HalvedMemory(CoupledCell):
 
 
 def with_projection(make, **axes):
-    layer = ADPTNet(WIDTH, beta=1.0, **axes)
+    layer = ADPTNet.paper(WIDTH, beta=1.0, **axes)
     module = layer.cell.directions[0]
     module.key_projection, module.value_projection = make(), make()
     return layer
@@ -133,10 +133,10 @@ def heads():
 
 
 LAYERS = {
-    "conjugate": lambda: ADPTNet(WIDTH, beta=1.0, conjugate=HalvedExact()),
-    "Taylor": lambda: ADPTNet(WIDTH, beta=0.3, conjugate=HalvedTaylor(2)),
-    "retraction": lambda: ADPTNet(WIDTH, beta=1.0, retraction=HalvedExponential()),
-    "direction": lambda: ADPTNet(WIDTH, beta=1.0, direction=FromNeighbors()),
+    "conjugate": lambda: ADPTNet.paper(WIDTH, beta=1.0, conjugate=HalvedExact()),
+    "Taylor": lambda: ADPTNet.paper(WIDTH, beta=0.3, conjugate=HalvedTaylor(2)),
+    "retraction": lambda: ADPTNet.paper(WIDTH, beta=1.0, retraction=HalvedExponential()),
+    "direction": lambda: ADPTNet.paper(WIDTH, beta=1.0, direction=FromNeighbors()),
     "bind of K": lambda: with_projection(lambda: DoubledBind(torch.nn.Parameter(torch.randn(WIDTH, WIDTH)))),
     "factors of K": lambda: with_projection(lambda: RolledLowRank(torch.randn(WIDTH, 1), torch.randn(WIDTH, 1))),
     "matrix of K": lambda: with_projection(lambda: MatrixOnly(torch.randn(4, 4), torch.randn(3, 3))),
@@ -203,7 +203,7 @@ def test_parallel_solvers_solve_the_step_that_a_subclass_defines(name, solver):
 
 
 def test_parametrized_projections_keep_their_kernel():
-    layer = ADPTNet(WIDTH, beta=1.0, projection=projections.LowRank(1))
+    layer = ADPTNet.paper(WIDTH, beta=1.0, projection=projections.LowRank(1))
     torch.nn.utils.parametrizations.weight_norm(layer.cell.directions[0].key_projection, "left")
     assert layer.cell.choose_scan("cpu").is_kernel
     x = torch.randn(2, 40, WIDTH)

@@ -234,7 +234,7 @@ def test_a_device_without_a_kernel_is_named(monkeypatch):
 
 
 def test_an_import_does_not_load_the_gpu_kernels():
-    code = "import sys, adptnet, torch; adptnet.ADPTNet(3)(torch.randn(1, 2, 3)); "
+    code = "import sys, adptnet, torch; adptnet.ADPTNet.paper(3)(torch.randn(1, 2, 3)); "
     shown, _ = run_python(
         code + "print([name for name in sys.modules if name.startswith('adptnet') and 'triton' in name])"
     )

@@ -100,8 +100,8 @@ def test_at_beta_zero_it_is_a_diagonal_state_space_model(axes):
     "spectrum", [spectra.Linspace(), spectra.S4DInv(), spectra.Negative(spectra.S4DInv())], ids=repr
 )
 def test_beta_zero_and_the_diagonal_conjugate_are_the_same_model(spectrum):
-    exact = ADPTNet(6, beta=0, spectrum=spectrum)
-    static = ADPTNet(6, beta=0, spectrum=spectrum, conjugate=conjugates.Diagonal())
+    exact = ADPTNet.paper(6, beta=0, spectrum=spectrum)
+    static = ADPTNet.paper(6, beta=0, spectrum=spectrum, conjugate=conjugates.Diagonal())
     static.load_state_dict({k: v for k, v in exact.state_dict().items() if "directions" not in k})
     x = torch.randn(2, 11, 6)
     assert_close(exact(x)[0], static(x)[0])
@@ -110,13 +110,13 @@ def test_beta_zero_and_the_diagonal_conjugate_are_the_same_model(spectrum):
 @pytest.mark.parametrize("retraction", all_retractions, ids=repr)
 @pytest.mark.parametrize("beta", [0.125, 4.0, 1000.0])
 def test_a_real_constant_spectrum_is_linear_whatever_beta(retraction, beta):
-    layer = ADPTNet(7, beta=beta, spectrum=spectra.Linspace(dt_min=0.1, dt_max=0.1), retraction=retraction)
+    layer = ADPTNet.paper(7, beta=beta, spectrum=spectra.Linspace(dt_min=0.1, dt_max=0.1), retraction=retraction)
     a, b = torch.randn(2, 3, 9, 7)
     assert_close(layer(a + 2 * b)[0], layer(a)[0] + 2 * layer(b)[0], atol=1e-10, rtol=1e-9)
 
 
 def test_a_complex_constant_spectrum_is_not_linear():
-    layer = ADPTNet(2, beta=1.0, spectrum=spectra.S4DInv(dt_min=0.1, dt_max=0.1), state_size=4)
+    layer = ADPTNet.paper(2, beta=1.0, spectrum=spectra.S4DInv(dt_min=0.1, dt_max=0.1), state_size=4)
     with torch.no_grad():
         layer.cell.spectrum.log_frequency.fill_(1.0)
     a, b = torch.randn(2, 3, 9, 2)

@@ -27,10 +27,10 @@ from support.members import all_conjugates, all_directions, all_projections, bui
 @pytest.mark.parametrize(
     ("short", "explicit"),
     [
-        (adptnet.TaylorADPTNet(6, beta=0.1), ADPTNet(6, beta=0.1, conjugate=conjugates.Taylor())),
-        (adptnet.TaylorADPTNet(6, order=2), ADPTNet(6, conjugate=conjugates.Taylor(order=2))),
-        (adptnet.LinearADPTNet(6, state_size=8), ADPTNet(6, state_size=8, direction=directions.FromInput())),
-        (adptnet.CoupledADPTNet(6, gain=drive.LRU()), ADPTNet(6, gain=drive.LRU(), memory=cells.SlowMemory())),
+        (adptnet.TaylorADPTNet(6, beta=0.1), ADPTNet.paper(6, beta=0.1, conjugate=conjugates.Taylor())),
+        (adptnet.TaylorADPTNet(6, order=2), ADPTNet.paper(6, conjugate=conjugates.Taylor(order=2))),
+        (adptnet.LinearADPTNet(6, state_size=8), ADPTNet.paper(6, state_size=8, direction=directions.FromInput())),
+        (adptnet.CoupledADPTNet(6, gain=drive.LRU()), ADPTNet.paper(6, gain=drive.LRU(), memory=cells.SlowMemory())),
     ],
     ids=["Taylor", "Taylor 2", "Linear", "Coupled"],
 )
@@ -43,11 +43,11 @@ def test_a_named_variant_equals_the_explicit_layer(short, explicit):
 @pytest.mark.parametrize("spectrum", [spectra.Linspace(), spectra.S4DInv(), spectra.ContinuousPM()], ids=repr)
 def test_the_error_of_taylor_falls_with_beta_at_its_order(order, slope, spectrum):
     states, silent = torch.randn(50, 12), torch.zeros(50, 12)
-    exact = ADPTNet(12, spectrum=spectrum).cell
+    exact = ADPTNet.paper(12, spectrum=spectrum).cell
     betas, errors = [0.04, 0.02, 0.01], []
     for beta in betas:
         cells_ = [
-            ADPTNet(12, beta=beta, spectrum=spectrum, conjugate=c).cell
+            ADPTNet.paper(12, beta=beta, spectrum=spectrum, conjugate=c).cell
             for c in (conjugates.Exact(), conjugates.Taylor(order))
         ]
         for cell in cells_:
@@ -65,8 +65,8 @@ def test_taylor_has_the_eigenvalues_on_its_diagonal():
 
 
 def test_one_product_step_is_exact():
-    one = ADPTNet(6, beta=1.0, conjugate=conjugates.Product(steps=1))
-    exact = ADPTNet(6, beta=1.0)
+    one = ADPTNet.paper(6, beta=1.0, conjugate=conjugates.Product(steps=1))
+    exact = ADPTNet.paper(6, beta=1.0)
     exact.load_state_dict(one.state_dict())
     x = torch.randn(2, 9, 6)
     assert torch.equal(one(x)[0], exact(x)[0])
@@ -85,7 +85,7 @@ def test_a_linear_layer_is_linear_in_its_state():
 
 
 def test_heads_do_not_see_each_other():
-    cell = ADPTNet(6, beta=2.0, direction=directions.FromState(heads=3)).cell
+    cell = ADPTNet.paper(6, beta=2.0, direction=directions.FromState(heads=3)).cell
     jacobian = cell.jacobian(torch.randn(6), torch.zeros(6))
     for i in range(3):
         for j in range(3):
@@ -109,7 +109,7 @@ def test_spikes_are_zeros_and_ones_with_a_boxcar_derivative():
 
 
 def test_a_learned_start_is_a_change_of_basis_at_beta_zero():
-    cell = ADPTNet(6, beta=0.0, start=True).cell
+    cell = ADPTNet.paper(6, beta=0.0, start=True).cell
     q = cell.start.dense()
     state = torch.randn(6)
     assert_close(cell.step(state, torch.zeros(6)), q @ (cell.spectrum().real * (q.T @ state)))
@@ -117,7 +117,7 @@ def test_a_learned_start_is_a_change_of_basis_at_beta_zero():
 
 
 def test_a_stateful_rotation_stays_orthogonal():
-    layer = ADPTNet(5, beta=1.0, conjugate=conjugates.Stateful())
+    layer = ADPTNet.paper(5, beta=1.0, conjugate=conjugates.Stateful())
     solution = layer.solve(torch.randn(2, 30, 5))
     rotation = layer.cell.rotation(solution.states)
     assert_close(rotation @ rotation.mT, torch.eye(5).expand(2, 30, 5, 5), atol=1e-12, rtol=0)
@@ -126,7 +126,7 @@ def test_a_stateful_rotation_stays_orthogonal():
 
 def test_a_coupled_cell_without_feedback_is_the_plain_one_and_its_average():
     coupled = adptnet.CoupledADPTNet(6, beta=1.0, memory=cells.SlowMemory(feedback=0.0))
-    plain = ADPTNet(6, beta=1.0)
+    plain = ADPTNet.paper(6, beta=1.0)
     plain.cell.load_state_dict(coupled.cell.fast.state_dict())
     x = torch.randn(2, 20, 6)
     assert_close(coupled(x)[0], plain(x)[0])
@@ -212,7 +212,7 @@ def test_given_exponents_are_the_logarithms_of_the_eigenvalues():
     built = spectra.FromExponents((-0.5, -2.0)).build(2)
     assert_close(built().real.log(), torch.tensor([-0.5, -2.0]))
     with pytest.warns(UserWarning, match="the state may grow"):
-        chaotic = ADPTNet(2, spectrum=spectra.FromExponents((0.9, -1.0)), gain=drive.ZOH(), beta=1.0)
+        chaotic = ADPTNet.paper(2, spectrum=spectra.FromExponents((0.9, -1.0)), gain=drive.ZOH(), beta=1.0)
     assert chaotic(torch.randn(1, 5, 2))[0].isfinite().all()
 
 
@@ -255,7 +255,7 @@ def test_steps_with_dt_and_beta_are_the_brute_force_ones(axes):
 
 
 def test_two_half_steps_without_input_are_one_step_at_beta_zero():
-    layer = ADPTNet(4, beta=0.0)
+    layer = ADPTNet.paper(4, beta=0.0)
     start = layer.initial_state(1)._replace(state=torch.randn(1, 4))
     halves, _ = layer(torch.zeros(1, 2, 4), start, dt=torch.full((1, 2), 0.5))
     whole, _ = layer(torch.zeros(1, 1, 4), start)
@@ -263,7 +263,7 @@ def test_two_half_steps_without_input_are_one_step_at_beta_zero():
 
 
 def test_invalid_call_arguments_raise():
-    layer = ADPTNet(4)
+    layer = ADPTNet.paper(4)
     x = torch.randn(2, 5, 4)
     for bad, message in [
         ({"dt": torch.ones(2, 4)}, "it must be (batch, time), (2, 5)"),
@@ -295,7 +295,7 @@ def test_a_trainable_beta_uses_the_clipped_value_and_reports_both():
 
 def test_rope_is_a_complex_state_space_model_with_the_minus_sign():
     """x_t = R(tθ) Σ λ^{t-k} R(-kθ) u_k (deviations.md, point 8). The printed matrix is e^{-iθ} on (real, imaginary)."""
-    layer = ADPTNet(6, beta=0.0, rope=drive.RoPE(sign=1))
+    layer = ADPTNet.paper(6, beta=0.0, rope=drive.RoPE(sign=1))
     theta = (layer.cell.drive.rope.log_dt + layer.cell.drive.rope.log_frequency).exp()
     with torch.no_grad():
         layer.cell.spectrum.log_dt.copy_(layer.cell.spectrum.log_dt[::2].repeat_interleave(2))
@@ -331,13 +331,13 @@ def test_pairs_are_rotated_alike_for_any_memory_layout_and_any_layout_of_positio
 
 
 def test_pairs_are_rotated_inside_vmap_for_any_strides():
-    layer = ADPTNet(8, beta=0.5, rope=drive.RoPE(), input_projection=projections.Identity())
+    layer = ADPTNet.paper(8, beta=0.5, rope=drive.RoPE(), input_projection=projections.Identity())
     x = torch.randn(4, 41)[:, :40].unflatten(1, (5, 8))
     assert_close(torch.vmap(lambda one: layer(one)[0])(x), torch.stack([layer(one)[0] for one in x]))
 
 
 def test_large_positions_do_not_lose_precision():
-    layer = ADPTNet(6, beta=0.0, rope=drive.RoPE(), dtype=torch.float32)
+    layer = ADPTNet.paper(6, beta=0.0, rope=drive.RoPE(), dtype=torch.float32)
     far = ADPTState(torch.zeros(1, 6, dtype=torch.float32), torch.tensor([10_000_000]))
     x = torch.randn(1, 1, 6)
     double = layer(x.float(), far)[0].double()
@@ -389,10 +389,10 @@ def test_every_direction_runs_with_every_conjugate():
             stateful = isinstance(conjugate, conjugates.Stateful)
             if stateful and (direction.heads > 1 or isinstance(direction, directions.FromInput)):
                 with pytest.raises(IncompatibleError, match="Drop"):
-                    ADPTNet(12, direction=direction, conjugate=conjugate, beta=0.3)
+                    ADPTNet.paper(12, direction=direction, conjugate=conjugate, beta=0.3)
                 rejected += 1
                 continue
-            layer = ADPTNet(12, direction=direction, conjugate=conjugate, beta=0.3)
+            layer = ADPTNet.paper(12, direction=direction, conjugate=conjugate, beta=0.3)
             assert adptnet.verify(layer, torch.randn(1, 4, 12)).ok
     assert rejected == 4  # Stateful with heads or with directions from the input
 
@@ -413,7 +413,7 @@ def test_wrapped_cells_run_in_a_layer():
 
 
 def test_a_bidirectional_layer_reverses_dt_too():
-    both = adptnet.Bidirectional(ADPTNet(4, beta=1.0).spec)
+    both = adptnet.Bidirectional(ADPTNet.paper(4, beta=1.0).spec)
     x, dt = torch.randn(2, 5, 4), torch.rand(2, 5)
     back = both.back(x.flip(1), dt=dt.flip(1))[0].flip(1)
     assert_close(both(x, dt=dt)[0], both.merge(torch.cat((both.ahead(x, dt=dt)[0], back), -1)))
@@ -422,7 +422,7 @@ def test_a_bidirectional_layer_reverses_dt_too():
 @pytest.mark.parametrize("spectrum", [spectra.Linspace(), spectra.S4DInv(), spectra.Sparse()], ids=repr)
 @pytest.mark.parametrize("gain", [drive.EMA(), drive.LRU(), drive.ZOH()], ids=repr)
 def test_a_step_of_length_zero_has_finite_gradients(spectrum, gain):
-    layer = ADPTNet(4, gain=gain, spectrum=spectrum)
+    layer = ADPTNet.paper(4, gain=gain, spectrum=spectrum)
     dt = torch.ones(2, 4)
     dt[:, 1] = 0
     dt.requires_grad_()
@@ -432,7 +432,7 @@ def test_a_step_of_length_zero_has_finite_gradients(spectrum, gain):
 
 
 def test_dt_in_the_padding_does_not_matter():
-    layer = ADPTNet(4, beta=1.0, spectrum=spectra.S4DInv())
+    layer = ADPTNet.paper(4, beta=1.0, spectrum=spectra.S4DInv())
     x, dt = torch.randn(2, 4, 4), torch.rand(2, 4)
     noisy = dt.clone()
     noisy[1, 2:] = torch.tensor([torch.nan, -1.0])
@@ -447,7 +447,7 @@ def test_dt_in_the_padding_does_not_matter():
 @pytest.mark.parametrize("shape", [(4,), (4, 5)])
 def test_the_forms_of_a_conjugate_agree_with_dt(conjugate, start, shape):
     beta = 0.5 if conjugate.has_directions else 0.0
-    cell = ADPTNet(4, start=start, conjugate=conjugate, beta=beta).cell.with_arguments(dt=torch.rand(4, 5))
+    cell = ADPTNet.paper(4, start=start, conjugate=conjugate, beta=beta).cell.with_arguments(dt=torch.rand(4, 5))
     drives = cell.prepare(torch.randn(4, 5, 4), torch.arange(5).expand(4, 5))
     drives = drives if len(shape) == 2 else drives[:, 2]
     states = torch.randn(*shape, 4)
@@ -472,10 +472,10 @@ def test_the_zero_order_hold_has_the_right_derivative_at_exponent_zero():
 
 def test_integers_are_accepted_in_place_of_floats():
     layers = [
-        ADPTNet(4, beta=TrainableBeta(1)),
-        ADPTNet(4, beta=TrainableBeta((1, 2)), direction=directions.FromState(heads=2)),
-        ADPTNet(4, memory=cells.SlowMemory(feedback=1)),
-        ADPTNet(4, beta=(1,)),
+        ADPTNet.paper(4, beta=TrainableBeta(1)),
+        ADPTNet.paper(4, beta=TrainableBeta((1, 2)), direction=directions.FromState(heads=2)),
+        ADPTNet.paper(4, memory=cells.SlowMemory(feedback=1)),
+        ADPTNet.paper(4, beta=(1,)),
     ]
     for layer in layers:
         assert layer(torch.randn(4, 4))[0].shape == (4, 4)
@@ -483,14 +483,14 @@ def test_integers_are_accepted_in_place_of_floats():
 
 
 def test_directions_from_the_input_run_without_a_rotation():
-    layer = ADPTNet(4, beta=0, conjugate=conjugates.Diagonal(), direction=directions.FromInput())
+    layer = ADPTNet.paper(4, beta=0, conjugate=conjugates.Diagonal(), direction=directions.FromInput())
     assert layer(torch.randn(2, 3, 4))[0].isfinite().all()
     with pytest.raises(IncompatibleError, match="takes no beta="):
         layer(torch.randn(2, 3, 4), beta=torch.ones(2))
 
 
 def test_dt_works_under_vmap():
-    layer = ADPTNet(4, beta=1.0)
+    layer = ADPTNet.paper(4, beta=1.0)
     x, dt = torch.randn(3, 4), torch.rand(3)
     mapped = torch.func.vmap(lambda a, d: layer.step(a, dt=d)[0])(x, dt)
     assert_close(mapped, layer.step(x, dt=dt)[0])
@@ -504,13 +504,13 @@ def test_dt_works_under_vmap():
         (lambda: spectra.FromExponents(-0.1), "needs finite numbers"),
         (lambda: directions.FromState(dot="a"), "in [-1, 1]"),
         (lambda: directions.FromState(dot=True), "in [-1, 1]"),
-        (lambda: ADPTNet(4, beta=()), "Pass beta=0.125"),
-        (lambda: ADPTNet(4, beta=TrainableBeta(1e9)), "no precision left"),
+        (lambda: ADPTNet.paper(4, beta=()), "Pass beta=0.125"),
+        (lambda: ADPTNet.paper(4, beta=TrainableBeta(1e9)), "no precision left"),
         (
-            lambda: ADPTNet(8, projection=projections.Kronecker((4, 2)), direction=directions.FromState(heads=2)),
+            lambda: ADPTNet.paper(8, projection=projections.Kronecker((4, 2)), direction=directions.FromState(heads=2)),
             "each of 2 heads has size 4. Pass factors=(2, 2), or state_size=16",
         ),
-        (lambda: ADPTNet(8, input_projection=projections.Kronecker((2, 2))), "Pass factors=(4, 2)."),
+        (lambda: ADPTNet.paper(8, input_projection=projections.Kronecker((2, 2))), "Pass factors=(4, 2)."),
     ],
 )
 def test_invalid_specs_raise_with_the_fix(make, message):

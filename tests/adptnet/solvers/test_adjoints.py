@@ -319,7 +319,7 @@ from adptnet import ADPTNet, solvers
 torch.set_num_threads(1)
 torch.manual_seed(0)
 make, iterations = getattr(solvers, sys.argv[1]), int(sys.argv[2])
-layer = ADPTNet(64, beta=0.0125)
+layer = ADPTNet.paper(64, beta=0.0125)
 x = torch.randn(16, 4096, 64)
 small = make(fixed_iterations=2, on_failure=solvers.Return())
 solver = make(fixed_iterations=iterations, on_failure=solvers.Return())

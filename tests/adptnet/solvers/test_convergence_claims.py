@@ -31,7 +31,7 @@ any_cell = pytest.mark.parametrize(
 @every_solver
 def test_a_loud_step_before_a_reset_does_not_loosen_the_steps_after_it(solver):
     torch.manual_seed(1)
-    layer = ADPTNet(16, beta=4.0).float()
+    layer = ADPTNet.paper(16, beta=4.0).float()
     x = torch.randn(1, 60, 16, dtype=torch.float32)
     x[:, 0] *= 1e6
     reset = torch.zeros(1, 60, dtype=torch.bool)
@@ -82,7 +82,7 @@ def test_residuals_that_add_up_along_a_long_memory_are_not_convergence(solver):
 
 def test_a_sequence_that_cannot_be_right_in_every_channel_is_not_called_converged():
     """In float32, with channels of scale 1e8 and 1, the mean of M cannot resolve the small channel."""
-    cell = ADPTNet(4, beta=2.0).float().cell
+    cell = ADPTNet.paper(4, beta=2.0).float().cell
     x = torch.randn(1, 60, 4, dtype=torch.float32) * torch.tensor([1e8, 1.0, 1.0, 1.0], dtype=torch.float32)
     try:
         solution = solvers.KoopmanDEER(on_failure=solvers.Raise())(cell, x)
@@ -93,7 +93,7 @@ def test_a_sequence_that_cannot_be_right_in_every_channel_is_not_called_converge
 
 
 def test_gradients_of_blocks_of_one_sequence_with_complex_eigenvalues():
-    layer, x = ADPTNet(8, beta=1.0, spectrum=spectra.S4DInv()), torch.randn(1, 50, 8, requires_grad=True)
+    layer, x = ADPTNet.paper(8, beta=1.0, spectrum=spectra.S4DInv()), torch.randn(1, 50, 8, requires_grad=True)
     reset = torch.rand(1, 50) < 0.1
     solver = solvers.BlockWise(solvers.ConvDEER(), num_blocks=2)
     found, expected = (
@@ -186,7 +186,7 @@ def test_the_check_can_be_skipped_and_is_not_run_on_our_own_cells(monkeypatch):
     assert solvers.Jacobi(check=False)(cell, torch.randn(3, 20, 6)).states.isfinite().all()
     assert "check=False" in repr(solvers.Jacobi(check=False))
     monkeypatch.setattr("adptnet.solvers.step_check._call_step", None)
-    layer = ADPTNet(4)
+    layer = ADPTNet.paper(4)
     assert layer.solve(torch.randn(2, 9, 4), solver=solvers.ConvDEER()).result == solvers.Result.CONVERGED
 
 
@@ -216,7 +216,7 @@ def test_user_code_inside_our_own_cells_is_checked_too(kind):
         def forward(self, x):
             return super().forward(x - x.mean(0, keepdim=True))
 
-    cell = ADPTNet(6, beta=1.0).cell
+    cell = ADPTNet.paper(6, beta=1.0).cell
     if kind == "mean":
         cell.directions[0].key_projection = Centred(6, 6, bias=False)
     elif kind == "dropout":

@@ -222,7 +222,7 @@ def test_for_taylor_of_order_one_several_linearizations_are_the_same(spectrum, d
 
 def hard_case(steps=2048):
     """A layer with long memory, which takes many iterations."""
-    layer = ADPTNet(16, beta=1.0, spectrum=spectra.Linspace(dt_min=1e-4, dt_max=1e-1))
+    layer = ADPTNet.paper(16, beta=1.0, spectrum=spectra.Linspace(dt_min=1e-4, dt_max=1e-1))
     return layer.cell, torch.randn(1, steps, 16)
 
 
@@ -239,7 +239,7 @@ def test_on_the_hard_case_the_default_is_exact():
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("make", [solvers.ConvDEER, solvers.ForwardDEER])
 def test_the_longest_hard_case_is_exact_or_reports_that_it_is_not(make):
-    layer = ADPTNet(64, beta=1.0, spectrum=spectra.Linspace(dt_min=1e-4, dt_max=1e-1), dtype=torch.float32)
+    layer = ADPTNet.paper(64, beta=1.0, spectrum=spectra.Linspace(dt_min=1e-4, dt_max=1e-1), dtype=torch.float32)
     inputs = torch.randn(1, 16384, 64, dtype=torch.float32)
     returned = run(make(on_failure=solvers.Return()), layer.cell, inputs)
     if returned.result == Result.CONVERGED:
@@ -432,7 +432,7 @@ from adptnet import ADPTNet, solvers
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
-cell, inputs = ADPTNet(6, beta=0.1, dtype=torch.float64).cell, torch.randn(2, 12, 6, dtype=torch.float64)
+cell, inputs = ADPTNet.paper(6, beta=0.1, dtype=torch.float64).cell, torch.randn(2, 12, 6, dtype=torch.float64)
 exact = solvers.Sequential()(cell, inputs).states
 for name in sys.argv[1:]:
     solver = getattr(solvers, name)(fixed_iterations=20, on_failure=solvers.Return())
@@ -463,7 +463,7 @@ def test_more_solvers_can_be_compiled():
 
 @pytest.mark.parametrize("linearization", all_linearizations)
 def test_half_precision_and_autocast_stay_in_float32_inside(linearization):
-    layer = ADPTNet(6, beta=0.5, dtype=torch.float32)
+    layer = ADPTNet.paper(6, beta=0.5, dtype=torch.float32)
     solver = all_linearizations[linearization]()
     inputs = torch.randn(2, 20, 6).bfloat16()
     plain = run(solver, layer.cell, inputs.float())
@@ -490,7 +490,7 @@ def test_the_precision_of_products_is_put_back():
 
 
 def test_steps_of_different_lengths_and_a_beta_for_each_sequence():
-    layer = ADPTNet(6, beta=1.0)
+    layer = ADPTNet.paper(6, beta=1.0)
     inputs, dt, beta = torch.randn(3, 15, 6), 0.1 + torch.rand(3, 15), torch.tensor([0.1, 1.0, 3.0])
     lengths = torch.tensor([15, 4, 9])
     for given_ in ({"dt": dt}, {"beta": beta}, {"dt": dt, "beta": beta}):
@@ -617,19 +617,19 @@ def test_any_beta_shape_and_spectrum_are_finished_exactly(seed, beta, steps, siz
 
 def test_koopman_takes_fewer_iterations_than_the_diagonal_at_large_beta():
     torch.manual_seed(0)
-    cell, inputs = ADPTNet(32, beta=4.0).cell, torch.randn(3, 400, 32)
+    cell, inputs = ADPTNet.paper(32, beta=4.0).cell, torch.randn(3, 400, 32)
     koopman, quasi = (run(make(), cell, inputs).iterations for make in (solvers.KoopmanDEER, solvers.QuasiDEER))
     assert koopman.double().mean() < quasi.double().mean()
 
 
 def test_a_mean_in_single_precision_converges():
-    layer = ADPTNet(32, beta=1.0, dtype=torch.float32)
+    layer = ADPTNet.paper(32, beta=1.0, dtype=torch.float32)
     assert run(solvers.KoopmanDEER(), layer.cell, torch.randn(2, 500, 32).float()).result == Result.CONVERGED
 
 
 def test_a_layer_warns_if_it_did_not_converge():
     with pytest.warns(errors.NotConvergedWarning, match="Return"):
-        ADPTNet(6, beta=4.0)(
+        ADPTNet.paper(6, beta=4.0)(
             torch.randn(3, 60, 6), solver=solvers.ConvDEER(max_iterations=2, on_failure=solvers.Return())
         )
 
@@ -710,7 +710,7 @@ def test_the_repr_of_a_solver_shows_its_arguments():
 
 @pytest.mark.parametrize("scale", [1e-3, 1e-8, 1e-20])
 def test_small_states_are_found_to_as_many_digits(scale):
-    layer = ADPTNet(4, beta=1.0, dtype=torch.float32)
+    layer = ADPTNet.paper(4, beta=1.0, dtype=torch.float32)
     inputs = scale * torch.randn(2, 20, 4).float()
     exact = run(solvers.Sequential(), layer.cell, inputs).states
     for make in (solvers.ConvDEER, solvers.QuasiDEER, solvers.KoopmanDEER):
@@ -720,7 +720,7 @@ def test_small_states_are_found_to_as_many_digits(scale):
 
 
 def test_inference_mode_finds_the_same_states():
-    layer, inputs = ADPTNet(4, beta=1.0), torch.randn(2, 20, 4)
+    layer, inputs = ADPTNet.paper(4, beta=1.0), torch.randn(2, 20, 4)
     for solver in (solvers.DEER(), solvers.QuasiDEER(), solvers.BlockWise(solvers.ConvDEER(), 3)):
         plain = run(solver, layer.cell, inputs)
         with torch.inference_mode():
@@ -767,7 +767,7 @@ def test_a_step_that_breaks_the_contract_is_named(step, words, make):
 @pytest.mark.parametrize("solver", [solvers.Sequential(), solvers.ConvDEER(), solvers.Auto()], ids=repr)
 def test_a_solver_explains_arguments_of_the_wrong_type(solver):
     cell, inputs = build_cell({"width": 4}), torch.randn(2, 9, 4)
-    for what in (torch.nn.GRUCell(4, 4), ADPTNet(4), lambda state, inputs: state):
+    for what in (torch.nn.GRUCell(4, 4), ADPTNet.paper(4), lambda state, inputs: state):
         with pytest.raises(errors.InputError, match=r"layer.cell.*from_torch.*from_function"):
             solver(what, inputs)
     with pytest.raises(errors.InputError, match=r"adjoints.Implicit\(\)"):

@@ -14,7 +14,7 @@ WIDE = spectra.Linspace(dt_min=0.05, dt_max=3.0)
 
 
 def frozen(beta=0.5, size=6, **axes):
-    return ADPTNet(size, beta=beta, **{"spectrum": WIDE, **axes}).requires_grad_(False)
+    return ADPTNet.paper(size, beta=beta, **{"spectrum": WIDE, **axes}).requires_grad_(False)
 
 
 def test_the_command_analyzes_every_layer_of_a_checkpoint(tmp_path, capsys):

@@ -376,7 +376,7 @@ def test_08_the_printed_rotary_matrix_turns_the_other_way():
 
 
 def test_08_the_position_is_part_of_the_state():
-    layer = ADPTNet(4)
+    layer = ADPTNet.paper(4)
     x = randn(2, 7, 4)
     _, state = layer(x)
     reset = torch.zeros(2, 7, dtype=torch.bool)

@@ -141,7 +141,7 @@ def test_invalid_arguments_raise(make, message):
 
 
 def test_every_task_has_a_name_a_spec_and_a_model():
-    block = BlockSpec(ADPTNet(4).spec)
+    block = BlockSpec(ADPTNet.paper(4).spec)
     for name, kind in TASKS.items():
         assert get_task(name) is kind
         task = kind()

@@ -180,7 +180,7 @@ def test_the_horizon_of_a_model_that_knows_the_equations():
 
 
 def test_the_horizon_of_a_layer():
-    model = SMALL.model(BlockSpec(ADPTNet(8).spec)).build()
+    model = SMALL.model(BlockSpec(ADPTNet.paper(8).spec)).build()
     found = SMALL.horizon(model, sequences=3, longest=1.0)
     assert found.lyapunov_times.shape == (3,)
     assert found.mean <= found.full

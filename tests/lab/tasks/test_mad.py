@@ -322,7 +322,7 @@ def test_invalid_settings_raise(make, message):
 
 @pytest.fixture
 def block():
-    return BlockSpec(ADPTNet(10).spec, norm="rms")
+    return BlockSpec(ADPTNet.paper(10).spec, norm="rms")
 
 
 def test_the_auto_encoder_matches_its_definition(block):
@@ -357,11 +357,11 @@ def test_the_auto_encoder_ignores_padding_and_can_be_saved(block, tmp_path):
     with pytest.raises(InputError, match="takes \\(batch, time\\) tokens"):
         model(torch.randn(2, 3))
     with pytest.raises(SpecError, match="must be a BlockSpec"):
-        AutoEncoderSpec(ADPTNet(4).spec)
+        AutoEncoderSpec(ADPTNet.paper(4).spec)
 
 
 def test_the_block_of_the_suite_matches_its_definition(tmp_path):
-    assert SwiGLUBlockSpec(ADPTNet(128).spec).inner == 352
+    assert SwiGLUBlockSpec(ADPTNet.paper(128).spec).inner == 352
     spec = SwiGLUBlockSpec(Mamba(10, state_size=4))
     block = spec.build()
     x = torch.randn(2, 7, 10)
@@ -379,6 +379,6 @@ def test_the_block_of_the_suite_matches_its_definition(tmp_path):
     assert_close(load(tmp_path / "model.safetensors")(tokens[:, :4])[0], logits)
     assert MadCompression().model(spec).build()(tokens)[0].shape == (2, 5, 16)
     with pytest.raises(SpecError, match="Perhaps you meant 'rms'"):
-        SwiGLUBlockSpec(ADPTNet(4).spec, norm="rmsn")
+        SwiGLUBlockSpec(ADPTNet.paper(4).spec, norm="rmsn")
     with pytest.raises(SpecError, match="must be a LayerSpec, BidirectionalSpec or MixerSpec"):
         SwiGLUBlockSpec(Mamba)

@@ -16,7 +16,7 @@ from adptnet_lab.training import AdamW, Linear, RMSprop, TrainConfig, TrainingDi
 
 def small(seed=0, beta=4.0):
     torch.manual_seed(seed)
-    return SequenceModel(ADPTNet(16, beta=beta).spec, vocabulary=2, norm="batch", dropout=0.1)
+    return SequenceModel(ADPTNet.paper(16, beta=beta).spec, vocabulary=2, norm="batch", dropout=0.1)
 
 
 PARITY = WordProblem("Z2", length=6)
@@ -39,7 +39,7 @@ def test_the_same_seed_gives_the_same_numbers_whatever_ran_before():
 def test_training_leaves_the_callers_random_numbers_alone():
     torch.manual_seed(9)
     expected = torch.rand(2)
-    model = SequenceModel(ADPTNet(4).spec, vocabulary=2)
+    model = SequenceModel(ADPTNet.paper(4).spec, vocabulary=2)
     torch.manual_seed(9)
     train(model, PARITY, TrainConfig(steps=2, batch_size=4))
     assert torch.equal(torch.rand(2), expected)
@@ -63,7 +63,7 @@ def test_evaluation_repeats_and_restores_the_mode():
 
 
 def test_a_frozen_norm_stays_frozen_after_evaluation():
-    model = SequenceModel(ADPTNet(4).spec, vocabulary=2, norm="batch").train()
+    model = SequenceModel(ADPTNet.paper(4).spec, vocabulary=2, norm="batch").train()
     model.norm.eval()
     evaluate(model, WordProblem("Z2", length=4), [4], size=8)
     assert model.training

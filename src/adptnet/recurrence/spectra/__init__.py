@@ -3,6 +3,7 @@
 from .base import BlockDiagonal, Spectrum, SpectrumSpec
 from .continuous import Linspace, LogUniformDecay, LRURing, S4DInv, S4DLin, S4DReal, UniformDecay
 from .exponents import FromExponents
+from .timescales import Timescales
 from .wrappers import ContinuousPM, Negative, Sparse
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "Sparse",
     "Spectrum",
     "SpectrumSpec",
+    "Timescales",
     "UniformDecay",
 ]

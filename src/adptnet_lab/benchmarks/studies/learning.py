@@ -144,7 +144,8 @@ def make_command(name: str, sweep: str, output: pathlib.Path) -> list[str]:
         sweep: Arguments of `adptnet sweep`.
         output: The folder of all runs.
     """
-    return ["adptnet", "sweep", *shlex.split(sweep), "--output", str(output / name)]
+    task, *flags = shlex.split(sweep)
+    return ["adptnet", "sweep", task, "--model.preset", "paper", *flags, "--output", str(output / name)]
 
 
 def list_finished(name: str, output: pathlib.Path) -> list[pathlib.Path]:

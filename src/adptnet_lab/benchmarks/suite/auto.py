@@ -33,7 +33,7 @@ def _make_case(size: Size, fast: bool) -> Case:
     for setting in SETTINGS:
         torch.manual_seed(0)
         conjugate = conjugates.Product(steps=2) if setting == "cell without a kernel" else conjugates.Exact()
-        layer, x = ADPTNet(size.state, conjugate=conjugate), torch.randn(size)
+        layer, x = ADPTNet.paper(size.state, conjugate=conjugate), torch.randn(size)
         parameters = [p for p in layer.parameters() if p.requires_grad]
 
         def training(

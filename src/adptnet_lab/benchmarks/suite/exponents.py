@@ -39,14 +39,14 @@ def _compute_with_jacrev(layer: ADPTNet, x: Tensor, transient: int) -> Tensor:
 def _make_case(size: Size, fast: bool) -> Case:
     torch.manual_seed(0)
     n, few = size.state, min(STEPS, size.steps)
-    exact = ADPTNet(n, dtype=torch.float64)
+    exact = ADPTNet.paper(n, dtype=torch.float64)
     signal = torch.randn(size.steps, n, dtype=torch.float64)
     sides, goals, numbers = [], [], {}
     compared = signal[: min(COMPARED, size.steps)]
     found = analysis.lyapunov_exponents(exact, compared)
     expected = _compute_with_jacrev(exact, compared, found.window[0])
     for name, dtype in DTYPES.items():
-        layer = ADPTNet(n, dtype=dtype)
+        layer = ADPTNet.paper(n, dtype=dtype)
         layer.load_state_dict(exact.state_dict())
         x = signal.to(dtype)
         here = analysis.lyapunov_exponents(layer, compared.to(dtype)).exponents.double()

@@ -16,8 +16,8 @@ __all__ = ["LAYERS"]
 
 OURS = "ADPTNet"
 MODELS: dict[str, Callable[[int], nn.Module]] = {
-    OURS: ADPTNet,  # K, V and B dense, EMA gain, no gate, no RoPE
-    "diagonal SSM": lambda n: ADPTNet(n, conjugate=conjugates.Diagonal(), beta=0.0),
+    OURS: ADPTNet.paper,  # K, V and B dense, EMA gain, no gate, no RoPE
+    "diagonal SSM": lambda n: ADPTNet.paper(n, conjugate=conjugates.Diagonal(), beta=0.0),
     "nn.GRU": lambda n: nn.GRU(n, n, batch_first=True),
     "nn.LSTM": lambda n: nn.LSTM(n, n, batch_first=True),
     "nn.RNN(relu)": lambda n: nn.RNN(n, n, batch_first=True, nonlinearity="relu"),

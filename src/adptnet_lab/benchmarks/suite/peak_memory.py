@@ -22,7 +22,7 @@ __all__ = ["KINDS", "main"]
 
 
 def _train_with_conv_deer(size: Size) -> Callable[[], object]:
-    layer, x = ADPTNet(size.state), torch.randn(size)
+    layer, x = ADPTNet.paper(size.state), torch.randn(size)
     parameters = [p for p in layer.parameters() if p.requires_grad]
     return lambda: torch.autograd.grad(layer(x, solver=solvers.ConvDEER())[0].sum(), parameters)
 

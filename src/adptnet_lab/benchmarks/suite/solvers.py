@@ -29,7 +29,7 @@ LOOP_STEPS = 64
 
 def _make_case(size: Size, fast: bool) -> Case:
     torch.manual_seed(0)
-    layer = ADPTNet(size.state)
+    layer = ADPTNet.paper(size.state)
     x = torch.randn(size)
     parameters = [p for p in layer.parameters() if p.requires_grad]
     sides, numbers = [], {}

@@ -61,7 +61,7 @@ def _measure_spectrum(beta: float, steps: int) -> dict[str, Any]:
         "projection": projections.Orthogonal(),
         "spectrum": spectra.Linspace(dt_min=2e-2, dt_max=1.0),
     }
-    layer = ADPTNet(16, beta=beta, gain=drive.LRU(), **axes).requires_grad_(False)
+    layer = ADPTNet.paper(16, beta=beta, gain=drive.LRU(), **axes).requires_grad_(False)
     assert isinstance(layer.cell, cells.ADPTCell)
     x = torch.randn(steps, 16)
     return {

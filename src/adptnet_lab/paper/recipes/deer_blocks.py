@@ -230,7 +230,7 @@ def _make_savings_points(scale: Scale) -> list[GridPoint]:
 def _run_savings(point: GridPoint) -> RunOutput:
     settings = point.settings
     spectrum = spectra.Linspace(dt_min=1e-3, dt_max=1e-1)
-    layer = ADPTNet(settings["width"], beta=settings["beta"], spectrum=spectrum).requires_grad_(False)
+    layer = ADPTNet.paper(settings["width"], beta=settings["beta"], spectrum=spectrum).requires_grad_(False)
     x = torch.randn(1, settings["steps"], settings["width"])
     whole = make_solver("Conv")(layer.cell, x).history
     parts = []

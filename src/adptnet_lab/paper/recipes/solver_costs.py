@@ -42,7 +42,7 @@ def _make_cost_points(scale: Scale) -> list[GridPoint]:
 
 def _run_cost(point: GridPoint) -> RunOutput:
     size = point.settings["size"]
-    layer = ADPTNet(size, beta=0.125).requires_grad_(False)
+    layer = ADPTNet.paper(size, beta=0.125).requires_grad_(False)
     counted = analysis.cost(layer)
     x = torch.randn(1, point.settings["steps"], size)
     by_scan, by_fft = (
@@ -125,7 +125,7 @@ def _make_error_points(scale: Scale) -> list[GridPoint]:
 def _run_errors(point: GridPoint) -> RunOutput:
     low, high = SPREADS[point.settings["spread"]]
     spectrum = spectra.Linspace(dt_min=low, dt_max=high)
-    layer = ADPTNet(
+    layer = ADPTNet.paper(
         16, beta=point.settings["beta"], projection=projections.Orthogonal(), spectrum=spectrum
     ).requires_grad_(False)
     errors = analysis.local_errors(layer, torch.randn(point.settings["steps"], 16))

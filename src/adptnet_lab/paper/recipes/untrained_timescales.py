@@ -53,7 +53,7 @@ def _run(point: GridPoint) -> RunOutput:
     if "ratio" in settings:
         low, high = STEP_SIZES[settings["ratio"]]
         axes["spectrum"] = spectra.UniformDecay(1.0, 1.0, dt_min=low, dt_max=high)
-    layer = ADPTNet(settings["size"], beta=settings["beta"], gain=drive.LRU(), rope=drive.RoPE(), **axes)
+    layer = ADPTNet.paper(settings["size"], beta=settings["beta"], gain=drive.LRU(), rope=drive.RoPE(), **axes)
     layer.requires_grad_(False)
     numbers = _measure_spectrum(layer, settings["steps"])
     assert isinstance(layer.cell, cells.ADPTCell)

@@ -27,7 +27,7 @@ def build_network(width: int, beta: float, dt_min: float, dt_max: float = 1e-1, 
     spectrum: spectra.SpectrumSpec = spectra.Linspace(dt_min=dt_min, dt_max=dt_max, decay=0.5)
     if negative:
         spectrum = spectra.Negative(spectrum, negative)
-    layer = ADPTNet(width, beta=beta, spectrum=spectrum, rope=drive.RoPE(), gain=drive.EMA())
+    layer = ADPTNet.paper(width, beta=beta, spectrum=spectrum, rope=drive.RoPE(), gain=drive.EMA())
     return layer.requires_grad_(False)
 
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from adptnet._typing import Device, DType
-from adptnet.cells.base import count_positions
-from adptnet.nn.mixer import Steps
+from .._typing import Device, DType
+from ..cells.base import count_positions
+from .mixer import Steps
 
 __all__ = ["ShortConvolution"]
 
