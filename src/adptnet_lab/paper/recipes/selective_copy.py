@@ -184,7 +184,8 @@ def _make_table(rows: Rows) -> Table:
     lines: list[list[Any]] = []
     for (beta,), some in rows.groups("beta").items():
         runs = some.numbers("accuracy")
-        common = format_estimate(estimate_accuracy(_at_common_rate(some)))
+        at_rate = _at_common_rate(some)
+        common = format_estimate(estimate_accuracy(at_rate)) if at_rate else "--"
         name = "Hawk" if beta is None else beta
         lines.append([name, common, f"{max(runs):.1f}", len(runs), f"{some[0].numbers['parameters']:,}"])
     return Table(["β", "Acc (%)", "best run of all rates", "runs", "N. Param."], lines)
