@@ -1,7 +1,7 @@
 """Helpers for the tests of the reproduction of the paper."""
 
 from adptnet_lab.paper import reproduce
-from adptnet_lab.paper.recipe import Row, Rows
+from adptnet_lab.paper.recipe import GridPoint, Row, Rows
 from adptnet_lab.paper.registry import load_results
 from adptnet_lab.paper.rows import to_row_value
 
@@ -17,9 +17,14 @@ def make_row(result, point, scale="smoke", **changes):
     return {**identity, "recipe": result.recipe.version, "numbers": {}, "time": {}, **changes}
 
 
-def make_laptop_rows(name, numbers):
-    """Return rows at `--scale laptop` whose numbers are a function of the point."""
-    points = load_results()[name].recipe.points("laptop")
+def make_laptop_rows(name, numbers, seeds=None):
+    """Return rows at `--scale laptop` whose numbers are a function of the point; with `seeds`, so many for each."""
+    recipe = load_results()[name].recipe
+    points = recipe.points("laptop")
+    if recipe.rank is not None:  # the rows of one version of the experiment
+        points = [p for p in points if recipe.rank(p.settings) == max(recipe.rank(q.settings) for q in points)]
+    if seeds is not None:
+        points = [GridPoint(p.settings, seed) for p in points if p.seed == 0 for seed in range(seeds)]
     return Rows([Row(p.settings, p.seed, numbers(p), {}, "laptop") for p in points])
 
 

@@ -17,17 +17,18 @@ __all__ = ["Beta", "BetaValue", "TrainableBeta"]
 class TrainableBeta(Spec):
     """A trainable β. The value in use is clipped to [minimum, maximum]; the parameter itself may lie outside.
 
-    The gradient passes through the clip unchanged, so that a β outside the range can return to it.
-
     Attributes:
         initial: Initial value; a tuple for one β per head.
         minimum: Smallest value used.
         maximum: Largest value used; None for no limit.
+        straight_through: Whether the gradient passes through the clip unchanged, so that a β outside the range can
+            return to it. If false, the gradient is zero outside the range, as in the paper's program.
     """
 
     initial: float | tuple[float, ...] = 0.125
     minimum: float = 0.0
     maximum: float | None = None
+    straight_through: bool = True
 
     def __post_init__(self) -> None:
         check_nonnegative(self, minimum=self.minimum)
@@ -91,7 +92,9 @@ class Beta(NoDecay):
         """
         if isinstance(self.value, TrainableBeta) and self.parameter is not None:
             raw = self.parameter.to(like.dtype)
-            used = raw.clamp(self.value.minimum, self.value.maximum).detach() + (raw - raw.detach())
+            used = raw.clamp(self.value.minimum, self.value.maximum)
+            if self.value.straight_through:
+                used = used.detach() + (raw - raw.detach())
             return used.reshape(()) if used.numel() == 1 else used.unsqueeze(-1)
         if isinstance(self.value, tuple):
             used = torch.tensor(self.value, dtype=like.dtype, device=like.device)

@@ -1,32 +1,66 @@
 """`adptnet compare`: a verdict for every claim, from the stored rows."""
 
+import csv
+import io
+import json
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
-from .recipe import SCALES, Check, ClaimVerdict, GridPoint, Outcome, Rows, Scale, Subset
-from .registry import Claim, PaperResult, ReproductionError, find_results
+from .recipe import SCALES, Check, GridPoint, Rows, Scale, Subset
+from .registry import Claim, Headline, PaperResult, ReproductionError, find_results, load_headlines
 from .rows import DEFAULT_FOLDER, RowStore, open_row_store
+from .selection import parse_changes
+from .verdicts import ClaimVerdict, Outcome, not_testable
 
-__all__ = ["Compare", "JudgedResult", "describe_progress", "judge", "print_rows_folder", "run"]
+__all__ = [
+    "GROUPS",
+    "Compare",
+    "JudgedHeadline",
+    "JudgedResult",
+    "Tally",
+    "describe_progress",
+    "describe_scale",
+    "describe_tally",
+    "judge",
+    "judge_headlines",
+    "print_rows_folder",
+    "render_verdicts",
+    "run",
+    "tally_verdicts",
+]
+
+AT_SIZE, REDUCED, OWN, CHECKS = (
+    "at the paper's scale",
+    "at reduced scale only",
+    "our additions and readings",
+    "checks of the code",
+)
+GROUPS = (AT_SIZE, REDUCED, OWN, CHECKS)
+
+Tally = dict[str, Counter[Outcome]]  # by group; verdicts of different groups are never added
 
 
 @dataclass(frozen=True)
 class Compare:
-    """Print for each claim of the paper whether it holds, fails, is not testable at this scale, or has not been run."""
+    """Print for each claim of the paper whether it holds, fails, is undecided, is not testable, or has not been run."""
 
     labels: Positional[tuple[str, ...]] = ()
     """Labels of the paper; all of them if none is given."""
     scale: Scale | None = None
-    """Scale of the rows. Default: for each result the largest scale that is complete."""
+    """Scale of the rows. Default: for each claim the largest scale at which the points it needs have been run."""
     rows: Path | None = None
     """Folder of the rows. Default: runs/paper, where reproduce writes them; if it has none, the rows in results/, which
     are committed to the repository."""
+    format: Literal["text", "csv", "json"] = "text"
+    """text for people; csv or json for programs, with one record per claim."""
+    set: Annotated[tuple[str, ...], arg(metavar="SETTING=VALUE")] = ()
+    """Judge the rows that `adptnet reproduce --set` has written for these changed settings."""
 
 
 class JudgedResult(NamedTuple):
@@ -39,14 +73,22 @@ class JudgedResult(NamedTuple):
     problem: str = ""  # why the rows are invalid; no figure or table is made from invalid rows
 
 
+class JudgedHeadline(NamedTuple):
+    """A statement of the abstract, with the verdicts on the claims that decide it."""
+
+    headline: Headline
+    verdict: ClaimVerdict
+    parts: list[tuple[str, Claim, ClaimVerdict]]  # with the name of the result
+
+
 def judge(result: PaperResult, store: RowStore, scale: Scale | None = None) -> JudgedResult:
     """Test the claims of a result.
 
     Args:
         result: The result.
         store: Its rows.
-        scale: Scale of the rows. Default: the largest scale that is complete. A claim that needs only a subset of the
-            points is tested at the largest scale at which that subset is complete.
+        scale: Scale of the rows. Default: the largest scale that has a row for every setting. A claim that needs only a
+            subset of the points is tested at the largest scale at which that subset has been run.
 
     Raises:
         ReproductionError: The rows lack a number that a test needs.
@@ -57,6 +99,9 @@ def judge(result: PaperResult, store: RowStore, scale: Scale | None = None) -> J
     for claim in result.claims:
         check = result.recipe.checks[claim.id]
         needed = _find_largest_scale(result, store, scales, check.subset) if check.subset else complete
+        if check.reads and needed.scale is not None:
+            rows = store.read_rows(result, needed.scale, check.reads).rows
+            needed = needed._replace(rows=rows, problem=_describe_nan(rows))
         try:
             verdict = _judge_claim(check, needed, complete)
         except (LookupError, TypeError, ValueError, ArithmeticError) as error:
@@ -64,14 +109,12 @@ def judge(result: PaperResult, store: RowStore, scale: Scale | None = None) -> J
                 f"{result.name}: its rows at the scale {needed.scale} lack what the test of {claim.id!r} needs "
                 f"({type(error).__name__}: {error}). If they were edited, delete their file and run them again."
             ) from error
-        if needed.scale not in (None, complete.scale):
-            verdict = verdict._replace(why=f"scale {needed.scale}: {verdict.why}")
-        verdicts.append((claim, verdict))
+        verdicts.append((claim, _add_cause(claim, verdict)))
     return JudgedResult(result, complete.scale, complete.rows, verdicts, complete.problem)
 
 
 class _ScaleRows(NamedTuple):
-    """The rows of the largest scale that is complete, or the reason why there are none."""
+    """The rows of the largest scale that has every setting, or the reason why there are none."""
 
     scale: Scale | None
     rows: Rows
@@ -84,25 +127,41 @@ def _find_largest_scale(
 ) -> _ScaleRows:
     incomplete = []
     for scale in scales:
-        rows, left = store.read_rows(result, scale, subset)
-        if rows and not left:
-            return _ScaleRows(scale, rows, problem=_describe_nan(rows))
-        if rows:
-            incomplete.append(f"{left} of {len(rows) + left} points left at scale {scale}")
+        stored = store.read_rows(result, scale, subset)
+        if stored.rows and not stored.gaps:
+            return _ScaleRows(scale, stored.rows, problem=_describe_nan(stored.rows))
+        if stored.rows:
+            incomplete.append(f"{stored.left} of {len(stored.rows) + stored.left} points left at scale {scale}")
     return _ScaleRows(None, Rows([]), "; ".join(incomplete) or f"adptnet reproduce {result.name}")
 
 
 def _judge_claim(check: Check, needed: _ScaleRows, complete: _ScaleRows) -> ClaimVerdict:
     scale = needed.scale or complete.scale
     if scale is not None and SCALES.index(scale) < SCALES.index(check.smallest_scale):
-        return ClaimVerdict(Outcome.NOT_TESTABLE, f"needs the scale {check.smallest_scale}")
+        why = f"needs the scale {check.smallest_scale}" + (f": {check.reason}" if check.reason else "")
+        return not_testable(why)._replace(scale=scale)
     if needed.scale is None:
-        return ClaimVerdict(Outcome.NOT_RUN, needed.missing)
-    return ClaimVerdict(Outcome.FAILS, needed.problem) if needed.problem else check.test(needed.rows)
+        return ClaimVerdict(Outcome.NOT_RUN, needed.missing, runs=0)
+    verdict = not_testable(f"the rows are invalid: {needed.problem}") if needed.problem else check.test(needed.rows)
+    if verdict.by_size and needed.scale != "paper":
+        needs = "at this reduced size the interval excludes the paper's effect, which is that of another size"
+        verdict = verdict._replace(outcome=Outcome.UNDECIDED, needs=needs)
+    return verdict._replace(scale=needed.scale)
+
+
+def _add_cause(claim: Claim, verdict: ClaimVerdict) -> ClaimVerdict:
+    """Name the cause of a failure. Unless it is known, a failure at reduced scale is put down to the scale."""
+    if verdict.outcome != Outcome.FAILS:
+        return verdict
+    if claim.cause:
+        return verdict._replace(cause=claim.cause, because=claim.because)
+    if verdict.scale != "paper":
+        return verdict._replace(cause="scale", because="run at a reduced size only, which may not carry over")
+    return verdict
 
 
 def _describe_nan(rows: Rows) -> str:
-    """Name the runs with a NaN among their numbers, on which every claim fails; empty if there are none."""
+    """Name the runs with a NaN among their numbers, on which nothing is judged; empty if there are none."""
     runs = [str(GridPoint(row.settings, row.seed)) for row in rows if _has_nan(row.numbers)]
     return f"NaN in {len(runs)} of {len(rows)} runs, the first with {runs[0]}" if runs else ""
 
@@ -115,6 +174,98 @@ def _has_nan(value: Any) -> bool:
     return isinstance(value, float) and math.isnan(value)
 
 
+def judge_headlines(judged: Sequence[JudgedResult]) -> list[JudgedHeadline]:
+    """Return the verdicts on the statements of the abstract.
+
+    A statement holds if all its claims hold at the paper's scale, and fails if one of them fails there. Otherwise it is
+    undecided, or not testable if nothing of it has been run at any scale that can test it.
+
+    Args:
+        judged: All results.
+    """
+    by_name = {(one.result.name, claim.id): (claim, verdict) for one in judged for claim, verdict in one.verdicts}
+    return [
+        JudgedHeadline(headline, _judge_parts(parts), parts)
+        for headline in load_headlines()
+        if (
+            parts := [
+                (result, *by_name[result, claim]) for result, claim in headline.claims if (result, claim) in by_name
+            ]
+        )
+    ]
+
+
+def _judge_parts(parts: Sequence[tuple[str, Claim, ClaimVerdict]]) -> ClaimVerdict:
+    """Return the verdict on a statement from those on its claims."""
+    failing = [verdict for _, _, verdict in parts if verdict.outcome == Outcome.FAILS and verdict.scale == "paper"]
+    if failing:
+        return failing[0]
+    weakest = min((verdict for _, _, verdict in parts), key=lambda verdict: verdict.runs)
+    undecided = [
+        f"{result}/{claim.id}"
+        for result, claim, verdict in parts
+        if verdict.outcome != Outcome.HOLDS or verdict.scale != "paper"
+    ]
+    if not undecided:
+        return weakest
+    untested = (Outcome.NOT_TESTABLE, Outcome.NOT_RUN)
+    if all(verdict.outcome in untested for _, _, verdict in parts):
+        return weakest._replace(
+            outcome=Outcome.NOT_TESTABLE, needs="nothing of it has been run at a scale that can test it"
+        )
+    return weakest._replace(
+        outcome=Outcome.UNDECIDED, needs=f"not decided at the paper's scale: {', '.join(undecided)}"
+    )
+
+
+def describe_scale(verdict: ClaimVerdict) -> str:
+    """Return the scale and the number of runs behind a verdict, in words.
+
+    Args:
+        verdict: The verdict.
+    """
+    if verdict.outcome == Outcome.NOT_RUN or verdict.scale is None:
+        return "not run"
+    if verdict.outcome == Outcome.NOT_TESTABLE:
+        return f"not testable with the rows at the scale {verdict.scale}"
+    return f"scale {verdict.scale}, {verdict.runs} run{'s' if verdict.runs != 1 else ''}"
+
+
+def tally_verdicts(judged: Sequence[JudgedResult]) -> Tally:
+    """Count verdicts by group: claims of the paper at its scale and at reduced scale, our own claims, and code checks.
+
+    Args:
+        judged: The results.
+    """
+    tally: Tally = {group: Counter() for group in GROUPS}
+    for one in judged:
+        for claim, verdict in one.verdicts:
+            tally[_find_group(claim, verdict)][verdict.outcome] += 1
+    return tally
+
+
+def _find_group(claim: Claim, verdict: ClaimVerdict) -> str:
+    if claim.kind == "check":
+        return CHECKS
+    if claim.kind != "paper":
+        return OWN
+    return AT_SIZE if verdict.scale == "paper" else REDUCED
+
+
+def describe_tally(tally: Tally) -> list[str]:
+    """Return one line per group with its counts.
+
+    Args:
+        tally: The counts.
+    """
+    names = {AT_SIZE: "claims of the paper at its own scale", REDUCED: "claims of the paper at reduced scale only"}
+    lines = []
+    for group in GROUPS:
+        counts = ", ".join(f"{outcome} {tally[group][outcome]}" for outcome in Outcome if tally[group][outcome])
+        lines.append(f"{tally[group].total()} {names.get(group, group)}: {counts or 'none'}")
+    return lines
+
+
 def describe_progress(result: PaperResult, store: RowStore) -> tuple[Scale | None, list[str]]:
     """Return the largest scale that is complete, and for each scale the number of finished points and the cost.
 
@@ -125,9 +276,9 @@ def describe_progress(result: PaperResult, store: RowStore) -> tuple[Scale | Non
     largest: Scale | None = None
     texts = []
     for scale in SCALES:
-        rows, left = store.read_rows(result, scale)
-        largest = largest if left else scale
-        texts.append(f"{len(rows)} of {len(rows) + left}, {result.recipe.cost[scale]}")
+        stored = store.read_rows(result, scale)
+        largest = largest if stored.gaps else scale
+        texts.append(f"{len(stored.rows)} of {len(stored.rows) + stored.left}, {result.recipe.cost[scale]}")
     return largest, texts
 
 
@@ -147,22 +298,83 @@ def print_rows_folder(store: RowStore) -> None:
         print(f"Rows from {store.folder}.")
 
 
-def run(options: Compare) -> Counter[Outcome]:
-    """Print every claim with its verdict, and return the number of claims with each outcome.
+FIELDS = ("result", "claim", "says", "kind", "outcome", "scale", "runs", "mean", "low", "high", "unit", "why", "needs")
+
+
+def list_verdicts(judged: Sequence[JudgedResult]) -> list[dict[str, Any]]:
+    """Return one record per claim, for programs.
 
     Args:
-        options: Labels, scale and folder.
+        judged: The results.
     """
-    counts: Counter[Outcome] = Counter()
-    store = open_row_store(options.rows)
+    records = []
+    for one in judged:
+        for claim, verdict in one.verdicts:
+            record: dict[str, Any] = {
+                "result": one.result.name,
+                "claim": claim.id,
+                "says": claim.says,
+                "kind": claim.kind,
+                "outcome": str(verdict.outcome),
+                "scale": verdict.scale,
+                "runs": verdict.runs,
+            }
+            for key in ("mean", "low", "high"):
+                value = None if verdict.estimate is None else getattr(verdict.estimate, key)
+                record[key] = value if value is not None and math.isfinite(value) else None
+            record["unit"] = "" if verdict.estimate is None else verdict.estimate.unit.removeprefix("Δ").strip()
+            record |= {key: getattr(verdict, key) for key in ("why", "needs", "cause", "because")}
+            records.append(record)
+    return records
+
+
+def render_verdicts(judged: Sequence[JudgedResult], form: Literal["csv", "json"]) -> str:
+    """Return the verdicts as CSV or JSON.
+
+    Args:
+        judged: The results.
+        form: The format.
+    """
+    records = list_verdicts(judged)
+    if form == "json":
+        tally = {group: {str(o): n for o, n in counts.items()} for group, counts in tally_verdicts(judged).items()}
+        return json.dumps({"counts": tally, "claims": records}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    page = io.StringIO()
+    writer = csv.DictWriter(page, [*FIELDS, "cause", "because"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return page.getvalue()
+
+
+def run(options: Compare) -> Tally:
+    """Print every claim with its verdict, and return the number of claims with each outcome, by group.
+
+    Args:
+        options: Labels, scale, folder and format.
+    """
+    chosen = find_results(options.labels)
+    store = open_row_store(options.rows, parse_changes(options.set, chosen))
+    judged = [judge(result, store, options.scale) for result in chosen]
+    if options.format != "text":
+        print(render_verdicts(judged, options.format), end="")
+        return tally_verdicts(judged)
     print_rows_folder(store)
-    for result in find_results(options.labels):
-        judged = judge(result, store, options.scale)
-        if not judged.verdicts:
-            continue
-        print(f"\n{result.name}  {result.title}" + (f"  (scale {judged.scale})" if judged.scale else ""))
-        for claim, verdict in judged.verdicts:
-            counts[verdict.outcome] += 1
-            print(f"  {verdict.outcome.upper():<8} {claim.id}: {claim.says}\n           {verdict.why}")
-    print("\n" + ", ".join(f"{outcome}: {counts[outcome]}" for outcome in Outcome))
-    return counts
+    for one in judged:
+        if one.verdicts:
+            print(f"\n{one.result.name}  {one.result.title}")
+        for claim, verdict in one.verdicts:
+            _print_verdict(claim, verdict)
+    print()
+    for line in describe_tally(tally_verdicts(judged)):
+        print(line)
+    return tally_verdicts(judged)
+
+
+def _print_verdict(claim: Claim, verdict: ClaimVerdict) -> None:
+    kind = {"paper": "", "reading": " (our reading)", "ours": " (our addition)", "check": " (check of the code)"}
+    print(f"  {verdict.outcome.upper():<12} {claim.id}: {claim.says}{kind[claim.kind]}")
+    print(f"               {describe_scale(verdict)}: {verdict.why}")
+    if verdict.needs:
+        print(f"               {verdict.needs}")
+    if verdict.because:
+        print(f"               cause ({verdict.cause}): {verdict.because}")

@@ -1,35 +1,42 @@
 """The report as one self-contained HTML page."""
 
 import json
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from .recipe import MARKS, ClaimVerdict, Outcome, Table
-from .registry import load_labels
+from .compare import GROUPS, JudgedHeadline, describe_scale
+from .markdown import CAUSES, KINDS
+from .recipe import Table
+from .registry import Claim, load_labels
+from .tables import format_cell
+from .verdicts import MARKS, ClaimVerdict, Outcome
 
 if TYPE_CHECKING:
-    from .report import ReportEntry
+    from .report import ReportContent, ReportEntry
 
 __all__ = ["render_html"]
 
 # Content Security Policy: the browser loads nothing from elsewhere, whatever the rows contain.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-_KIND = {Outcome.HOLDS: "holds", Outcome.FAILS: "fails", Outcome.NOT_TESTABLE: "untestable", Outcome.NOT_RUN: "unrun"}
+_KIND = {
+    Outcome.HOLDS: "holds",
+    Outcome.FAILS: "fails",
+    Outcome.UNDECIDED: "undecided",
+    Outcome.NOT_TESTABLE: "untestable",
+    Outcome.NOT_RUN: "unrun",
+}
 
 
-def render_html(entries: Sequence["ReportEntry"], counts: Counter[Outcome], dial: dict[str, Any] | None) -> str:
+def render_html(content: "ReportContent", dial: Mapping[str, Any] | None) -> str:
     """Return the report as an HTML page.
 
     Args:
-        entries: The results.
-        counts: Number of claims with each outcome.
+        content: Verdicts, figures and tables.
         dial: Data of the β slider; without it the page has none.
     """
-    total = sum(counts.values())
-    tiles = "".join(f'<div class="tile {_KIND[o]}"><b>{counts[o]}</b><span>{escape(o)}</span></div>' for o in Outcome)
+    entries = content.entries
     others = "".join(
         f"<li><code>{escape(label.name)}</code> {label.kind}: {escape(label.configuration or label.literature)}</li>"
         for label in load_labels().values()
@@ -48,14 +55,15 @@ def render_html(entries: Sequence["ReportEntry"], counts: Counter[Outcome], dial
 <body>
 <header>
 <h1>Claims of the paper, tested</h1>
-<p>{total} claims of <i>ADPTNet: Adaptive with Prescriptive Timescales Non-Linear SSM for Sequence Modelling</i>. Each
-is tested on our own runs, by a test that is stated beside it.</p>
-<div class="tiles">{tiles}</div>
+<p>The statements of the abstract of <i>ADPTNet: Adaptive with Prescriptive Timescales Non-Linear SSM for Sequence
+Modelling</i>, tested on our own runs.</p>
 </header>
 <main>
+<section id="abstract">{"".join(map(_render_headline, content.headlines))}</section>
+<section id="counts"><h2>Counts</h2>{_render_tally(content)}</section>
+<section id="failures"><h2>Failures by cause</h2>{_render_failures(entries)}</section>
 {_render_dial(dial)}
-<section id="overview"><h2>Overview</h2>
-{_render_failing_claims(entries)}
+<section id="overview"><h2>All claims</h2>
 <table><tbody>{"".join(_render_overview_row(entry) for entry in entries if entry.judged.verdicts)}</tbody></table>
 </section>
 {"".join(_render_result(entry) for entry in entries)}
@@ -83,14 +91,57 @@ def _render_link(entry: "ReportEntry") -> str:
     return f'<a href="#{_make_anchor(result.name)}">{escape(result.title)}</a>'
 
 
-def _render_failing_claims(entries: Sequence["ReportEntry"]) -> str:
-    lines = [
-        f"<li>{_render_badge(verdict)} {_render_link(entry)}: {escape(claim.says)}</li>"
-        for entry in entries
-        for claim, verdict in entry.judged.verdicts
-        if verdict.outcome == Outcome.FAILS
-    ]
-    return f'<ul class="claims">{"".join(lines)}</ul>'
+def _render_headline(judged: JudgedHeadline) -> str:
+    """Render a statement of the abstract: verdict, numbers, and on demand what was run, came out and remains open."""
+    headline = judged.headline
+    parts = "".join(
+        f"<li>{_render_badge(verdict)} {escape(_say(claim))}<p>{escape(describe_scale(verdict))}: {escape(verdict.why)}"
+        f'</p><p><a href="#{_make_anchor(result)}">{escape(result)}</a></p></li>'
+        for result, claim, verdict in judged.parts
+    )
+    ours = "; ".join(dict.fromkeys(verdict.interval for _, _, verdict in judged.parts if verdict.interval)) or "none"
+    scales = "; ".join(dict.fromkeys(describe_scale(verdict) for _, _, verdict in judged.parts))
+    needs = f"<p>To decide: {escape(judged.verdict.needs)}.</p>" if judged.verdict.needs else ""
+    return f"""<article class="headline {_KIND[judged.verdict.outcome]}">
+<h3>{_render_badge(judged.verdict)} {escape(headline.says)}</h3>
+<p><b>Paper:</b> {escape(headline.paper)} · <b>ours:</b> {escape(ours)} · {escape(scales)}</p>
+<details><summary>What was run, what came out, what remains open</summary>
+<p><b>Run.</b> {escape(headline.run)}</p><ul class="claims">{parts}</ul>{needs}
+<p><b>Open.</b> {escape(headline.open)}</p></details>
+</article>
+"""
+
+
+def _render_tally(content: "ReportContent") -> str:
+    """Render the counts of each group, which are never added."""
+    head = "".join(f"<th>{escape(outcome)}</th>" for outcome in Outcome)
+    body = "".join(
+        f"<tr><td>{escape(group)}</td>" + "".join(f"<td>{content.tally[group][o]}</td>" for o in Outcome) + "</tr>"
+        for group in GROUPS
+    )
+    return (
+        f'<div class="scroll"><table><thead><tr><th>claims</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
+def _render_failures(entries: Sequence["ReportEntry"]) -> str:
+    parts = []
+    for cause, heading in CAUSES.items():
+        lines = [
+            f"<li>{_render_link(entry)}: {escape(_say(claim))}"
+            f"<p>{escape(verdict.because)} ({escape(verdict.interval)})</p></li>"
+            for entry in entries
+            for claim, verdict in entry.judged.verdicts
+            if verdict.outcome == Outcome.FAILS and verdict.cause == cause
+        ]
+        if lines:
+            parts.append(f'<h3>{escape(heading)}</h3><ul class="claims">{"".join(lines)}</ul>')
+    return "".join(parts)
+
+
+def _say(claim: Claim) -> str:
+    kind = KINDS[claim.kind]
+    return f"{claim.says} ({kind})" if kind else claim.says
 
 
 def _render_overview_row(entry: "ReportEntry") -> str:
@@ -108,7 +159,11 @@ def _render_result(entry: "ReportEntry") -> str:
     claims = []
     for claim, verdict in entry.judged.verdicts:
         test = f'<p class="test">Test: {escape(result.recipe.checks[claim.id].description)}</p>'
-        claims.append(f"<li>{_render_badge(verdict)} {escape(claim.says)}<p>{escape(verdict.why)}</p>{test}</li>")
+        notes = [f"{describe_scale(verdict)}: {verdict.why}"]
+        notes += [f"To decide: {verdict.needs}."] if verdict.needs else []
+        notes += [f"Cause: {CAUSES[verdict.cause].lower()}. {verdict.because}"] if verdict.because else []
+        text = "".join(f"<p>{escape(note)}</p>" for note in notes)
+        claims.append(f"<li>{_render_badge(verdict)} {escape(_say(claim))}{text}{test}</li>")
     figures = "".join(
         f'<figure><div class="scroll">{figure.inline}</div><figcaption>{escape(figure.caption)}</figcaption></figure>'
         for figure in entry.figures
@@ -125,7 +180,7 @@ def _render_result(entry: "ReportEntry") -> str:
 <pre>{escape(command)}</pre><p class="test">{escape(state)}</p>
 <ul class="claims">{"".join(claims)}</ul>
 {figures}
-{_render_table("Numbers of the paper", entry.paper_table)}{_render_table("Our numbers", entry.our_table)}
+{"".join(_render_table(heading[0].upper() + heading[1:], table) for heading, table in entry.tables.items())}
 {_render_list("Assumptions where the paper is not specific", result.assumptions)}
 {_render_list("Deviations (docs/explanation/deviations.md)", [f"point {n}" for n in result.deviations])}
 </section>
@@ -138,20 +193,14 @@ def _render_list(heading: str, items: Sequence[str]) -> str:
     return f"<h3>{heading}</h3><ul>{''.join(f'<li>{escape(item)}</li>' for item in items)}</ul>"
 
 
-def _render_table(heading: str, table: Table | None) -> str:
-    if table is None:
-        return ""
-    head = "".join(f"<th>{escape(_format_cell(column))}</th>" for column in table.columns)
-    body = "".join("<tr>" + "".join(f"<td>{escape(_format_cell(c))}</td>" for c in row) + "</tr>" for row in table.rows)
+def _render_table(heading: str, table: Table) -> str:
+    head = "".join(f"<th>{escape(format_cell(column))}</th>" for column in table.columns)
+    body = "".join("<tr>" + "".join(f"<td>{escape(format_cell(c))}</td>" for c in row) + "</tr>" for row in table.rows)
     table_html = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     return f"<details{' open' if len(table.rows) <= 14 else ''}><summary>{heading}</summary>{table_html}</details>"
 
 
-def _format_cell(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _render_dial(data: dict[str, Any] | None) -> str:
+def _render_dial(data: Mapping[str, Any] | None) -> str:
     if data is None:
         return ""
     embedded = json.dumps(data, allow_nan=False).replace("<", "\\u003c")

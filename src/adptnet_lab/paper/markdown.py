@@ -1,40 +1,53 @@
 """The report as Markdown."""
 
-from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .recipe import MARKS, Outcome, Table
-from .registry import load_labels
+from .compare import JudgedHeadline, describe_scale, describe_tally
+from .recipe import Table
+from .registry import Claim, load_labels
+from .tables import format_cell
+from .verdicts import MARKS, ClaimVerdict, Outcome
 
 if TYPE_CHECKING:
-    from .report import ReportEntry
+    from .report import ReportContent, ReportEntry
 
-__all__ = ["render_markdown"]
+__all__ = ["CAUSES", "KINDS", "describe_headline", "render_markdown"]
+
+CAUSES = {
+    "paper": "The paper's statement is wrong",
+    "ours": "Our set-up or program differs from the paper's",
+    "scale": "Run at a reduced scale only",
+}
+KINDS = {"paper": "", "reading": "our reading", "ours": "our addition", "check": "check of the code"}
 
 
-def render_markdown(entries: Sequence["ReportEntry"], counts: Counter[Outcome]) -> str:
-    """Return the report: a table of all verdicts, then a section per result.
+def render_markdown(content: "ReportContent") -> str:
+    """Return the report: the abstract's claims first, then failures by cause, all verdicts, and a section per result.
 
     Args:
-        entries: The results.
-        counts: Number of claims with each outcome.
+        content: Verdicts, figures and tables.
     """
     lines = [
         "# Claims of the paper, tested",
         "",
-        f"{sum(counts.values())} claims: " + ", ".join(f"{MARKS[o]} {o} {counts[o]}" for o in Outcome) + ".",
-        "docs/how-to/reproduce.md explains the verdicts. `adptnet report --rows results` also writes this report as an",
-        "HTML page with a β slider, runs/report/index.html.",
+        "`adptnet report --rows results --output docs/report` writes this page, an HTML version with a β slider, and",
+        "every table as CSV. [Reproduce the paper](../how-to/reproduce.md) explains the verdicts.",
         "",
-        "| result | claim | verdict |",
-        "| --- | --- | --- |",
+        "## The abstract",
+        "",
+        *_render_table(_list_headlines(content.headlines)),
+        "",
+        "Counts, which are never added up:",
+        "",
+        *(f"- {line}" for line in describe_tally(content.tally)),
+        "",
     ]
-    for entry in entries:
-        result = entry.judged.result
-        for claim, verdict in entry.judged.verdicts:
-            lines.append(f"| {result.name} | {_format_cell(claim.says)} | {MARKS[verdict.outcome]} {verdict.outcome} |")
-    for entry in entries:
+    for judged in content.headlines:
+        lines += [f"**{judged.headline.says}** {describe_headline(judged)}", ""]
+    lines += ["## Failures by cause", "", *_render_failures(content.entries)]
+    lines += ["", "## All claims", "", *_render_table(_list_claims(content.entries))]
+    for entry in content.entries:
         lines += ["", *_render_result(entry)]
     lines += ["", "## Tables of settings and of quoted numbers", ""]
     for label in load_labels().values():
@@ -43,18 +56,73 @@ def render_markdown(entries: Sequence["ReportEntry"], counts: Counter[Outcome]) 
     return "\n".join(lines) + "\n"
 
 
+def _list_headlines(headlines: Sequence[JudgedHeadline]) -> Table:
+    rows = []
+    for judged in headlines:
+        evidence = "; ".join(dict.fromkeys(v.interval for _, _, v in judged.parts if v.interval)) or "none"
+        scales = "; ".join(dict.fromkeys(describe_scale(verdict) for _, _, verdict in judged.parts))
+        verdict = f"{MARKS[judged.verdict.outcome]} {judged.verdict.outcome}"
+        rows.append([judged.headline.says, judged.headline.paper, evidence, scales, verdict])
+    return Table(["the abstract says", "the paper", "ours (95 % interval)", "scale and runs", "verdict"], rows)
+
+
+def describe_headline(judged: JudgedHeadline) -> str:
+    """Return the paragraph on a statement of the abstract: what was run, what came out, what remains open.
+
+    Args:
+        judged: The statement and its verdicts.
+    """
+    came_out = [
+        f"{claim.says.rstrip('.')}: *{verdict.outcome}* ({describe_scale(verdict)}; {verdict.why})"
+        for _, claim, verdict in judged.parts
+    ]
+    needs = "" if not judged.verdict.needs else f" The verdict is {judged.verdict.outcome}: {judged.verdict.needs}."
+    headline = judged.headline
+    return f"*Run:* {headline.run} *Came out:* {'; '.join(came_out)}.{needs} *Open:* {headline.open}"
+
+
+def _render_failures(entries: Sequence["ReportEntry"]) -> list[str]:
+    lines = []
+    for cause, heading in CAUSES.items():
+        found = [
+            (entry.judged.result.name, claim, verdict)
+            for entry in entries
+            for claim, verdict in entry.judged.verdicts
+            if verdict.outcome == Outcome.FAILS and verdict.cause == cause
+        ]
+        if found:
+            lines += [f"{heading}:", ""]
+            lines += [
+                f"- {name}: {_say(claim)} {verdict.because} ({verdict.interval})" for name, claim, verdict in found
+            ]
+            lines.append("")
+    return lines
+
+
+def _say(claim: Claim) -> str:
+    kind = KINDS[claim.kind]
+    return f"{claim.says} ({kind})" if kind else claim.says
+
+
+def _list_claims(entries: Sequence["ReportEntry"]) -> Table:
+    rows = []
+    for entry in entries:
+        for claim, verdict in entry.judged.verdicts:
+            mark = f"{MARKS[verdict.outcome]} {verdict.outcome}"
+            rows.append([entry.judged.result.name, _say(claim), mark, verdict.interval, describe_scale(verdict)])
+    return Table(["result", "claim", "verdict", "95 % interval", "scale and runs"], rows)
+
+
 def _render_result(entry: "ReportEntry") -> list[str]:
     result, scale = entry.judged.result, entry.judged.scale
     lines = [f"## {result.name}: {result.title}", "", f"Labels: {', '.join(result.labels)}. Section {result.section}."]
     lines += ["", f"*Set-up of the paper.* {result.setup}"]
-    lines += ["", f"    adptnet reproduce {result.name} --scale {scale or 'laptop'}", ""]
-    lines.append(f"Rows of the scale {scale}." if scale else "Not run.")
+    lines += ["", f"    adptnet reproduce {result.name} --scale {scale or 'laptop'}"]
     for claim, verdict in entry.judged.verdicts:
-        lines += ["", f"- **{MARKS[verdict.outcome]} {verdict.outcome}** — {claim.says}", f"  - {verdict.why}"]
+        lines += ["", *_render_verdict(claim, verdict)]
         lines.append(f"  - *Test:* {result.recipe.checks[claim.id].description}")
-    for heading, table in (("Numbers of the paper", entry.paper_table), ("Our numbers", entry.our_table)):
-        if table is not None:
-            lines += ["", f"{heading}:", "", *_render_table(table)]
+    for heading, table in entry.tables.items():
+        lines += ["", f"{heading[0].upper()}{heading[1:]}:", "", *_render_table(table)]
     for figure in entry.figures:
         lines += ["", f"![{figure.caption}](figures/{figure.stem}.svg)", "", f"*{figure.caption}.*"]
     if result.assumptions:
@@ -65,11 +133,23 @@ def _render_result(entry: "ReportEntry") -> list[str]:
     return lines
 
 
+def _render_verdict(claim: Claim, verdict: ClaimVerdict) -> list[str]:
+    lines = [
+        f"- **{MARKS[verdict.outcome]} {verdict.outcome}** — {_say(claim)}",
+        f"  - {describe_scale(verdict)}: {verdict.why}",
+    ]
+    if verdict.needs:
+        lines.append(f"  - *To decide:* {verdict.needs}.")
+    if verdict.because:
+        lines.append(f"  - *Cause:* {CAUSES[verdict.cause].lower()}. {verdict.because}")
+    return lines
+
+
 def _render_table(table: Table) -> list[str]:
-    head = "| " + " | ".join(_format_cell(column) for column in table.columns) + " |"
+    head = "| " + " | ".join(map(_escape, table.columns)) + " |"
     ruler = "|" + " --- |" * len(table.columns)
-    return [head, ruler, *("| " + " | ".join(_format_cell(cell) for cell in row) + " |" for row in table.rows)]
+    return [head, ruler, *("| " + " | ".join(map(_escape, row)) + " |" for row in table.rows)]
 
 
-def _format_cell(value: Any) -> str:
-    return (f"{value:g}" if isinstance(value, float) else str(value)).replace("|", "\\|")
+def _escape(value: object) -> str:
+    return format_cell(value).replace("|", "\\|")

@@ -5,24 +5,24 @@ folder is imported; recipes are not registered anywhere else.
 """
 
 import dataclasses
-import enum
+import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from adptnet.spec import Spec
 
+from .verdicts import ClaimVerdict, Scale
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
-    "MARKS",
     "SCALES",
     "Check",
-    "ClaimVerdict",
     "GridPoint",
-    "Outcome",
     "Recipe",
     "Row",
     "Rows",
@@ -30,11 +30,11 @@ __all__ = [
     "Scale",
     "Subset",
     "Table",
-    "decide",
+    "change_settings",
     "is_in_subset",
+    "use_complete_seeds",
 ]
 
-Scale = Literal["smoke", "laptop", "paper"]
 SCALES: tuple[Scale, ...] = ("smoke", "laptop", "paper")
 
 Subset = Mapping[str, Sequence[Any]]  # selects points by the values that their settings may have
@@ -45,9 +45,10 @@ def is_in_subset(settings: Mapping[str, Any], subset: Subset) -> bool:
 
     Args:
         settings: Settings of the point.
-        subset: The subset; every point belongs to an empty mapping.
+        subset: The subset; every point belongs to an empty mapping. None among the values also matches points that do
+            not have the setting.
     """
-    return all(key in settings and settings[key] in values for key, values in subset.items())
+    return all(settings.get(key) in values for key, values in subset.items())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,17 @@ class GridPoint:
 
     def __str__(self) -> str:
         return ", ".join(f"{key} {value}" for key, value in self.settings.items()) + f", seed {self.seed}"
+
+
+def change_settings(points: Sequence[GridPoint], changes: Mapping[str, Any]) -> list[GridPoint]:
+    """Return the points with some settings replaced, each once.
+
+    Args:
+        points: The points.
+        changes: New values of settings.
+    """
+    changed = [GridPoint({**point.settings, **changes}, point.seed) for point in points]
+    return [point for place, point in enumerate(changed) if point not in changed[:place]] if changes else list(points)
 
 
 class RunOutput(NamedTuple):
@@ -134,36 +146,19 @@ class Rows(Sequence[Row]):
         return [row.numbers[key] for row in self]
 
 
-class Outcome(enum.StrEnum):
-    """The possible outcomes of testing a claim."""
-
-    HOLDS = "holds"
-    FAILS = "fails"
-    NOT_TESTABLE = "not testable at this scale"
-    NOT_RUN = "not run"
-
-
-MARKS = {Outcome.HOLDS: "✓", Outcome.FAILS: "✗", Outcome.NOT_TESTABLE: "–", Outcome.NOT_RUN: "·"}
-
-
-class ClaimVerdict(NamedTuple):
-    """The outcome of a test, with the numbers that decide it."""
-
-    outcome: Outcome
-    why: str
-
-
-def decide(holds: bool, why: str, because: str = "") -> ClaimVerdict:
-    """Return the verdict `holds` or `fails`.
+def use_complete_seeds(test: Callable[[Rows], ClaimVerdict]) -> Callable[[Rows], ClaimVerdict]:
+    """Give a test only the rows of seeds that have been run with every setting, so that it can pair them.
 
     Args:
-        holds: Result of the test.
-        why: The numbers that decide it.
-        because: Known reason for a failure. It is appended to `why` only if the claim fails.
+        test: The test.
     """
-    if holds:
-        return ClaimVerdict(Outcome.HOLDS, why)
-    return ClaimVerdict(Outcome.FAILS, f"{why}: {because}" if because else why)
+
+    @functools.wraps(test)
+    def test_complete(rows: Rows) -> ClaimVerdict:
+        counts = Counter(row.seed for row in rows)
+        return test(Rows([row for row in rows if counts[row.seed] == max(counts.values())]))
+
+    return test_complete
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,11 +169,15 @@ class Check:
         test: Decides the claim from the rows.
         smallest_scale: Below this scale the claim is not testable.
         subset: The points that the test needs; all of them if empty.
+        reason: Why smaller scales cannot test the claim.
+        reads: The points whose rows the test is given, if they exist; those of `subset` if empty.
     """
 
     test: Callable[[Rows], ClaimVerdict]
     smallest_scale: Scale = "smoke"
     subset: Subset = dataclasses.field(default_factory=dict)
+    reason: str = ""
+    reads: Subset = dataclasses.field(default_factory=dict)
 
     @property
     def description(self) -> str:
@@ -207,9 +206,11 @@ class Recipe:
         table: Makes the table of our numbers that is printed beside the paper's.
         cost: How long all points of a scale take on one core.
         source: Name of the result whose rows are used, where two results show one experiment.
+        borrows: Names of results whose rows are used for points that have the same settings there.
         dtype: Default dtype of a run.
-        largest_of: A setting, such as a length, whose largest value few people can afford to run. The result uses only
-            the points with the largest value for which every point is finished.
+        rank: Rank of a point by its settings, where several versions of an experiment exist, such as lengths of which
+            few people can afford the largest. The result uses only the points of the highest rank that is complete.
+        options: Settings that points do not have but `--set` may add, with what they do.
         find_missing_data: Returns which data files a scale needs and lacks, and how to get them; None if nothing is
             missing.
     """
@@ -222,6 +223,8 @@ class Recipe:
     table: Callable[[Rows], Table] | None = None
     cost: Mapping[Scale, str] = dataclasses.field(default_factory=dict)
     source: str | None = None
+    borrows: tuple[str, ...] = ()
     dtype: torch.dtype = torch.float64
-    largest_of: str | None = None
+    rank: Callable[[Mapping[str, Any]], Any] | None = None
+    options: Mapping[str, str] = dataclasses.field(default_factory=dict)
     find_missing_data: Callable[[Scale], str | None] = lambda scale: None

@@ -7,7 +7,7 @@ import pkgutil
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
-from typing import Any
+from typing import Any, Literal
 
 from adptnet.errors import AdptnetError
 from adptnet.spec import suggest_name
@@ -15,7 +15,17 @@ from adptnet.spec import suggest_name
 from . import recipes
 from .recipe import Recipe
 
-__all__ = ["Claim", "Label", "PaperResult", "ReproductionError", "find_results", "load_labels", "load_results"]
+__all__ = [
+    "Claim",
+    "Headline",
+    "Label",
+    "PaperResult",
+    "ReproductionError",
+    "find_results",
+    "load_headlines",
+    "load_labels",
+    "load_results",
+]
 
 
 class ReproductionError(AdptnetError, ValueError):
@@ -24,10 +34,45 @@ class ReproductionError(AdptnetError, ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """A statement of the paper, in our words."""
+    """A statement of the paper, in our words.
+
+    Attributes:
+        id: Its name within the result.
+        says: The statement.
+        kind: "paper" for a claim of the paper; "reading" for our reading of a figure or sentence; "ours" for an
+            addition of ours; "check" for a statement that cannot fail unless the code is wrong. Only the first kind is
+            counted as a claim of the paper.
+        cause: Known cause of a failure: "paper" (the statement is wrong, with a proof or a counterexample), "ours" (our
+            set-up or program differs) or "scale" (a reduced size).
+        because: The cause in words.
+    """
 
     id: str
     says: str
+    kind: Literal["paper", "reading", "ours", "check"] = "paper"
+    cause: Literal["", "paper", "ours", "scale"] = ""
+    because: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Headline:
+    """A statement of the abstract, with the claims that decide it.
+
+    Attributes:
+        id: Its name.
+        says: The sentence, in our words.
+        paper: The paper's numbers.
+        claims: The claims on which it rests, as (result, claim).
+        run: What was run for it.
+        open: What remains open.
+    """
+
+    id: str
+    says: str
+    paper: str
+    claims: tuple[tuple[str, str], ...]
+    run: str
+    open: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +107,8 @@ class PaperResult:
         section: Section of the paper.
         claims: Claims that the paper makes about it.
         setup: Set-up of the paper.
-        numbers: Numbers of the paper: a mapping, or the `columns` and `rows` of a table.
+        numbers: Numbers of the paper: a mapping, or the `columns` and `rows` of a table. Where our table has the same
+            columns, `keys` names those that identify a row, and the report prints both side by side.
         assumptions: Choices that we made where the paper does not specify one.
         deviations: Relevant points of docs/explanation/deviations.md.
         labels: All labels that show it.
@@ -100,6 +146,28 @@ def load_results() -> Mapping[str, PaperResult]:
     known_recipes = _load_recipes()
     order = dict.fromkeys(name for label in load_labels().values() for name in label.results)
     return {name: _make_result(name, entries[name], known_recipes[name]) for name in order}
+
+
+@functools.cache
+def load_headlines() -> tuple[Headline, ...]:
+    """Return the statements of the abstract."""
+    entries = tomllib.loads(resources.files(__package__).joinpath("abstract.toml").read_text("utf-8"))
+    return tuple(
+        Headline(
+            name,
+            entry["says"],
+            entry["paper"],
+            tuple(_split_reference(text) for text in entry["claims"]),
+            entry["run"],
+            entry["open"],
+        )
+        for name, entry in entries.items()
+    )
+
+
+def _split_reference(text: str) -> tuple[str, str]:
+    result, _, claim = text.rpartition("/")
+    return result, claim
 
 
 def find_results(names: Sequence[str]) -> list[PaperResult]:

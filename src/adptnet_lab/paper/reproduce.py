@@ -22,9 +22,11 @@ from tyro.conf import Positional, arg
 
 from .._runtime import catch_stop_signals, describe_environment
 from . import scoring
-from .recipe import GridPoint, Scale, Subset, is_in_subset
+from .forecast import Forecast, describe_rest, format_duration
+from .recipe import GridPoint, Scale, Subset
 from .registry import PaperResult, ReproductionError, find_results, load_labels, load_results
 from .rows import DEFAULT_FOLDER, RowStore, open_row_store, point_key, to_row_value
+from .selection import is_selected, parse_changes, parse_only
 
 __all__ = ["Reproduce", "run"]
 
@@ -44,7 +46,11 @@ class Reproduce:
     rows: Path = DEFAULT_FOLDER
     """Folder of the rows."""
     only: Annotated[tuple[str, ...], arg(metavar="SETTING=VALUE,…")] = ()
-    """Run only points with these settings: task=memorisation model=ADPTNet,Hawk."""
+    """Run only points with these settings: task=memorisation model=ADPTNet,Hawk seed=0."""
+    set: Annotated[tuple[str, ...], arg(metavar="SETTING=VALUE")] = ()
+    """Change a setting of every point: beta=0.125. The rows are kept apart; `adptnet compare --set` judges them."""
+    dry_run: bool = False
+    """List the points that would run and the time they are expected to take, from the rows of earlier runs."""
     shard: Annotated[str, arg(metavar="I/N")] = "1/1"
     """Run the I-th of N shards, to divide the work over machines."""
     processes: int = 1
@@ -73,18 +79,26 @@ def run(options: Reproduce) -> int:
     if bool(options.labels) == options.all:
         raise ReproductionError("pass either labels or --all. `adptnet reproduce --list` prints the labels.")
     chosen = find_results(options.labels)
-    store = RowStore(options.rows, _parse_shard(options.shard))
+    store = RowStore(options.rows, _parse_shard(options.shard), parse_changes(options.set, chosen))
     if options.processes < 1:
         raise ReproductionError(f"--processes {options.processes}: must be at least 1.")
     _check_device(options.device)
     sources = _find_sources(chosen)
-    subset = _parse_only(options.only, sources, options.scale)
-    jobs = _drop_jobs_without_data(list(_find_jobs(sources, store, options.scale, subset)), options)
+    points = [point for result in sources for point in store.points(result, options.scale)]
+    subset = parse_only(options.only, points, options.scale)
+    jobs = list(_find_jobs(sources, store, options.scale, subset))
+    forecast = Forecast(store, options.scale)
+    if options.dry_run:
+        _print_plan(jobs, forecast, options)
+        return 0
+    jobs = _drop_jobs_without_data(jobs, options)
     if jobs:
         store.prepare(options.scale)
     start, failed = time.monotonic(), []
+    left = {id(job): forecast.seconds(job.result, job.point) for job in jobs}
     with closing(_run_jobs(jobs, options)) as finished:
         for number, (job, row) in enumerate(finished, 1):
+            left.pop(id(job))
             if isinstance(row, str):
                 failed.append(job)
                 print(f"{number}/{len(jobs)}  {job.result.name}  {job.point}  FAILED", flush=True)
@@ -98,7 +112,8 @@ def run(options: Reproduce) -> int:
                     f"{error.strerror}. Earlier rows are kept. Free some space; the same command then resumes."
                 ) from None
             store.delete_checkpoints(job.result, options.scale, job.point)
-            print(f"{number}/{len(jobs)}  {job.result.name}  {job.point}  {row['time']['seconds']:.1f} s", flush=True)
+            took = f"{row['time']['seconds']:.1f} s{describe_rest(left.values(), options.processes)}"
+            print(f"{number}/{len(jobs)}  {job.result.name}  {job.point}  {took}", flush=True)
     done = len(jobs) - len(failed)
     print(f"{done} points in {time.monotonic() - start:.0f} s; rows in {options.rows / options.scale}")
     if failed:
@@ -121,43 +136,28 @@ def _find_jobs(chosen: list[PaperResult], store: RowStore, scale: Scale, subset:
     place = 0
     for result in chosen:
         done = store.read_lines(result, scale)
-        for point in result.recipe.points(scale):
-            if is_in_subset(point.settings, subset):
+        for point in store.points(result, scale):
+            if is_selected(point, subset):
                 place += 1
                 if place % count == number % count and point_key(point) not in done:
                     yield _Job(result, point)
 
 
-def _parse_only(arguments: tuple[str, ...], chosen: list[PaperResult], scale: Scale) -> Subset:
-    """Parse the arguments of `--only`. Every value must belong to some point."""
-    points = [point for result in chosen for point in result.recipe.points(scale)]
-    subset: dict[str, list[Any]] = {}
-    for text in arguments:
-        name, equals, values = text.partition("=")
-        if not equals:
-            raise ReproductionError(f"--only {text}: must be SETTING=VALUE, for instance model=Hawk.")
-        existing = [point.settings[name] for point in points if name in point.settings]
-        for value in values.split(","):
-            readings = [_parse_value(value), value]  # 10 is a number in one recipe and a name in another
-            if existing and not any(each in existing for each in readings):
-                choices = dict.fromkeys(each if isinstance(each, str) else json.dumps(each) for each in existing)
-                raise ReproductionError(
-                    f"--only {name}={value}: no point at the scale {scale} has it. {name} is {', '.join(choices)}."
-                )
-            subset.setdefault(name, []).extend(readings)
-    if not any(is_in_subset(point.settings, subset) for point in points):
-        known = sorted({name for point in points for name in point.settings})
-        raise ReproductionError(
-            f"--only {' '.join(arguments)}: no point at the scale {scale} matches. Settings are {', '.join(known)}."
-        )
-    return subset
-
-
-def _parse_value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+def _print_plan(jobs: list[_Job], forecast: Forecast, options: Reproduce) -> None:
+    """Print the points that would run, with the time each is expected to take."""
+    total, unknown = 0.0, 0
+    for job in jobs:
+        seconds = forecast.seconds(job.result, job.point)
+        total, unknown = total + (seconds or 0), unknown + (seconds is None)
+        print(f"{format_duration(seconds):>10}  {job.result.name}  {job.point}")
+    for name in dict.fromkeys(job.result.name for job in jobs):
+        problem = load_results()[name].recipe.find_missing_data(options.scale)
+        if problem is not None:
+            print(f"{name} cannot be run: {problem}")
+    text = f"{len(jobs)} points, about {format_duration(total)} on one core"
+    if options.processes > 1:
+        text += f", {format_duration(total / options.processes)} with {options.processes} processes"
+    print(text + (f"; {unknown} of them have no similar row to tell from" if unknown else "") + ". Nothing was run.")
 
 
 def _drop_jobs_without_data(jobs: list[_Job], options: Reproduce) -> list[_Job]:

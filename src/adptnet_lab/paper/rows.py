@@ -18,18 +18,18 @@ import json
 import shutil
 import tempfile
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from adptnet._io.files import append_lines, read_regular
 from adptnet._io.json_values import from_json_value, to_json_value
 from adptnet._io.untrusted import LimitedReader, parse_json
 
-from .recipe import SCALES, GridPoint, Row, Rows, Scale, Subset, is_in_subset
-from .registry import PaperResult, ReproductionError
+from .recipe import SCALES, GridPoint, Row, Rows, Scale, Subset, change_settings, is_in_subset
+from .registry import PaperResult, ReproductionError, load_results
 
-__all__ = ["DEFAULT_FOLDER", "RowStore", "open_row_store", "point_key", "to_row_value"]
+__all__ = ["DEFAULT_FOLDER", "RowStore", "StoredRows", "open_row_store", "point_key", "to_row_value"]
 
 DEFAULT_FOLDER = Path("runs/paper")  # where rows are written unless another folder is given
 COMMITTED_FOLDERS = (Path("results"), Path(__file__).parents[3] / "results")  # relative to a clone, and of this clone
@@ -56,17 +56,42 @@ def to_row_value(value: Any) -> Any:
     return to_json_value(value, digits=_DIGITS)
 
 
+class StoredRows(NamedTuple):
+    """The finished points of a result at one scale.
+
+    Attributes:
+        rows: Their rows, in the order of the points.
+        left: Number of points without a row.
+        gaps: Number of settings without a row for any seed. A test needs every setting, not every seed.
+    """
+
+    rows: Rows
+    left: int
+    gaps: int
+
+
 class RowStore:
     """A folder of rows.
 
     Args:
         folder: The folder.
         shard: Index of this shard (1 for the first) and the number of shards.
+        changes: Settings that replace those of every point, from `--set`.
     """
 
-    def __init__(self, folder: Path, shard: tuple[int, int] = (1, 1)):
+    def __init__(self, folder: Path, shard: tuple[int, int] = (1, 1), changes: Mapping[str, Any] | None = None):
         self.folder = folder
         self.shard = shard
+        self.changes = changes or {}
+
+    def points(self, result: PaperResult, scale: Scale) -> list[GridPoint]:
+        """Return the points of a result.
+
+        Args:
+            result: The result.
+            scale: The scale.
+        """
+        return change_settings(result.recipe.points(scale), self.changes)
 
     def path(self, result: PaperResult, scale: Scale) -> Path:
         """Return the file that this process appends to.
@@ -153,58 +178,73 @@ class RowStore:
         Raises:
             ReproductionError: A file cannot be read, or contains a line that is not a row of this result and scale.
         """
-        source = result.recipe.source or result.name
         rows: dict[str, dict[str, Any]] = {}
-        folder = self.folder / scale
-        names = (f"{_file_stem(source)}{part}.jsonl{packed}" for part in ("", ".*-of-*") for packed in ("", ".gz"))
-        for path in sorted(path for name in names for path in folder.glob(name)):
-            for number, row in _complete_lines(path):
-                _check_row(row, source, scale, f"{path}, line {number}")
-                if row["recipe"] == result.recipe.version:
+        source = result.recipe.source or result.name
+        for name in (source, *result.recipe.borrows):
+            version = load_results()[name].recipe.version
+            for place, row in self._read_files(name, scale):
+                _check_row(row, name, scale, place)
+                if row["recipe"] == version:
                     rows.setdefault(json.dumps([row["settings"], row["seed"]], sort_keys=True), row)
         return rows
 
-    def read_rows(self, result: PaperResult, scale: Scale, subset: Subset | None = None) -> tuple[Rows, int]:
+    def _read_files(self, name: str, scale: Scale) -> Iterator[tuple[str, Any]]:
+        """Yield the lines of every file of a result, each with its position."""
+        names = (f"{_file_stem(name)}{part}.jsonl{packed}" for part in ("", ".*-of-*") for packed in ("", ".gz"))
+        for path in sorted(path for pattern in names for path in (self.folder / scale).glob(pattern)):
+            for number, row in _complete_lines(path):
+                yield f"{path}, line {number}", row
+
+    def read_rows(self, result: PaperResult, scale: Scale, subset: Subset | None = None) -> StoredRows:
         """Read the rows of a result.
 
         Args:
             result: The result.
             scale: The scale.
             subset: The points to read; all of them if not given.
-
-        Returns:
-            The rows, in the order of the points, and the number of points without a row.
         """
         lines = self.read_lines(result, scale)
-        points = [point for point in result.recipe.points(scale) if is_in_subset(point.settings, subset or {})]
-        if result.recipe.largest_of is not None:
-            points = _largest_complete(points, result.recipe.largest_of, lines)
+        points = [point for point in self.points(result, scale) if is_in_subset(point.settings, subset or {})]
+        if result.recipe.rank is not None:
+            points = _highest_complete(points, result.recipe.rank, lines)
         done = [lines[point_key(point)] for point in points if point_key(point) in lines]
         rows = [
             Row(row["settings"], row["seed"], from_json_value(row["numbers"]), from_json_value(row["time"]), scale)
             for row in done
         ]
-        return Rows(rows), len(points) - len(done)
+        return StoredRows(Rows(rows), len(points) - len(done), len(_find_gaps(points, lines)))
 
 
-def open_row_store(folder: Path | None) -> RowStore:
+def open_row_store(folder: Path | None, changes: Mapping[str, Any] | None = None) -> RowStore:
     """Return the rows to read.
 
     Args:
         folder: Their folder. If not given: the user's own rows in `DEFAULT_FOLDER` if there are any, otherwise the rows
             that are committed to the repository.
+        changes: Settings that replace those of every point.
     """
     if folder is not None:
-        return RowStore(folder)
-    stores = [RowStore(folder) for folder in (DEFAULT_FOLDER, *COMMITTED_FOLDERS)]
+        return RowStore(folder, changes=changes)
+    stores = [RowStore(folder, changes=changes) for folder in (DEFAULT_FOLDER, *COMMITTED_FOLDERS)]
     return next((store for store in stores if not store.is_empty), stores[0])
 
 
-def _largest_complete(points: Sequence[GridPoint], setting: str, lines: Collection[str]) -> list[GridPoint]:
-    """Return the points with the largest value of `setting` that is complete, or else with the fewest missing rows."""
-    values = sorted({point.settings[setting] for point in points}, reverse=True)
-    groups = [[point for point in points if point.settings[setting] == value] for value in values]
-    return min(groups, key=lambda group: sum(point_key(point) not in lines for point in group), default=[])
+def _find_gaps(points: Sequence[GridPoint], lines: Collection[str]) -> set[str]:
+    """Return the settings, as text, for which no seed has a row."""
+    seen: dict[str, bool] = {}
+    for point in points:
+        settings = json.dumps(to_row_value(point.settings), sort_keys=True)
+        seen[settings] = seen.get(settings, False) or point_key(point) in lines
+    return {settings for settings, found in seen.items() if not found}
+
+
+def _highest_complete(
+    points: Sequence[GridPoint], rank: Callable[[Mapping[str, Any]], Any], lines: Collection[str]
+) -> list[GridPoint]:
+    """Return the points of the highest rank whose settings all have a row, or else of the rank that lacks fewest."""
+    ranks = sorted({rank(point.settings) for point in points}, reverse=True)
+    groups = [[point for point in points if rank(point.settings) == each] for each in ranks]
+    return min(groups, key=lambda group: len(_find_gaps(group, lines)), default=[])
 
 
 def _complete_lines(path: Path) -> Iterator[tuple[int, Any]]:

@@ -19,7 +19,8 @@ from .._json_files import read_json
 from ..tasks import Scores, Task
 from ..training import RunFolder, SaveOptions, SingleProcess, TrainConfig, evaluate, train
 from ..training.run_lock import lock_folder
-from .evidence import PairedDifference, paired_difference
+from .evidence import Estimate, estimate_mean, paired_difference
+from .forecast import TrainingProgress
 from .recipe import Row, Rows, Table
 from .rows import to_row_value
 
@@ -32,7 +33,9 @@ __all__ = [
     "accuracy_difference",
     "checkpoint_folder",
     "draw_accuracies",
+    "estimate_accuracy",
     "format_accuracies",
+    "format_estimate",
     "make_accuracy_table",
     "mean_accuracy",
     "train_and_score",
@@ -92,7 +95,10 @@ def train_and_score(
         if look is not None:
             observations.add(0, look(0))
 
+        progress = TrainingProgress(config.steps)
+
         def on_step(step: int, loss: float) -> None:
+            progress.show(step, loss)
             if look is not None:
                 observations.add(step, look(step))
 
@@ -152,6 +158,27 @@ def mean_accuracy(rows: Rows, place: int = 0) -> float:
     return float(np.mean([_accuracy(row, place) for row in rows]))
 
 
+def estimate_accuracy(rows: Rows, place: int = 0) -> Estimate:
+    """Return the mean accuracy over runs with its interval, in percent.
+
+    Args:
+        rows: The runs.
+        place: Index of the length, for runs that were scored at several lengths.
+    """
+    return estimate_mean([_accuracy(row, place) for row in rows], "%")
+
+
+def format_estimate(found: Estimate) -> str:
+    """Return an accuracy with its interval as the cell of a table; without the interval if there is a single run.
+
+    Args:
+        found: From `estimate_accuracy`.
+    """
+    if found.runs < 2:
+        return f"{found.mean:.1f}"
+    return f"{found.mean:.1f} [{max(found.low, 0):.1f}, {min(found.high, 100):.1f}]"
+
+
 def format_accuracies(rows: Rows, key: str) -> str:
     """Return the mean accuracy for each value of a setting, as text.
 
@@ -162,9 +189,7 @@ def format_accuracies(rows: Rows, key: str) -> str:
     return ", ".join(f"{value} {mean_accuracy(some):.1f}" for (value,), some in rows.groups(key).items()) + " %"
 
 
-def accuracy_difference(
-    rows: Rows, first: Mapping[str, Any], second: Mapping[str, Any], place: int = 0
-) -> PairedDifference:
+def accuracy_difference(rows: Rows, first: Mapping[str, Any], second: Mapping[str, Any], place: int = 0) -> Estimate:
     """Return the difference of accuracies under two conditions, paired by seed and by all other settings.
 
     Args:
@@ -183,7 +208,7 @@ def accuracy_difference(
 
     left, right = by_pair(first), by_pair(second)
     pairs = [key for key in left if key in right]
-    return paired_difference([left[key] for key in pairs], [right[key] for key in pairs])
+    return paired_difference([left[key] for key in pairs], [right[key] for key in pairs], "points")
 
 
 def make_accuracy_table(
@@ -202,8 +227,9 @@ def make_accuracy_table(
         counts = sorted({row.numbers["parameters"] for row in some})
         size = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
         named = ["--" if value is None else value for value in settings]
+        interval = format_estimate(estimate_accuracy(some)) if score is mean_accuracy else f"{score(some):.1f}"
         spread = f"{min(accuracies):.1f} to {max(accuracies):.1f}"
-        lines.append([*named, f"{score(some):.1f}", spread, len(accuracies), size])
+        lines.append([*named, interval, spread, len(accuracies), size])
     return Table([*columns.values(), "Acc (%)", "range", "runs", "N. Param."], lines)
 
 

@@ -39,13 +39,13 @@ class TrainConfig(Spec):
         solver: Solver of the recurrent layers.
         seed: Seed of weights, data and dropout.
         evaluate_every: Steps between evaluations on validation data; None to evaluate only at the end.
-        lengths: Sequence lengths to evaluate at; the score at the first one selects the weights. The length of the task
-            if none are given.
+        lengths: Sequence lengths to evaluate at. The length of the task if none are given.
         evaluation_size: Number of sequences per evaluation and length.
         evaluation_batch: Batch size of an evaluation.
         select: "best" to keep the weights of the best evaluation, "last" for those after the last step.
         select_by: Score by which weights are selected: "loss" or a score of the task; the task's own metric if not
             given.
+        select_at: "first" to select by the score at the first of `lengths`, "mean" by its mean over all of them.
         stop_at: Stop as soon as the score of `select_by` is this good; None for never.
         patience: Stop after this many evaluations without improvement; None for never.
         exponents_every: Evaluations between records of Lyapunov exponents; None for none.
@@ -72,6 +72,7 @@ class TrainConfig(Spec):
     evaluation_batch: int = 512
     select: Literal["best", "last"] = "best"
     select_by: str | None = None
+    select_at: Literal["first", "mean"] = "first"
     stop_at: float | None = None
     patience: int | None = None
     exponents_every: int | None = None
@@ -95,7 +96,12 @@ class TrainConfig(Spec):
         for name in ("lengths", "snapshot_steps", "snapshot_epochs"):
             for value in getattr(self, name):
                 check_size(self, **{name: value})
-        choices = {"precision": Precision, "solver": SolverName, "select": Literal["best", "last"]}
+        choices = {
+            "precision": Precision,
+            "solver": SolverName,
+            "select": Literal["best", "last"],
+            "select_at": Literal["first", "mean"],
+        }
         for name, kind in choices.items():
             if getattr(self, name) not in get_args(kind):
                 raise SpecError(

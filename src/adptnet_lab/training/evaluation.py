@@ -85,9 +85,9 @@ def selection_score(scores: dict[int, Scores], task: Task, config: TrainConfig) 
     """Return the score that selects the weights, and whether a higher one is better.
 
     Args:
-        scores: Scores by length, as `evaluate` returns them; the first length counts.
+        scores: Scores by length, as `evaluate` returns them.
         task: Defines the scores.
-        config: Its `select_by` names the score.
+        config: Its `select_by` names the score, and `select_at` the lengths that count.
 
     Raises:
         InputError: There is no such score.
@@ -99,6 +99,8 @@ def selection_score(scores: dict[int, Scores], task: Task, config: TrainConfig) 
         single = [known for known, value in first.items() if isinstance(value, float)]
         kind = type(task).__name__
         raise InputError(f"TrainConfig(select_by={name!r}): {kind} has no such score.{suggest_name(name, single)}")
+    if config.select_at == "mean":
+        score = sum(each[name] for each in scores.values()) / len(scores)  # type: ignore[misc]
     return score, name not in task.lower_is_better
 
 

@@ -293,6 +293,21 @@ def test_a_trainable_beta_uses_the_clipped_value_and_reports_both():
     assert adptnet.recurrence.beta.Beta(0.5).report() == {"raw": [0.5], "used": [0.5]}
 
 
+def test_without_straight_through_a_beta_outside_its_range_has_no_gradient():
+    spec = TrainableBeta((0.01, 0.02, 0.02), minimum=1e-4, maximum=0.025, straight_through=False)
+    beta = adptnet.recurrence.beta.Beta(spec)
+    with torch.no_grad():
+        beta.parameter.copy_(torch.tensor([1.0, -1.0, 0.02]))
+    used = beta(torch.zeros(1))
+    assert used.flatten().tolist() == [0.025, 1e-4, 0.02]
+    used.sum().backward()
+    assert beta.parameter.grad.tolist() == [0, 0, 1]
+    layer = ADPTNet(4, beta=TrainableBeta(0.02, maximum=0.025, straight_through=False))
+    assert adptnet.Spec.from_json(layer.spec.to_json()) == layer.spec
+    layer(torch.randn(1, 5, 4))[0].sum().backward()
+    assert layer.cell.beta.parameter.grad.abs() > 0
+
+
 def test_rope_is_a_complex_state_space_model_with_the_minus_sign():
     """x_t = R(tθ) Σ λ^{t-k} R(-kθ) u_k (deviations.md, point 8). The printed matrix is e^{-iθ} on (real, imaginary)."""
     layer = ADPTNet.paper(6, beta=0.0, rope=drive.RoPE(sign=1))

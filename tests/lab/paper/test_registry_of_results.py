@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from adptnet_lab import cli
-from adptnet_lab.paper.recipe import SCALES
+from adptnet_lab.paper.recipe import SCALES, GridPoint, is_in_subset
 from adptnet_lab.paper.registry import ReproductionError, find_results, load_labels, load_results
-from adptnet_lab.paper.rows import point_key
+from adptnet_lab.paper.rows import RowStore, point_key
 
 PROJECT = Path(__file__).parents[3]
 
@@ -27,7 +27,9 @@ def test_the_label_list_covers_every_table_and_figure_of_the_paper():
         pytest.skip("the paper is not part of this project; set ADPTNET_PAPER to the path of its .tex file")
     text = Path(os.environ["ADPTNET_PAPER"]).read_text()
     in_paper = list(dict.fromkeys(re.findall(r"\\label\{((?:fig|table):[^}]*)\}", text)))
-    assert [name for name in load_labels() if not name.startswith("appendix:")] == in_paper
+    assert [name for name in load_labels() if name.startswith(("fig:", "table:"))] == in_paper
+    others = {name for name in load_labels() if not name.startswith(("fig:", "table:"))}
+    assert others <= set(re.findall(r"\\label\{([^}]*)\}", text))
 
 
 @pytest.mark.parametrize("result", load_results().values(), ids=lambda result: result.name)
@@ -39,10 +41,37 @@ def test_a_result_states_its_claims_and_its_recipe_tests_all_of_them(result):
         assert all(len(row) == len(result.numbers["columns"]) for row in result.numbers["rows"])
     assert set(result.recipe.checks) == {claim.id for claim in result.claims}
     assert all(check.description.endswith(".") for check in result.recipe.checks.values())
+    for claim in result.claims:
+        assert claim.kind in ("paper", "reading", "ours", "check")
+        assert bool(claim.cause) == bool(claim.because)
+        assert claim.cause in ("", "paper", "ours", "scale")
     for scale in SCALES:
         points = result.recipe.points(scale)
         assert len({point_key(point) for point in points}) == len(points) > 0
         assert scale in result.recipe.cost
+
+
+@pytest.mark.parametrize("result", load_results().values(), ids=lambda result: result.name)
+def test_every_claim_can_be_judged_on_the_points_it_needs_at_some_scale(result):
+    for check in result.recipe.checks.values():
+        scales = SCALES[SCALES.index(check.smallest_scale) :]
+        assert any(is_in_subset(p.settings, check.subset) for scale in scales for p in result.recipe.points(scale))
+
+
+def test_a_row_of_an_earlier_recipe_keeps_its_point():
+    """Points that have been run, or are being run, keep their settings, or hours of work would be lost."""
+    sizes = {"symbols": 16, "vocabulary": 16, "steps": 31400, "batch": 64, "test": 1000, "length": 128, "width": 64}
+    settings = {"source": "state", "beta": 0.0125, "rate": 0.001, "decay": 0.1, **sizes, "expansion": 4}
+    recipe = load_results()["table:non-linear_selective_results"].recipe
+    keys = {point_key(point) for point in recipe.points("paper")}
+    assert recipe.version == 1
+    assert {point_key(GridPoint(settings, seed)) for seed in range(3)} <= keys
+    store = RowStore(PROJECT / "results")
+    for result in load_results().values():
+        for scale in ("laptop", "paper"):
+            points = {point_key(point) for point in result.recipe.points(scale)}
+            lines = [row for row in store.read_lines(result, scale).values() if row["label"] == result.name]
+            assert {point_key(GridPoint(row["settings"], row["seed"])) for row in lines} <= points, (result.name, scale)
 
 
 def test_the_paper_map_gives_the_command_of_every_result():

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,12 +16,14 @@ import torch
 
 from adptnet_lab import cli
 from adptnet_lab.paper import compare, reproduce, scoring
-from adptnet_lab.paper.recipe import Outcome
-from adptnet_lab.paper.recipes import training_dynamics
+from adptnet_lab.paper.forecast import Forecast, TrainingProgress, describe_rest, format_duration
+from adptnet_lab.paper.recipe import GridPoint
+from adptnet_lab.paper.recipes import deer_blocks, training_dynamics
 from adptnet_lab.paper.registry import ReproductionError, load_results
 from adptnet_lab.paper.rows import RowStore, to_row_value
+from adptnet_lab.paper.verdicts import Outcome
 from adptnet_lab.training import SaveOptions
-from support.paper import record_runs, run_smoke
+from support.paper import make_row, record_runs, run_smoke
 from support.small_runs import count_group_members
 
 PROJECT = Path(__file__).parents[3]
@@ -37,7 +40,7 @@ def test_a_subset_of_the_points_is_run_and_claims_that_need_no_more_are_judged(t
     assert judged.scale is None
     verdicts = {claim.id: verdict for claim, verdict in judged.verdicts}
     assert verdicts["hawk"].outcome == Outcome.NOT_TESTABLE  # at the scale smoke
-    assert verdicts["hawk"].why.startswith("scale smoke")
+    assert verdicts["hawk"].scale == "smoke"
     assert {verdicts[id].outcome for id in ("linear", "compression", "memorisation")} == {Outcome.NOT_RUN}
     assert run_smoke(tmp_path, name, only=("rate=0.001",)) > 0  # numbers are compared as numbers
 
@@ -51,6 +54,100 @@ def test_settings_of_only_must_exist(tmp_path, capsys):
     with pytest.raises(ReproductionError, match="ratio=: no point"):
         run_smoke(tmp_path, name, only=("ratio=",))
     assert run_smoke(tmp_path, name, only=("ratio=10", "beta=1", "beta=0.125")) == 2  # a name made of digits; both β
+
+
+def test_one_seed_is_run_and_a_dry_run_runs_nothing(tmp_path, capsys):
+    name = "sec:efficient_exp"
+    assert run_smoke(tmp_path, name, only=("seed=1", "size=8"), dry_run=True) == 0
+    assert "  unknown  sec:efficient_exp  size 8, beta 1.0, seed 1\n1 points" in capsys.readouterr().out
+    assert not list(tmp_path.rglob("*.jsonl"))
+    assert run_smoke(tmp_path, name, only=("seed=1", "size=8")) == 1
+    with pytest.raises(ReproductionError, match=r"--only seed=7: no point at the scale smoke has it. seed is 0, 1."):
+        run_smoke(tmp_path, name, only=("seed=7",))
+    capsys.readouterr()
+    run_smoke(tmp_path, name, dry_run=True)
+    printed = capsys.readouterr().out
+    assert "3 points, about" in printed
+    assert "unknown" not in printed  # told from the row that is there
+    assert printed.endswith("Nothing was run.\n")
+
+
+def test_the_time_of_a_point_is_told_from_the_most_similar_row(tmp_path, monkeypatch):
+    monkeypatch.setattr("adptnet_lab.paper.forecast.COMMITTED_FOLDERS", ())
+    result = load_results()["table:error_summary"]
+    points = result.recipe.points("laptop")
+    wide = next(p for p in points if p.settings["spread"] == "wide" and p.settings["beta"] == 1.0)
+    other = next(p for p in points if p.settings["spread"] == "narrow" and p.settings["beta"] == 0.5)
+    store = RowStore(tmp_path)
+    assert Forecast(store, "laptop").seconds(result, wide) is None
+    for point, seconds in ((wide, 4.0), (other, 1.0)):
+        store.add(result, "laptop", make_row(result, point, "laptop", time={"seconds": seconds}))
+    forecast = Forecast(store, "laptop")
+    assert forecast.seconds(result, GridPoint(wide.settings, 9)) == 4.0
+    assert forecast.seconds(result, GridPoint({**wide.settings, "steps": 2 * wide.settings["steps"]}, 0)) == 8.0
+    assert [format_duration(s) for s in (None, 3.2, 600, 7920)] == ["unknown", "3 s", "10 min", "2.2 h"]
+    assert describe_rest([60.0, None, 60.0], 2) == ", about 60 s left"
+    assert describe_rest([], 1) == ""
+
+
+def test_a_long_training_reports_its_progress(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr("adptnet_lab.paper.forecast.time.monotonic", lambda: now[0])
+    progress = TrainingProgress(1000)
+    for step in range(1, 101):
+        now[0] += 1.5
+        progress.show(step, 0.25)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["step 40/1000, loss 0.25, 24 min left", "step 80/1000, loss 0.25, 23 min left"]
+
+
+def test_a_changed_setting_has_rows_of_its_own(tmp_path, capsys):
+    name, only = "table:mad_results", ("task=selective-copying", "model=ADPTNet,β = 0")
+    assert run_smoke(tmp_path, name, only=only) == 2
+    assert run_smoke(tmp_path, name, only=only, set=("beta=0.125",)) == 2
+    assert run_smoke(tmp_path, name, only=only, set=("beta=0.125",)) == 0
+    rows = [json.loads(line) for line in (tmp_path / "smoke" / "table-mad_results.jsonl").read_text().splitlines()]
+    assert [row["settings"].get("beta") for row in rows] == [None, None, 0.125, 0.125]
+    betas = [float(re.search(r'"beta": ([\d.e-]+)', json.dumps(row["spec"]))[1]) for row in rows]
+    assert betas == [0.00125, 0.0, 0.125, 0.125]
+    store = RowStore(tmp_path, changes={"beta": 0.125})
+    assert len(store.read_rows(load_results()[name], "smoke").rows) == 2
+    for wrong, message in (("colour=red", "has no setting colour"), ("beta", "must be SETTING=VALUE")):
+        with pytest.raises(ReproductionError, match=message):
+            run_smoke(tmp_path, name, set=(wrong,))
+    assert cli.main(["compare", name, "--rows", str(tmp_path), "--set", "beta=0.125"]) == 0
+
+
+@pytest.mark.parametrize("change", ["select=all", "stop=true"])
+def test_the_selection_of_weights_on_the_word_problem_is_an_option(change, tmp_path, capsys):
+    run_smoke(tmp_path, "table:s5_8_results", only=("beta=0.0", "negative=true"), set=(change, "evaluate=1"))
+    row = json.loads((tmp_path / "smoke" / "table-s5_8_results.jsonl").read_text())
+    training = json.loads(row["numbers"]["training"])["spec"]
+    expected = {"select=all": ([8, 16, 32], "loss", "mean"), "stop=true": ([16, 8, 32], "accuracy", "first")}[change]
+    assert (training["lengths"], training["select_by"], training["select_at"]) == expected
+
+
+def test_beta_zero_needs_no_directions_from_the_input(tmp_path, capsys):
+    """At β = 0 the recipe uses the directions of the state, which are not computed; the numbers are the same."""
+    from adptnet_lab.paper.recipes import selective_copy
+
+    name = "table:linear_ADPTNet_selective_results"
+    point = next(p for p in load_results()[name].recipe.points("smoke") if p.settings["beta"] == 0)
+    torch.manual_seed(0)
+    fast = selective_copy._run(point).numbers
+    torch.manual_seed(0)
+    slow = selective_copy._run(GridPoint({**point.settings, "beta": 1e-300}, point.seed)).numbers
+    assert fast["accuracy"] == slow["accuracy"]
+    assert fast["loss"] == pytest.approx(slow["loss"], rel=1e-12)
+
+
+def test_the_torch_program_is_used_only_within_its_points(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("ADPTNET_BACKEND", raising=False)
+    seen = []
+    monkeypatch.setattr(deer_blocks, "_measure", lambda point: seen.append(os.environ.get("ADPTNET_BACKEND")))
+    for settings in ({}, {"program": "reference"}, {}):
+        deer_blocks._run(GridPoint(settings))
+    assert seen == [None, "reference", None]
 
 
 def test_a_result_without_its_data_names_the_missing_files(tmp_path, monkeypatch, capsys):
@@ -165,7 +262,7 @@ def test_a_long_point_resumes_from_its_checkpoint_and_gives_the_same_row(tmp_pat
         reproduce._run_point(name, point, options)
     store = RowStore(tmp_path)
     assert list((store.checkpoint_folder(result, "paper", point) / "checkpoints").iterdir())
-    assert store.read_rows(result, "paper")[1] == 2
+    assert store.read_rows(result, "paper").gaps == 2
     row = reproduce._run_point(name, point, options)
     assert len(taken) == 4  # only the third snapshot is taken again
     assert to_row_value(row["numbers"]) == to_row_value(whole["numbers"])
@@ -182,7 +279,7 @@ def test_a_killed_reproduction_loses_at_most_the_point_in_progress(tmp_path):
     process.wait()
     process.stdout.close()
     result = load_results()["table:error_summary"]
-    done, left = RowStore(tmp_path).read_rows(result, "smoke")
+    done, left, _ = RowStore(tmp_path).read_rows(result, "smoke")
     assert all(line.startswith(f"{n}/10") for n, line in enumerate(printed, 1))
     assert 3 <= len(done) < 10
     assert left == 10 - len(done)

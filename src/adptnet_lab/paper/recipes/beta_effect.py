@@ -16,8 +16,9 @@ from adptnet.nn import ADPTNet
 from adptnet.recurrence.conjugates import RotatedConjugate
 
 from ..evidence import rank_correlation
-from ..recipe import Check, ClaimVerdict, GridPoint, Recipe, Rows, RunOutput, Scale, Table, decide
+from ..recipe import Check, GridPoint, Recipe, Rows, RunOutput, Scale, Table
 from ..settings.deer_networks import METHODS, build_network, solve
+from ..verdicts import ClaimVerdict, decide
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -104,7 +105,7 @@ def _check_every_beta(rows: Rows) -> ClaimVerdict:
     found = {name: rank_correlation(rows.values("beta"), rows.numbers(name)) for name in RETRACTIONS}
     holds = all(rows.numbers(name) == sorted(rows.numbers(name)) for name in RETRACTIONS)
     text = ", ".join(f"{name} {value:.2f}" for name, value in found.items())
-    return decide(holds, f"rank correlations {text}", "beyond an angle of π the exponential rotates back")
+    return decide(holds, f"rank correlations {text}")
 
 
 def _draw_curves(rows: Rows) -> "Figure":

@@ -11,7 +11,8 @@ from adptnet.analysis import plot
 
 from ...tasks import CopyMemory, SelectiveCopy, Task
 from ...tasks.base import IGNORED
-from ..recipe import Check, ClaimVerdict, GridPoint, Recipe, Rows, RunOutput, Scale, decide
+from ..recipe import Check, GridPoint, Recipe, Rows, RunOutput, Scale
+from ..verdicts import ClaimVerdict, decide
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -185,7 +186,7 @@ def _check_stays(rows: Rows) -> ClaimVerdict:
 def _check_printed(rows: Rows) -> ClaimVerdict:
     """‖QQ' - I‖ stays below 10⁻⁹ with the step (I - ηψ/2)(I + ηψ/2) Q, which has no inverse."""
     numbers = rows[0].numbers["Cayley as printed"]
-    return decide(max(numbers["away"]) < 1e-9, f"up to {max(numbers['away']):.2g}", "the inverse is missing")
+    return decide(max(numbers["away"]) < 1e-9, f"up to {max(numbers['away']):.2g}")
 
 
 def _draw_descent(rows: Rows) -> "Figure":

@@ -4,7 +4,7 @@ The network is one residual block. Spectra are computed on a float64 copy of the
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,9 +23,19 @@ from ...training import Adam, Cosine, TrainConfig
 from ..recipe import GridPoint, RunOutput
 from ..scoring import train_and_score
 
-__all__ = ["BATCH", "copy_layers", "measure_spectrum", "train_on_copy_memory"]
+__all__ = ["BATCH", "SCALAR", "copy_layers", "measure_spectrum", "rank_of_encoding", "train_on_copy_memory"]
 
 BATCH = 64
+SCALAR = {"encoding": "scalar"}  # the set-up that the paper cites; points without it embed tokens
+
+
+def rank_of_encoding(settings: Mapping[str, Any]) -> bool:
+    """Return the rank of a point: runs with scalar input count before those with embedded tokens.
+
+    Args:
+        settings: Settings of the point.
+    """
+    return settings.get("encoding") == SCALAR["encoding"]
 
 
 def train_on_copy_memory(point: GridPoint, snapshot: Callable[[ADPTNet, Tensor], dict[str, Any]]) -> RunOutput:
@@ -33,14 +43,21 @@ def train_on_copy_memory(point: GridPoint, snapshot: Callable[[ADPTNet, Tensor],
 
     Args:
         point: Settings `width`, `beta`, `weights` (of K and V), `negative` (fraction of negative eigenvalues),
-            `length`, `sequences`, `test`, `epochs` (at which to take a snapshot) and `rate`.
+            `length`, `sequences`, `test`, `epochs` (at which to take a snapshot), `rate`, and optionally `encoding`:
+            "scalar" for the numbers themselves in one input channel, as in the task's source; tokens are embedded
+            without it.
         snapshot: Called with a float64 copy of the layer and its input for one test sequence.
     """
     settings = point.settings
     spectrum: SpectrumSpec = Linspace(dt_min=1e-3, dt_max=1e-1, decay=0.5)
     if settings.get("negative"):
         spectrum = Negative(spectrum, settings["negative"])
-    task = CopyMemory(settings["length"], training_sequences=settings["sequences"], test_sequences=settings["test"])
+    task = CopyMemory(
+        settings["length"],
+        training_sequences=settings["sequences"],
+        test_sequences=settings["test"],
+        encoding=settings.get("encoding", "tokens"),
+    )
     cell = ADPTSpec(
         settings["width"],
         beta=settings["beta"],
@@ -88,7 +105,8 @@ def copy_layers(model: nn.Module, sample: Tensor) -> list[tuple[ADPTNet, Tensor]
         model: The model, which is not changed.
         sample: Input of the model.
     """
-    inputs = analysis.record_layer_inputs(copy.deepcopy(model).cpu().double(), sample).values()
+    exact = sample.double() if sample.is_floating_point() else sample
+    inputs = analysis.record_layer_inputs(copy.deepcopy(model).cpu().double(), exact).values()
     return [(layer.requires_grad_(False), x) for layer, x in inputs if isinstance(layer, ADPTNet)]
 
 

@@ -11,17 +11,19 @@ from typing import Any
 from adptnet.cells import ADPTSpec, CellSpec, ReLURNN
 from adptnet.nn import LayerSpec
 from adptnet.nn.block import BlockSpec
+from adptnet.nn.mixer import MixerSpec
 from adptnet.nn.model import ModelSpec
 from adptnet.recurrence.directions import FromState
 from adptnet.recurrence.drive import LRU, SoftplusGate
 from adptnet.recurrence.spectra import Linspace, Negative, S4DReal, Sparse, SpectrumSpec
 
+from ...baselines import baseline
 from ...tasks import WordProblem
 from ...training import TrainConfig
 from ..recipe import GridPoint, RunOutput
 from ..scoring import train_and_score
 
-__all__ = ["LENGTHS", "SIZES", "SPECTRA", "train_on_word_problem"]
+__all__ = ["LENGTHS", "OPTIONS", "SIZES", "SPECTRA", "train_on_word_problem"]
 
 SPECTRA: dict[str, SpectrumSpec] = {"Linspace": Linspace(), "S4D-Real": S4DReal()}
 SIZES: dict[str, dict[str, Any]] = {
@@ -30,6 +32,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "paper": {"group": "S5", "width": 512, "steps": 16384, "batch": 512, "test": 4096, "evaluate": 1000},
 }
 LENGTHS = (8, 16, 32)  # the training length, and 2 and 4 times that
+OPTIONS = {  # that `--set` may add to a point
+    "select": '"all" to keep the weights with the least mean loss over all three lengths',
+    "stop": "true to select by the accuracy at twice the training length and to stop when it is perfect",
+}
 
 
 def train_on_word_problem(point: GridPoint) -> RunOutput:
@@ -39,22 +45,39 @@ def train_on_word_problem(point: GridPoint) -> RunOutput:
 
     Args:
         point: Settings `group`, `width`, `steps`, `batch`, `test`, `spectrum` (None for a ReLU RNN), `beta`,
-            `sparsity`, `negative`, and optionally `length`, `evaluate`, `relu`, `layer_norm` and `dot`.
+            `sparsity`, `negative`, and optionally `length`, `evaluate`, `relu`, `layer_norm`, `dot`, `model` (the name
+            of a baseline) and the keys of `OPTIONS`.
     """
     settings = point.settings
     task = WordProblem(settings["group"], length=settings.get("length", LENGTHS[0]))
     lengths = [factor * task.length for factor in (1, 2, 4)]
-    spec = ModelSpec(BlockSpec(LayerSpec(_make_cell(settings)), norm="batch", dropout=0.05), vocabulary=task.vocabulary)
+    spec = ModelSpec(BlockSpec(_make_layer(settings), norm="batch", dropout=0.05), vocabulary=task.vocabulary)
     config = TrainConfig(
         seed=point.seed,
         steps=settings["steps"],
         batch_size=settings["batch"],
         evaluate_every=settings.get("evaluate"),
-        select_by="loss",
+        **_choose_selection(settings, lengths),
     )
     trained = train_and_score(spec, task, config, sequences=settings["test"], lengths=lengths)
     last = [100 * float(scores["last_token"]) for scores in trained.scores]  # type: ignore[arg-type]
     return RunOutput({**trained.numbers, "last token": last}, spec)
+
+
+def _choose_selection(settings: Any, lengths: list[int]) -> dict[str, Any]:
+    """Return which weights to keep, and when to stop."""
+    if settings.get("stop"):
+        twice = (lengths[1], lengths[0], lengths[2])
+        return {"lengths": twice, "select_by": "accuracy", "stop_at": 1.0 if settings.get("evaluate") else None}
+    if settings.get("select") == "all":
+        return {"lengths": tuple(lengths), "select_by": "loss", "select_at": "mean"}
+    return {"select_by": "loss"}
+
+
+def _make_layer(settings: Any) -> LayerSpec | MixerSpec:
+    if "model" in settings:
+        return baseline(settings["model"], settings["width"])
+    return LayerSpec(_make_cell(settings))
 
 
 def _make_cell(settings: Any) -> CellSpec:
