@@ -187,7 +187,7 @@ def match_width(make: Callable[[int], Any], parameters: int) -> Any:
     """
     near = match_parameters(make, parameters, multiple_of=4).block.width
     found: list[tuple[int, int]] = []
-    for width in range(max(1, near - 8), near + 9):
+    for width in range(max(1, near - 24), near + 25):
         try:
             count = count_parameters(make(width))
         except ValueError:  # not every layer can have every width
