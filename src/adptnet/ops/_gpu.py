@@ -8,10 +8,39 @@ import torch
 from . import _build
 from ._torch_state import constant_when_compiled
 
-__all__ = ["MIN_SHARED_MEMORY", "describe_backend", "explain_unavailable", "is_available", "shared_memory"]
+__all__ = [
+    "MIN_SHARED_MEMORY",
+    "describe_backend",
+    "explain_unavailable",
+    "is_available",
+    "is_cpu",
+    "is_gpu",
+    "shared_memory",
+]
 
 # Bytes of shared memory per block on the smallest of the GPUs for which the kernels are compiled.
 MIN_SHARED_MEMORY = 65536
+# Whether tensors on the CPU take every branch of tensors on a GPU. Set by tests, which run the kernels in Triton's
+# interpreter; nothing else decides by the type of a device itself.
+_emulated = False
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Return whether the GPU kernels are for this device. Torch uses the type "cuda" for AMD devices too.
+
+    Args:
+        device: The device, which need not be present.
+    """
+    return device.type == "cuda" or (_emulated and device.type == "cpu")
+
+
+def is_cpu(device: torch.device) -> bool:
+    """Return whether the CPU kernels are for this device.
+
+    Args:
+        device: The device.
+    """
+    return device.type == "cpu" and not _emulated
 
 
 def is_available(device: str) -> bool:
@@ -30,7 +59,7 @@ def explain_unavailable(device: str) -> str | None:
     Args:
         device: The type, e.g. "cuda".
     """
-    if device != "cuda":  # torch uses this name for AMD devices too
+    if not is_gpu(torch.device(device)):
         return f"there is no kernel for {device}."
     if not _build.kernels_enabled():
         return "ADPTNET_BACKEND=reference."

@@ -12,61 +12,6 @@ needs_triton = pytest.mark.skipif(
 )
 QUIET = {"TRITON_DEFAULT_FP_FUSION": "1"}  # the default, but Triton warns if it is unset
 
-LINEAR = """
-import torch
-from adptnet.ops.linear_scan import reference, triton
-torch.manual_seed(0)
-for dtype, shape, reverse, resets, starts in (
-    (torch.float32, (5,), False, True, True),
-    (torch.float32, (2, 3, 5), True, False, False),
-    (torch.complex64, (5,), True, True, True),
-    (torch.complex64, (2, 3, 5), False, False, False),
-):
-    transition, offset, initial = (torch.randn(s, dtype=dtype) / 2 for s in (shape, (2, 3, 5), (2, 5)))
-    reset = torch.tensor([[False, True, False], [False, False, True]]) if resets else None
-    leaves = [t.requires_grad_() for t in (transition, offset, initial)[: 3 if starts else 2]]
-    expected = reference.linear_scan(*leaves, reset=reset, reverse=reverse)
-    upstream = torch.randn_like(expected)
-    gradients = torch.autograd.grad(expected, leaves, upstream)
-    start = initial if starts else None
-    with torch.no_grad():
-        found = triton.forward(transition, offset, start, reset, reverse)
-        back = triton.backward(upstream, found, transition, start, reset, reverse, needs_transition_grad=True)
-        over = offset.clone()
-        triton.forward(transition, over, start, reset, reverse, overwrite=True)
-    torch.testing.assert_close(over, found)
-    for a, b in zip((found, *back), (expected.detach(), *gradients), strict=False):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-print("right")
-"""
-
-RESETS = """
-import torch
-from adptnet.ops.linear_scan import triton
-reset = torch.tensor([[False, False, True, False, True, False]])
-for dtype in (torch.float32, torch.complex64):
-    for reverse in (False, True):
-        marks = reset.flip(1) if reverse else reset
-        transition, offset, upstream = (torch.randn(1, 6, 3, dtype=dtype) for _ in range(3))
-        for bad in (torch.nan, torch.inf):
-            for broken in range(4):  # nothing, the transition at the reset, an offset, the incoming gradient
-                given = [values.clone() for values in (transition, offset, upstream)]
-                if broken:
-                    at = (2, 3, 2)[broken - 1]
-                    given[broken - 1][0, 5 - at if reverse else at] = bad
-                a, b, g = given
-                states = triton.forward(a, b, None, marks, reverse)
-                back = triton.backward(g, states, a, None, marks, reverse, needs_transition_grad=True)
-                found = [t.flip(1) if reverse else t for t in (states, *back[:2])]
-                expected = expected if broken else found
-                whole = range(6) if broken < 2 else [0, 1, 4, 5]
-                for here, there in zip(found, expected, strict=True):
-                    here, there = here[:, whole], there[:, whole]
-                    assert here.isfinite().all(), (dtype, reverse, bad, broken)
-                    torch.testing.assert_close(here, there)
-print("right")
-"""
-
 ADPT = """
 import math, torch
 from adptnet.ops import _gpu
@@ -109,9 +54,8 @@ print("right")
 
 
 @needs_triton
-@pytest.mark.parametrize("code", [LINEAR, RESETS, ADPT], ids=["linear_scan", "resets", "adpt_scan"])
-def test_in_the_interpreter_values_and_gradients_equal_those_of_the_reference(code):
-    assert run_python(code, TRITON_INTERPRET="1", **QUIET)[0] == "right"
+def test_in_the_interpreter_values_and_gradients_equal_those_of_the_reference():
+    assert run_python(ADPT, TRITON_INTERPRET="1", **QUIET)[0] == "right"
 
 
 GUARDED = """
@@ -131,8 +75,8 @@ class Kernel:
     def __getitem__(self, grid):
         return lambda *given, **how: events.append("launch")
 torch.cuda.device_of = Guard
-for module in (adpt, linear):
-    module.forward_kernel = module.backward_kernel = Kernel()
+adpt.forward_kernel = adpt.backward_kernel = Kernel()
+linear.apply_kernel = linear.apply_backward_kernel = Kernel()
 drive, state = torch.randn(2, 3, 4), torch.randn(2, 4)
 constants = Constants(torch.rand(4), weight=torch.randn(1, 2, 4, 4), beta=torch.ones(1))
 adpt.forward(drive, state, constants, Form(), None, None)
@@ -160,8 +104,8 @@ from adptnet.ops.linear_scan import triton as linear
 
 target, there = GPUTarget({target}), {shared}
 _gpu.shared_memory = lambda device: there
-others = dict.fromkeys(("batch", "steps", "size", "transition_batch", "transition_time"), "i32")
-others |= dict(reset="*u8", lengths="*i64")
+others = dict.fromkeys(("batch", "steps", "chunks", "size", "transition_batch", "transition_time"), "i32")
+others |= dict(reset="*u8", cuts="*u8", lengths="*i64")
 same = triton.__version__ == "3.9.0" and target.backend == "cuda"  # the version of the table
 
 def shared(kernel, constants, **how):
@@ -170,9 +114,13 @@ def shared(kernel, constants, **how):
     assert {binary!r} in made.asm
     return made.metadata.shared
 
-scan = dict(STARTS=True, RESETS=True, REVERSE=True, PAIRS=True, COLUMNS=64)
-assert shared(linear.forward_kernel, scan) == 0
-assert shared(linear.backward_kernel, scan | dict(VARIES=True)) == 0
+scan = dict(RESETS=True, REVERSE=True, PAIRS=True, LENGTH=linear.LENGTH, COLUMNS=linear.COLUMNS)
+for kernel, options in (
+    (linear.summarize_kernel, dict(VARIES=True, SHARED=False, ADJOINT=True)),
+    (linear.apply_kernel, dict(STARTS=True)),
+    (linear.apply_backward_kernel, dict(STARTS=True, VARIES=True, NEEDED=True)),
+):
+    assert shared(kernel, scan | options, **linear.OPTIONS) <= 8192
 for size in {sizes}:
     found = launch.plan_launch(size, "cuda:0")
     assert (found is None) == (size > 128 or (size > 64 and there < 82944))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _backends
+from .. import _backends, _gpu
 from .._torch_state import can_bypass_dispatcher, has_dispatch_mode, is_transformed, separate_views
 from . import cpu, flops, reference
 from .dispatch import choose, select_gpu_kernel
@@ -47,7 +47,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     constants = Constants(real, imag, weight, bias, beta, feed_real, feed_imag, decay, charge, norm_weight, norm_bias)
     form = decode_form(numbers)
-    if drive.device.type == "cpu" and cpu.has_kernel(drive.dtype):
+    if _gpu.is_cpu(drive.device) and cpu.has_kernel(drive.dtype):
         inputs = (drive, state, *constants, reset, lengths, left, right, outer, inner)
         states, projections = cpu.forward(cpu.make_plan(inputs, form), inputs, save)
         # A custom operation must not return the same tensor from several calls, as `plan.empty` would be.
@@ -87,7 +87,7 @@ def _backward(
 ) -> list[Tensor]:
     constants = Constants(real, imag, weight, bias, beta, feed_real, feed_imag, decay, charge, norm_weight, norm_bias)
     form = decode_form(numbers)
-    if drive.device.type == "cpu":
+    if _gpu.is_cpu(drive.device):
         _backends.note_run("backward", _backends.CPU)
         inputs = (drive, state, *constants, reset, lengths, left, right, outer, inner)
         plan = cpu.make_plan(inputs, form)
