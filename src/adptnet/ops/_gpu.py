@@ -15,6 +15,7 @@ __all__ = [
     "is_available",
     "is_cpu",
     "is_gpu",
+    "matmul_precision",
     "shared_memory",
 ]
 
@@ -73,11 +74,34 @@ def shared_memory(device: str) -> int:
     Args:
         device: The device, as a string.
     """
+    index = _find_index(device)
+    return MIN_SHARED_MEMORY if index is None else _shared_memory(index)
+
+
+@constant_when_compiled
+def matmul_precision(device: str) -> str:
+    """Return the precision of float32 matrix products in kernels, as tl.dot names it.
+
+    By default, `torch.get_float32_matmul_precision() == "highest"`, products on tensor cores are sums of three TF32
+    products, as exact as float32; otherwise single ones. GPUs without TF32 units compute in float32: NVIDIA before
+    compute capability 8.0, and AMD, whose matrix units support it.
+
+    Args:
+        device: The device, as a string; one that is not present is assumed to have TF32 units.
+    """
+    index = _find_index(device)
+    if torch.version.hip is not None or (index is not None and torch.cuda.get_device_capability(index)[0] < 8):
+        return "ieee"
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _find_index(device: str) -> int | None:
+    """Return the index of a GPU; None if it is not present."""
     if not torch.cuda.is_available():
-        return MIN_SHARED_MEMORY
+        return None
     index = torch.device(device).index
     index = torch.cuda.current_device() if index is None else index
-    return _shared_memory(index) if index < torch.cuda.device_count() else MIN_SHARED_MEMORY
+    return index if index < torch.cuda.device_count() else None
 
 
 @functools.cache
@@ -96,12 +120,8 @@ def describe_backend() -> str:
     reason = explain_unavailable("cuda")
     if reason is not None:
         return f"reference: {reason}"
-    index = torch.cuda.current_device()
-    largest = max(
-        (size for size in launch.SHARED_MEMORY if launch.plan_launch(size, f"cuda:{index}") is not None), default=0
-    )
-    name = torch.cuda.get_device_name(index)
-    return f"triton: linear_scan, adpt_scan for state dimensions up to {largest}, on {name}"
+    name = torch.cuda.get_device_name(torch.cuda.current_device())
+    return f"triton: linear_scan, adpt_scan for heads of up to {launch.MAX_HEAD_SIZE} state dimensions, on {name}"
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
-from .. import _backends, _buffers, _build, _gpu
+from .. import _backends, _buffers, _build
 from .form import Constants, Factors, Form, RetractionKind, check, decode_form, encode_form
 
 __all__ = ["Inputs", "Plan", "backward", "forward", "has_kernel", "make_plan", "run_products", "saved_shape"]
@@ -86,7 +86,7 @@ def saved_shape(drive: Tensor, constants: Constants, form: Form, save: bool) -> 
         drive, constants, form: As in `adpt_scan`.
         save: Whether anything is saved.
     """
-    if not save or not _rotates(form) or form.directions_in_drive or not (_gpu.is_cpu(drive.device) or drive.is_meta):
+    if not save or not _rotates(form) or form.directions_in_drive or drive.device.type not in ("cpu", "meta"):
         return (0,)
     batch, steps = drive.shape[:2]
     return form.heads, steps, batch, 2 * _pad(constants.real.shape[0] // form.heads, drive.dtype) + DOT_COUNT

@@ -16,10 +16,10 @@ from .._torch_state import constant_when_compiled, has_dispatch_mode, is_transfo
 from . import diagonal, launch
 from .form import Constants, Form, is_basic_form
 
-__all__ = ["choose", "choose_step", "explain_unsupported_gpu", "select_gpu_kernel"]
+__all__ = ["TRITON", "choose", "choose_step", "explain_unsupported_gpu", "select_gpu_kernel"]
 
 _META = Backend("meta", "on the device meta only shapes are computed.")
-_TRITON = Backend("triton", "the Triton kernel supports this cell and call.")
+TRITON = Backend("triton", "the Triton kernel supports this cell and call.")
 _DIAGONAL = Backend("linear_scan", "M is diagonal, so a linear scan runs all steps.")
 _RECORDED = Backend(REFERENCE, "autograd records the step, and its kernel has no gradient.", is_announced=True)
 _TRACED = Backend(REFERENCE, "a compiler or a dispatch mode observes every operation.", is_announced=True)
@@ -53,7 +53,7 @@ def choose(
     reason = explain_unsupported_gpu(form, size, paired=paired, slow=slow, dtype=dtype, device=str(device))
     if reason is not None:
         return Backend(REFERENCE, reason, "Run it on a CPU, or solve in parallel over time: solver=solvers.Auto().")
-    return _DIAGONAL if diagonal.is_diagonal(form, slow=slow) else _TRITON
+    return _DIAGONAL if diagonal.is_diagonal(form, slow=slow) else TRITON
 
 
 @constant_when_compiled
@@ -114,7 +114,7 @@ def select_gpu_kernel(drive: Tensor, constants: Constants, form: Form) -> Any:
     backend = choose(form, size, paired=paired, slow=slow, dtype=drive.dtype, device=drive.device)
     if backend == _DIAGONAL:
         return diagonal
-    if backend != _TRITON:
+    if backend != TRITON:
         if _kernels_enabled():
             log_fallback(backend.reason)
         return None

@@ -53,7 +53,7 @@ def summarize_kernel(
     imag = tl.zeros((COLUMNS,), dtype=values.dtype.element_ty)
     product_real = real + 1.0
     product_imag = imag
-    cut = 0
+    cut = (sequence * 0).to(tl.int32)
     for i in tl.range(0, LENGTH, num_stages=4):
         at = chunk * LENGTH + i
         t = steps - 1 - at if REVERSE else at
