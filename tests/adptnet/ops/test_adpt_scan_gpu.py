@@ -107,6 +107,7 @@ def test_projections_that_are_not_saved_are_recomputed(kernels):
         torch.testing.assert_close(lean[name], value, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_bad_row_stays_in_its_row(kernels, bad):
     problem = make_problem(3, 3, 6, dtype=torch.float64)

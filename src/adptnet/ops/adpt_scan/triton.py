@@ -146,8 +146,8 @@ def coefficients(s, CAYLEY: tl.constexpr):
 def find_plane(p, q):
     """Return the unit vectors k and v of p and q, c = k·v, and one over |p| and |q|; all zero if p or q counts as zero.
 
-    Squares of entries beyond 1e±10 could overflow or underflow. If a row of the tile has such entries, p and q are
-    divided by their largest entries first.
+    Squares of entries beyond 1e±10 could overflow or underflow. Rows with such p or q are divided by their largest
+    entries first.
     """
     pp, qq, pq = tl.reduce((p * p, q * q, p * q), 1, add3)
     p_shrink, q_shrink = tl.full(pp.shape, 1.0, tl.float32), tl.full(pp.shape, 1.0, tl.float32)
@@ -155,8 +155,9 @@ def find_plane(p, q):
     if tl.max(extreme.to(tl.int32), 0) > 0:
         p_largest, q_largest = tl.max(tl.abs(p), 1), tl.max(tl.abs(q), 1)
         is_zero = (p_largest < 1.2037062e-35) | (q_largest < 1.2037062e-35)
-        p_shrink = tl.where(is_zero, 0.0, 1.0 / tl.where(is_zero, 1.0, p_largest))
-        q_shrink = tl.where(is_zero, 0.0, 1.0 / tl.where(is_zero, 1.0, q_largest))
+        # The other rows of the tile are not changed: their rounding must not depend on this one.
+        p_shrink = tl.where(extreme, tl.where(is_zero, 0.0, 1.0 / tl.where(is_zero, 1.0, p_largest)), 1.0)
+        q_shrink = tl.where(extreme, tl.where(is_zero, 0.0, 1.0 / tl.where(is_zero, 1.0, q_largest)), 1.0)
         p, q = p * p_shrink[:, None], q * q_shrink[:, None]
         pp, qq, pq = tl.reduce((p * p, q * q, p * q), 1, add3)
     is_zero = (pp == 0) | (qq == 0)
