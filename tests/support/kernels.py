@@ -70,12 +70,12 @@ VARIANTS = {
 }
 
 
-def run_python(code, **environment):
+def run_python(code, *, timeout=100, **environment):
     """Run a program with kernels enabled and these environment variables; return its stdout and stderr."""
     paths = os.pathsep.join([str(Path(adptnet.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": paths, "ADPTNET_BACKEND": "auto", **environment}
+    env = {**os.environ, "PYTHONPATH": paths, "ADPTNET_BACKEND": "auto", "TRITON_INTERPRET": "0", **environment}
     env.pop("PYTHONDONTWRITEBYTECODE", None)
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip(), done.stderr
 

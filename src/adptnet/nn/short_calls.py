@@ -21,7 +21,7 @@ from torch.nn.modules import module as torch_module
 
 from ..cells.adpt import ADPTCell
 from ..cells.base import ADPTState
-from ..ops import _build, adpt_layer
+from ..ops import _build, _gpu, adpt_layer
 from ..ops._torch_state import can_bypass_dispatcher, is_autocast_enabled
 from ..ops.adpt_layer import Evaluated, GateWeights, LayerCall, LayerVectors, LayerWeights, TrainingCall
 from ..ops.adpt_scan import Form
@@ -298,7 +298,9 @@ def run_short_call(layer: nn.Module, x: Tensor, state: ADPTState | None) -> tupl
     Returns:
         The outputs and the state; None if the call must take the general path, which also reports wrong arguments.
     """
-    if torch.compiler.is_compiling() or not x.is_cpu or not (state is None or isinstance(state, ADPTState)):
+    if torch.compiler.is_compiling() or not _gpu.is_cpu(x.device):
+        return None
+    if not (state is None or isinstance(state, ADPTState)):
         return None
     given = (x,) if state is None else (x, *state)
     if not can_bypass_dispatcher(*given) or forward_ad._current_level >= 0 or any(_GLOBAL_HOOKS):

@@ -8,10 +8,40 @@ import torch
 from . import _build
 from ._torch_state import constant_when_compiled
 
-__all__ = ["MIN_SHARED_MEMORY", "describe_backend", "explain_unavailable", "is_available", "shared_memory"]
+__all__ = [
+    "MIN_SHARED_MEMORY",
+    "describe_backend",
+    "explain_unavailable",
+    "is_available",
+    "is_cpu",
+    "is_gpu",
+    "matmul_precision",
+    "shared_memory",
+]
 
 # Bytes of shared memory per block on the smallest of the GPUs for which the kernels are compiled.
 MIN_SHARED_MEMORY = 65536
+# Whether tensors on the CPU take every branch of tensors on a GPU. Set by tests, which run the kernels in Triton's
+# interpreter; nothing else decides by the type of a device itself.
+_emulated = False
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Return whether the GPU kernels are for this device. Torch uses the type "cuda" for AMD devices too.
+
+    Args:
+        device: The device, which need not be present.
+    """
+    return device.type == "cuda" or (_emulated and device.type == "cpu")
+
+
+def is_cpu(device: torch.device) -> bool:
+    """Return whether the CPU kernels are for this device.
+
+    Args:
+        device: The device.
+    """
+    return device.type == "cpu" and not _emulated
 
 
 def is_available(device: str) -> bool:
@@ -30,7 +60,7 @@ def explain_unavailable(device: str) -> str | None:
     Args:
         device: The type, e.g. "cuda".
     """
-    if device != "cuda":  # torch uses this name for AMD devices too
+    if not is_gpu(torch.device(device)):
         return f"there is no kernel for {device}."
     if not _build.kernels_enabled():
         return "ADPTNET_BACKEND=reference."
@@ -44,11 +74,34 @@ def shared_memory(device: str) -> int:
     Args:
         device: The device, as a string.
     """
+    index = _find_index(device)
+    return MIN_SHARED_MEMORY if index is None else _shared_memory(index)
+
+
+@constant_when_compiled
+def matmul_precision(device: str) -> str:
+    """Return the precision of float32 matrix products in kernels, as tl.dot names it.
+
+    By default, `torch.get_float32_matmul_precision() == "highest"`, products on tensor cores are sums of three TF32
+    products, as exact as float32; otherwise single ones. GPUs without TF32 units compute in float32: NVIDIA before
+    compute capability 8.0, and AMD, whose matrix units support it.
+
+    Args:
+        device: The device, as a string; one that is not present is assumed to have TF32 units.
+    """
+    index = _find_index(device)
+    if torch.version.hip is not None or (index is not None and torch.cuda.get_device_capability(index)[0] < 8):
+        return "ieee"
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _find_index(device: str) -> int | None:
+    """Return the index of a GPU; None if it is not present."""
     if not torch.cuda.is_available():
-        return MIN_SHARED_MEMORY
+        return None
     index = torch.device(device).index
     index = torch.cuda.current_device() if index is None else index
-    return _shared_memory(index) if index < torch.cuda.device_count() else MIN_SHARED_MEMORY
+    return index if index < torch.cuda.device_count() else None
 
 
 @functools.cache
@@ -67,12 +120,8 @@ def describe_backend() -> str:
     reason = explain_unavailable("cuda")
     if reason is not None:
         return f"reference: {reason}"
-    index = torch.cuda.current_device()
-    largest = max(
-        (size for size in launch.SHARED_MEMORY if launch.plan_launch(size, f"cuda:{index}") is not None), default=0
-    )
-    name = torch.cuda.get_device_name(index)
-    return f"triton: linear_scan, adpt_scan for state dimensions up to {largest}, on {name}"
+    name = torch.cuda.get_device_name(torch.cuda.current_device())
+    return f"triton: linear_scan, adpt_scan for heads of up to {launch.MAX_HEAD_SIZE} state dimensions, on {name}"
 
 
 @functools.cache

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from . import _gpu
+
 __all__ = ["solve_linear"]
 
 MAX_BATCHED_ROWS = 128  # larger matrices are solved one at a time
@@ -22,7 +24,7 @@ def solve_linear(matrices: Tensor, right: Tensor) -> Tensor:
     """
     batch = torch.broadcast_shapes(matrices.shape[:-2], right.shape[:-2])
     small = matrices.dim() == 2 or matrices.shape[-1] <= MAX_BATCHED_ROWS or not batch.numel()
-    if small or torch.compiler.is_compiling() or matrices.device.type != "cpu" or torch.get_num_threads() == 1:
+    if small or torch.compiler.is_compiling() or not _gpu.is_cpu(matrices.device) or torch.get_num_threads() == 1:
         return _solve(matrices, right)
     each = (t.expand(*batch, *t.shape[-2:]).flatten(0, -3) for t in (matrices, right))
     solutions = [_solve(matrix, columns) for matrix, columns in zip(*each, strict=True)]

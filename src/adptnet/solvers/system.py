@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .._validate import make_validity_mask
 from ..errors import InputError
+from ..ops import _gpu
 from ..ops.tolerance import remembered_scale
 from .time_axis import ONE_PROCESS, TimeAxis
 
@@ -235,5 +236,5 @@ def chunk_length(states: Tensor) -> int:
     Args:
         states: (batch, time, n).
     """
-    elements = WORKING_SET if states.device.type == "cpu" else LARGE_WORKING_SET
+    elements = WORKING_SET if _gpu.is_cpu(states.device) else LARGE_WORKING_SET
     return max(16, elements // max(1, states.shape[0] * states.shape[2]))

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
-from .. import _backends
+from .. import _backends, _gpu
 from .._torch_state import can_bypass_dispatcher, is_transformed
 from . import _autograd, cpu, reference
 from .dispatch import choose, choose_step, explain_unsupported_gpu
@@ -55,7 +55,7 @@ def adpt_scan(
     recorded = torch.is_grad_enabled() and True in [t.requires_grad for t in leaves if t is not None]
     save = recorded and not lean
     states: Tensor
-    direct = can_bypass_dispatcher(*present) and False not in [t.is_cpu for t in present]
+    direct = can_bypass_dispatcher(*present) and _gpu.is_cpu(drive.device) and False not in [t.is_cpu for t in present]
     if direct and cpu.has_kernel(drive.dtype):
         plan = cpu.make_plan(inputs, form)
         if recorded:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _backends
+from .. import _backends, _gpu
 from .._torch_state import can_bypass_dispatcher, has_dispatch_mode, is_transformed, separate_views
-from . import cpu, flops, reference
-from .dispatch import choose, select_gpu_kernel
+from . import cpu, flops, launch, reference
+from .dispatch import TRITON, choose, select_gpu_kernel
 from .form import Constants, Factors, Form, decode_form, encode_form
 
 __all__ = ["LEAF_COUNT", "CpuScan", "register_flop_formulas", "run_cpu_backward", "scan"]
@@ -47,16 +47,17 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     constants = Constants(real, imag, weight, bias, beta, feed_real, feed_imag, decay, charge, norm_weight, norm_bias)
     form = decode_form(numbers)
-    if drive.device.type == "cpu" and cpu.has_kernel(drive.dtype):
+    if _gpu.is_cpu(drive.device) and cpu.has_kernel(drive.dtype):
         inputs = (drive, state, *constants, reset, lengths, left, right, outer, inner)
         states, projections = cpu.forward(cpu.make_plan(inputs, form), inputs, save)
         # A custom operation must not return the same tensor from several calls, as `plan.empty` would be.
         return states, projections if save else drive.new_empty(0)
     kernel = select_gpu_kernel(drive, constants, form)
     if kernel is not None:
-        return kernel.forward(drive, state, constants, form, reset, lengths), drive.new_empty(0)
+        found: tuple[Tensor, Tensor] = kernel.forward(drive, state, constants, form, reset, lengths, save)
+        return found
     states = reference.adpt_scan(drive, state, constants, form, reset=reset, lengths=lengths)
-    shape = cpu.saved_shape(drive, constants, form, save)
+    shape = _saved_shape(drive, constants, form, save)
     return states, drive.new_full(shape, torch.nan)  # NaN, so that a use by mistake is noticed
 
 
@@ -87,15 +88,26 @@ def _backward(
 ) -> list[Tensor]:
     constants = Constants(real, imag, weight, bias, beta, feed_real, feed_imag, decay, charge, norm_weight, norm_bias)
     form = decode_form(numbers)
-    if drive.device.type == "cpu":
+    if _gpu.is_cpu(drive.device):
         _backends.note_run("backward", _backends.CPU)
         inputs = (drive, state, *constants, reset, lengths, left, right, outer, inner)
         plan = cpu.make_plan(inputs, form)
         gradients = cpu.backward(plan, gradient, inputs, states, projections, [True] * LEAF_COUNT)
         return [t for t in gradients if t is not None]
     kernel = select_gpu_kernel(drive, constants, form)
-    to_drive, to_state, to_constants = kernel.backward(gradient, states, state, constants, form, reset, lengths)
+    to_drive, to_state, to_constants = kernel.backward(
+        gradient, states, projections, drive, state, constants, form, reset, lengths
+    )
     return [to_drive, to_state, *(t for t in to_constants if t is not None)]
+
+
+def _saved_shape(drive: Tensor, constants: Constants, form: Form, save: bool) -> tuple[int, ...]:
+    """Return the shape of the second result of the forward, which its backward needs."""
+    if not _gpu.is_gpu(drive.device):
+        return cpu.saved_shape(drive, constants, form, save)
+    size, paired, slow = constants.real.shape[0], constants.imag is not None, constants.decay is not None
+    backend = choose(form, size, paired=paired, slow=slow, dtype=drive.dtype, device=drive.device)
+    return launch.saved_shape(drive, constants, form, save) if backend == TRITON else (0,)
 
 
 scan = torch.library.custom_op("adptnet::adpt_scan", _forward, mutates_args=(), device_types=["cpu", "cuda"])
@@ -108,7 +120,7 @@ _scan_backward = torch.library.custom_op(
 def _(drive: Tensor, state: Tensor, real: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     rest = len(Constants._fields) - 1
     numbers, save = others[rest + _OTHER_COUNT :]
-    shape = cpu.saved_shape(drive, Constants(real, *others[:rest]), decode_form(numbers), save)
+    shape = _saved_shape(drive, Constants(real, *others[:rest]), decode_form(numbers), save)
     return drive.new_empty(*drive.shape[:2], state.shape[-1]), drive.new_empty(shape)
 
 

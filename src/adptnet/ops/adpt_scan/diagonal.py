@@ -25,21 +25,30 @@ def is_diagonal(form: Form, *, slow: bool) -> bool:
 
 
 def forward(
-    drive: Tensor, state: Tensor, constants: Constants, form: Form, reset: Tensor | None, lengths: Tensor | None
-) -> Tensor:
-    """Return all states, (batch, time, n).
+    drive: Tensor,
+    state: Tensor,
+    constants: Constants,
+    form: Form,
+    reset: Tensor | None,
+    lengths: Tensor | None,
+    save: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return all states, (batch, time, n), and an empty tensor, because nothing is saved.
 
     Args:
-        drive, state, constants, form, reset, lengths: As in `adpt_scan`.
+        drive, state, constants, form, reset, lengths, save: As in `triton.forward`.
     """
     size = constants.real.shape[0]
     states = _scan(constants.real, constants.imag, drive[..., :size], state, reset, reverse=False)
-    return states if lengths is None else torch.where(_past_end(states, lengths), 0.0, states)
+    states = states if lengths is None else torch.where(_past_end(states, lengths), 0.0, states)
+    return states, drive.new_empty(0)
 
 
 def backward(
     gradient: Tensor,
     states: Tensor,
+    projections: Tensor,
+    drive: Tensor,
     state: Tensor,
     constants: Constants,
     form: Form,
@@ -50,8 +59,8 @@ def backward(
 
     Args:
         gradient: With respect to the states.
-        states: The result of `forward`.
-        state, constants, form, reset, lengths: As in `adpt_scan`.
+        states, projections: The results of `forward`.
+        drive, state, constants, form, reset, lengths: As in `adpt_scan`.
     """
     steps, size = states.shape[1:]
     real, imag = constants.real, constants.imag

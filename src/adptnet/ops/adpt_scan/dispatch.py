@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _build
+from .. import _build, _gpu
 from .._backends import REFERENCE, SCALARS, TRANSFORMED, Backend, choose_cpu, log_fallback
 from .._torch_state import constant_when_compiled, has_dispatch_mode, is_transformed
 from . import diagonal, launch
 from .form import Constants, Form, is_basic_form
 
-__all__ = ["choose", "choose_step", "explain_unsupported_gpu", "select_gpu_kernel"]
+__all__ = ["TRITON", "choose", "choose_step", "explain_unsupported_gpu", "select_gpu_kernel"]
 
 _META = Backend("meta", "on the device meta only shapes are computed.")
-_TRITON = Backend("triton", "the Triton kernel supports this cell and call.")
+TRITON = Backend("triton", "the Triton kernel supports this cell and call.")
 _DIAGONAL = Backend("linear_scan", "M is diagonal, so a linear scan runs all steps.")
 _RECORDED = Backend(REFERENCE, "autograd records the step, and its kernel has no gradient.", is_announced=True)
 _TRACED = Backend(REFERENCE, "a compiler or a dispatch mode observes every operation.", is_announced=True)
@@ -44,7 +44,7 @@ def choose(
         dtype: The dtype of the drive; None if unknown.
         device: The device of the drive, which need not be present.
     """
-    if device.type == "cpu":
+    if _gpu.is_cpu(device):
         return _choose_cpu(dtype)
     if dtype is None or dtype not in SCALARS:
         return Backend(REFERENCE, f"there is no kernel for {dtype}.", "Use float32.")
@@ -53,7 +53,7 @@ def choose(
     reason = explain_unsupported_gpu(form, size, paired=paired, slow=slow, dtype=dtype, device=str(device))
     if reason is not None:
         return Backend(REFERENCE, reason, "Run it on a CPU, or solve in parallel over time: solver=solvers.Auto().")
-    return _DIAGONAL if diagonal.is_diagonal(form, slow=slow) else _TRITON
+    return _DIAGONAL if diagonal.is_diagonal(form, slow=slow) else TRITON
 
 
 @constant_when_compiled
@@ -74,7 +74,7 @@ def explain_unsupported_gpu(
     Args:
         form, size, paired, slow, dtype, device: As in `launch.explain_unsupported`.
     """
-    if torch.device(device).type == "cuda" and _kernels_enabled() and diagonal.is_diagonal(form, slow=slow):
+    if _gpu.is_gpu(torch.device(device)) and _kernels_enabled() and diagonal.is_diagonal(form, slow=slow):
         return None
     return launch.explain_unsupported(form, size, paired=paired, slow=slow, dtype=dtype, device=device)
 
@@ -89,7 +89,7 @@ def choose_step(form: Form, tensors: Sequence[Tensor], *, paired: bool, slow: bo
         slow: Whether there is a slow memory.
     """
     states = tensors[0]
-    if states.device.type != "cpu":
+    if not _gpu.is_cpu(states.device):
         return _NO_GPU_STEP
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return _RECORDED
@@ -108,13 +108,13 @@ def select_gpu_kernel(drive: Tensor, constants: Constants, form: Form) -> Any:
     Args:
         drive, constants, form: As in `adpt_scan`.
     """
-    if drive.device.type == "cpu":
+    if _gpu.is_cpu(drive.device):
         return None
     size, paired, slow = constants.real.shape[0], constants.imag is not None, constants.decay is not None
     backend = choose(form, size, paired=paired, slow=slow, dtype=drive.dtype, device=drive.device)
     if backend == _DIAGONAL:
         return diagonal
-    if backend != _TRITON:
+    if backend != TRITON:
         if _kernels_enabled():
             log_fallback(backend.reason)
         return None

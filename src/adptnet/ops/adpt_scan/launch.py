@@ -7,61 +7,75 @@ those that the compiler reports; they are compared with the device before a kern
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .. import _gpu
-from .form import Form, is_basic_form
+from .form import Constants, Form, RetractionKind
 
-__all__ = ["MAX_STATE_SIZE", "SHARED_MEMORY", "Launch", "SharedMemory", "explain_unsupported", "plan_launch"]
-
-
-class SharedMemory(NamedTuple):
-    """Shared memory per block, in bytes."""
-
-    resident: int  # forward, with K and V kept in shared memory for all steps
-    streamed: int  # forward, with K and V read from global memory at each step
-    backward: int
+__all__ = ["MAX_HEAD_SIZE", "RESIDENT", "STREAMED", "Launch", "explain_unsupported", "plan_launch", "saved_shape"]
 
 
 class Launch(NamedTuple):
-    """Launch configuration for a state dimension."""
+    """Launch configuration of both kernels of a pair."""
 
-    pad: int  # the state dimension rounded up to a power of two, at least 16
+    streamed: bool  # whether K and V are read at every step
+    pad: int  # the size of a head rounded up to a power of two, at least 16
+    rows: int  # sequences per program
     warps: int
-    resident: bool  # whether the forward keeps K and V in shared memory
+    precision: str  # of the products, as in tl.dot
+    stages: int = 1  # Triton multiplies the buffers of loads inside a loop by the number of pipeline stages
+    some: int = 0  # of a streamed kernel: sequences whose vectors are in registers at a time
+    block: int = 0  # columns of a product at a time
+    inner: int = 0  # rows of K and V at a time
 
 
-# By `pad`, as reported by Triton 3.9.0 for cuda 75 to 120, with any options of the kernels; hip gfx942 needs no more.
-SHARED_MEMORY = {
-    16: SharedMemory(3072, 2048, 2048),
-    32: SharedMemory(10240, 6144, 6144),
-    64: SharedMemory(36864, 20480, 20480),
-    128: SharedMemory(139264, 73728, 73728),
+MAX_HEAD_SIZE = 2048
+# Bytes of shared memory per block, at most, as reported by Triton 3.9.0 for every option of the kernels. Those of the
+# resident kernels are by `pad` and precision; with directions in the drive they need less than any GPU has.
+STREAMED = 24576
+RESIDENT = {
+    16: {"tf32x3": 6144, "tf32": 3072, "ieee": 3072},
+    32: {"tf32x3": 20480, "tf32": 10240, "ieee": 10240},
+    64: {"tf32x3": 73728, "tf32": 36864, "ieee": 36864},
 }
-MAX_STATE_SIZE = max(SHARED_MEMORY)
-# Fewer warps spill registers: at 128, with 4 warps, 15 kB per thread on cuda 80.
-WARPS = {16: 8, 32: 8, 64: 8, 128: 16}
-# Triton multiplies the buffers of loads inside a loop by the number of pipeline stages, 3 by default.
-STAGES = 1
+TILE = 16  # sequences per program with products: the minimum of a matrix product on tensor cores
 
 
-def plan_launch(size: int, device: str) -> Launch | None:
-    """Return the launch configuration for a state dimension on a device; None if it does not fit.
+def plan_launch(form: Form, size: int, device: torch.device) -> Launch | None:
+    """Return the launch configuration for a recurrence on a device; None if a head is too large.
 
     Args:
+        form: The form of the recurrence.
         size: The state dimension.
-        device: The device, as a string.
+        device: The device.
     """
-    pad = max(16, 1 << (size - 1).bit_length())
-    if pad not in SHARED_MEMORY:
+    head = size // form.heads
+    pad = max(16, 1 << (head - 1).bit_length())
+    precision = _gpu.matmul_precision(str(device))
+    if pad > MAX_HEAD_SIZE:
         return None
-    needed, available = SHARED_MEMORY[pad], _gpu.shared_memory(device)
-    if not (_fits(needed.streamed, available) and _fits(needed.backward, available)):
-        return None  # a forward without its backward is of no use in training
-    return Launch(pad, WARPS[pad], resident=_fits(needed.resident, available))
+    if form.directions_in_drive:  # no products, so a program needs no minimum of sequences
+        rows = max(1, min(16, 512 // pad))
+        return Launch(False, pad, rows, max(1, min(16, rows * pad // 128)), precision)
+    if pad in RESIDENT and _fits(RESIDENT[pad][precision], device):
+        return Launch(False, pad, TILE, 4 if pad <= 32 else 8, precision)
+    return Launch(True, pad, TILE, 8, precision, 2, some=max(1, min(TILE, 1024 // pad)), block=64, inner=32)
 
 
-def _fits(needed: int, available: int) -> bool:
-    return needed * 9 // 8 <= available  # Triton 3.4.0 needs up to a ninth more
+def _fits(needed: int, device: torch.device) -> bool:
+    return needed * 9 // 8 <= _gpu.shared_memory(str(device))  # Triton 3.4.0 needs up to a ninth more
+
+
+def saved_shape(drive: Tensor, constants: Constants, form: Form, save: bool) -> tuple[int, ...]:
+    """Return the shape of what the forward saves on a GPU: K x and V x of every step.
+
+    Args:
+        drive, constants, form: As in `adpt_scan`.
+        save: Whether anything is saved.
+    """
+    if not save or form.directions_in_drive:
+        return (0,)
+    return *drive.shape[:2], form.heads, 2, constants.real.shape[0] // form.heads
 
 
 def explain_unsupported(
@@ -79,16 +93,15 @@ def explain_unsupported(
     missing = _gpu.explain_unavailable(torch.device(device).type)
     if missing is not None:
         return missing
-    if dtype != torch.float32 or not is_basic_form(form, paired=paired, slow=slow):
-        return (
-            "the Triton kernel supports float32, one head, a real spectrum, and key and value computed from the state "
-            "itself."
-        )
-    if size > MAX_STATE_SIZE:
-        return f"the Triton kernel supports state dimensions up to {MAX_STATE_SIZE}; this one is {size}."
-    if plan_launch(size, device) is None:
-        return (
-            f"the Triton kernel for a state dimension of {size} needs more shared memory than the "
-            f"{_gpu.shared_memory(device):,} bytes per block on {device}."
-        )
+    if dtype != torch.float32:
+        return f"the Triton kernel supports float32, not {dtype}."
+    if not form.rotates:
+        return "the Triton kernel does not support a slow memory without a rotation."
+    if form.dot is not None:
+        return "the Triton kernel does not support a fixed dot product of key and value."
+    if form.retraction not in (RetractionKind.EXPONENTIAL, RetractionKind.CAYLEY):
+        return "the Triton kernel does not support the Taylor approximations of the transition."
+    if plan_launch(form, size, torch.device(device)) is None:
+        head = size // form.heads
+        return f"the Triton kernel supports heads of up to {MAX_HEAD_SIZE} state dimensions; these are {head}."
     return None

@@ -18,7 +18,9 @@ __all__ = ["linear_scan"]
 
 @constant_when_compiled
 def _has_kernel(dtype: torch.dtype, device: str) -> bool:
-    return cpu.has_kernel(dtype) if device == "cpu" else _gpu.is_available(device) and dtype in cpu.SCALARS
+    if _gpu.is_cpu(torch.device(device)):
+        return cpu.has_kernel(dtype)
+    return _gpu.is_available(device) and dtype in cpu.SCALARS
 
 
 def linear_scan(
@@ -70,7 +72,7 @@ def _has_no_overlap(offset: Tensor) -> bool:
 
 def _select_kernel(values: Tensor) -> Any:
     """Return the module with the kernel for the device of `values`, `cpu` or `triton`; both have the same functions."""
-    if values.device.type == "cpu":
+    if _gpu.is_cpu(values.device):
         return cpu
     from . import triton
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .. import _gpu
 from .._torch_state import has_dispatch_mode, is_transformed
 from . import cpu, reference
 
@@ -20,7 +21,7 @@ def matrix_chain(matrices: Tensor, frame: Tensor) -> Tensor:
         (batch, n, count).
     """
     recorded = torch.is_grad_enabled() and (matrices.requires_grad or frame.requires_grad)
-    if recorded or has_dispatch_mode() or is_transformed(matrices, frame) or matrices.device.type != "cpu":
+    if recorded or has_dispatch_mode() or is_transformed(matrices, frame) or not _gpu.is_cpu(matrices.device):
         return reference.matrix_chain(matrices, frame)
     run = cpu.matrix_chain if cpu.has_kernel(frame.dtype) else reference.matrix_chain
     return run(matrices, frame)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _gpu
 from .._torch_state import has_dispatch_mode, is_transformed, separate_views
 from . import cpu, reference
 
@@ -38,7 +39,7 @@ def _is_supported(x: Tensor, *others: Tensor) -> bool:
         # Counters and compilers should see the single operations, and an exported batch has no size yet.
         not has_dispatch_mode()
         and 0 < x.numel() >= MIN_ELEMENTS
-        and x.device.type == "cpu"
+        and _gpu.is_cpu(x.device)
         and all(t.dtype == x.dtype and t.device == x.device for t in others)
         and all(t.shape == x.shape for t in others[:2])
         and all(t.shape == column for t in others[2:])

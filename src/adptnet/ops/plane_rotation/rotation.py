@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..._typing import Column, Matrix, Vector
+from .. import _gpu
 from .._torch_state import can_bypass_dispatcher
 from .apply import rotate
 from .reference import weights
@@ -108,7 +109,7 @@ _SERIES = [((-1) ** k / math.factorial(2 * k + 1), (-1) ** k / math.factorial(2 
 def _series_tensor(like: Tensor) -> Tensor:
     """Return _SERIES as a tensor. It is cached except on the CPU, because a copy to a GPU synchronises."""
     # A tensor created inside a transform or a mode must not be used outside it.
-    if like.device.type == "cpu" or not can_bypass_dispatcher(like):
+    if _gpu.is_cpu(like.device) or not can_bypass_dispatcher(like):
         return torch.tensor(_SERIES, dtype=like.dtype, device=like.device)
     return _cached_series(like.dtype, like.device)
 
