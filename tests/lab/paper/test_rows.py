@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from adptnet_lab.paper import compare, report, reproduce
-from adptnet_lab.paper.recipe import Rows
 from adptnet_lab.paper.registry import ReproductionError, load_results
 from adptnet_lab.paper.rows import RowStore
 from support.paper import make_row, run_smoke
@@ -54,7 +53,7 @@ def test_garbage_is_skipped_and_of_two_rows_the_first_counts(tmp_path):
     store.path(result, "smoke").write_bytes(b"\xff\x00\xfe garbage\n\n{'a': 1}\n" + b"[" * 100_000 + b"\n")
     for number in (1, 2):
         store.add(result, "smoke", make_row(result, point, numbers={"a": number}))
-    rows, left = store.read_rows(result, "smoke")
+    rows, left, _ = store.read_rows(result, "smoke")
     assert left == 0
     assert rows.numbers("a") == [1]
 
@@ -161,9 +160,9 @@ def test_rows_can_hold_infinities_and_an_incomplete_line_is_skipped(tmp_path):
     path = store.path(result, "smoke")
     path.parent.mkdir()
     path.write_text('{"settings": {"growing": [[0.')
-    assert store.read_rows(result, "smoke") == (Rows([]), 1) or len(store.read_rows(result, "smoke")[0]) == 0
+    assert len(store.read_rows(result, "smoke").rows) == 0
     store.add(result, "smoke", {**row, "numbers": {"a": torch.tensor([1.0, -math.inf]), "b": math.nan}})
-    rows, left = store.read_rows(result, "smoke")
+    rows, left, _ = store.read_rows(result, "smoke")
     assert left == 0
     assert rows[0].numbers["a"] == [1.0, -math.inf]
     assert math.isnan(rows[0].numbers["b"])
@@ -175,8 +174,8 @@ def test_if_one_length_is_enough_the_longest_complete_one_counts(tmp_path):
     result, store = load_results()["fig:trained_pos_vs_neg_eig"], RowStore(tmp_path)
 
     def read_lengths():
-        rows, left = store.read_rows(result, "paper")
-        return [row.settings["length"] for row in rows], left
+        rows, _, gaps = store.read_rows(result, "paper")
+        return [row.settings["length"] for row in rows], gaps
 
     points = {(p.settings["length"], p.settings["negative"]): p for p in result.recipe.points("paper")}
     assert sorted({length for length, _ in points}) == [256, 512, 1024]
