@@ -1,7 +1,6 @@
 """The ctypes mirrors of the kernels' C++ structures, read from the C++ sources."""
 
 import ctypes
-import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,12 @@ __all__ = ["read_structure"]
 
 _TYPES: dict[str, Any] = {"int64_t": ctypes.c_int64, "double": ctypes.c_double}
 _STATEMENT = re.compile(r"(?:const )?(\w+)\s*(.*)", re.DOTALL)
+_structures: dict[tuple[str, str], Any] = {}
 _DECLARATOR = re.compile(r"\s*([*\s]|const\b)*(?P<name>\w+)\s*")
 
 
-@functools.cache  # so that a nested structure has the same type as the structure read by itself
 def read_structure(source: Path, name: str) -> Any:
-    """Return the ctypes mirror of a C++ structure.
+    """Return the ctypes mirror of a C++ structure, the same type at every call.
 
     The C++ source is the only definition of the structure. Its members may be `int64_t`, `double`, pointers, and
     structures of the same file. An instance has these members and `tensors`, which may keep memory alive; setting any
@@ -28,6 +27,15 @@ def read_structure(source: Path, name: str) -> Any:
     Raises:
         ValueError: There is no such structure, or it has a member of another type.
     """
+    key = str(source), name
+    structure = _structures.get(key)
+    if structure is None:
+        # Threads may read it at the same time. ctypes accepts one type only, so all must get that of the first.
+        structure = _structures.setdefault(key, _read(source, name))
+    return structure
+
+
+def _read(source: Path, name: str) -> Any:
     code = re.sub(r"//[^\n]*", "", source.read_text(encoding="utf-8"))
     found = re.search(rf"\bstruct {name} {{(.*?)\n}};", code, re.DOTALL)
     if found is None:

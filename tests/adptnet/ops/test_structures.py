@@ -3,10 +3,12 @@
 import ctypes
 import importlib
 import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from adptnet.ops import _build
+from adptnet.ops import _build, _structures
 from adptnet.ops._structures import read_structure
 from adptnet.ops.adpt_scan import Constants, Factors
 from support.kernels import SOURCES, needs_compiler
@@ -116,3 +118,18 @@ def test_a_member_that_cannot_be_mirrored_raises(member, message, tmp_path):
     source.write_text(f"struct Some {{\n  {member};\n}};\n")
     with pytest.raises(ValueError, match=message):
         read_structure(source, "Some")
+
+
+def test_threads_that_read_at_the_same_time_get_one_type(tmp_path, monkeypatch):
+    source = tmp_path / "some.h"
+    source.write_text("struct Some {\n  int64_t a;\n};\n")
+    read, together = _structures._read, threading.Barrier(2)
+
+    def read_together(*arguments):
+        together.wait(timeout=60)
+        return read(*arguments)
+
+    monkeypatch.setattr(_structures, "_read", read_together)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: read_structure(source, "Some"), range(2))
+    assert first is second
