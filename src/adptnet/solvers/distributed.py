@@ -22,7 +22,7 @@ from .adjoints import Adjoint, Backward, Implicit
 from .base import Solution, Solver
 from .damping import Adaptive, Scale, Undamped
 from .distributed_adjoint import attach
-from .linearizations import MeanConjugate, MeanRotation
+from .linearizations import MeanConjugate, MeanJacobian, MeanRotation
 from .newton import Newton
 from .parallel import check_guess, full_precision, is_transform_active
 from .problem import make_problem
@@ -58,10 +58,10 @@ class TimeParallel(Solver):
                 "Use no damping, solvers.Scale(0.99) or solvers.Adaptive()."
             )
         mean = newton.linearization
-        if isinstance(mean, MeanRotation) or (isinstance(mean, MeanConjugate) and mean.means > 1):
+        if isinstance(mean, MeanRotation) or (isinstance(mean, (MeanConjugate, MeanJacobian)) and mean.means != 1):
             raise IncompatibleError(
-                f"TimeParallel({newton!r}): over several ranks only one mean of M for all steps is implemented. Pass "
-                "solvers.KoopmanDEER()."
+                f"TimeParallel({newton!r}): over several ranks only one mean of M or J for all steps is implemented. "
+                "Pass solvers.KoopmanDEER()."
             )
         self.newton = newton
         self.group = group
