@@ -239,6 +239,8 @@ all_linearizations = {
     "Conv, by FFT": partial(solvers.ConvDEER, by=lti_convolution),
     "Koopman": solvers.KoopmanDEER,
     "Koopman, 3 means": partial(solvers.KoopmanDEER, means=3),
+    "Koopman, of J": partial(solvers.KoopmanDEER, mean=solvers.linearizations.MeanJacobian, means=3),
+    "Koopman, auto": partial(solvers.KoopmanDEER, means="auto"),
     "Koopman, polar": partial(solvers.KoopmanDEER, mean=solvers.linearizations.MeanRotation),
     "Jacobi": solvers.Jacobi,
     "Picard": solvers.Picard,

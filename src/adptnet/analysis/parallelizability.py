@@ -29,6 +29,7 @@ from ..solvers.linearizations import (
     FullJacobian,
     JacobianDiagonal,
     MeanConjugate,
+    MeanJacobian,
     MeanRotation,
     ZeroMatrix,
 )
@@ -195,6 +196,8 @@ def _count_iteration_macs(solver: Solver, counts: Cost, size: int) -> float:
         return diagonal + counts.jacobian_diagonal
     if isinstance(kind, ConjugateDiagonal):
         return diagonal + (counts.conjugate_diagonal or 0)
+    if isinstance(kind, MeanJacobian):  # three products with the mean, and the mean of all Jacobians
+        return counts.step + counts.jacobian + 4.0 * size**2
     if isinstance(kind, MeanConjugate | MeanRotation):  # two products with the eigenvectors, and the mean
         return diagonal + 6.0 * size**2
     return diagonal

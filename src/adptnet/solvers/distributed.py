@@ -57,8 +57,8 @@ class TimeParallel(Solver):
             )
         if not newton.linearization.supports_ranks:
             raise IncompatibleError(
-                f"TimeParallel({newton!r}): over several ranks only one mean of M for all steps is implemented. Pass "
-                "solvers.KoopmanDEER()."
+                f"TimeParallel({newton!r}): over several ranks only one mean of M or J for all steps is implemented. "
+                "Pass solvers.KoopmanDEER()."
             )
         self.newton = newton
         self.group = group

@@ -6,7 +6,7 @@ The solution does not depend on A. The number of iterations and the cost of each
 import abc
 import functools
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -42,9 +42,13 @@ __all__ = [
     "LinearPart",
     "Linearization",
     "MeanConjugate",
+    "MeanJacobian",
     "MeanRotation",
     "ZeroMatrix",
 ]
+
+
+INTERVAL = 64  # steps per interval with means="auto": shorter intervals save few iterations and are scanned in sequence
 
 
 class Linearization(abc.ABC):
@@ -228,14 +232,15 @@ class _Mean(Linearization):
     """Base class of means over time: one mean per sequence and interval of time.
 
     Args:
-        means: The number of equal intervals of time.
+        means: The number of equal intervals of time; "auto" for intervals of `INTERVAL` steps, or of n steps if the
+            state has n > `INTERVAL` dimensions, so that an interval costs more than the eigenvectors of its mean.
     """
 
     solver_name = "KoopmanDEER"
 
-    def __init__(self, means: int = 1):
-        if not isinstance(means, int) or means < 1:
-            raise InputError(f"KoopmanDEER(means={means!r}): must be an integer >= 1.")
+    def __init__(self, means: int | Literal["auto"] = 1):
+        if means != "auto" and (not isinstance(means, int) or isinstance(means, bool) or means < 1):
+            raise InputError(f'KoopmanDEER(means={means!r}): must be an integer >= 1, or "auto".')
         self.means = means
 
     @property
@@ -244,7 +249,7 @@ class _Mean(Linearization):
 
     def transition(self, cell: Cell, system: System, entering: Tensor) -> Transition:
         drive, valid, steps = system.step_inputs[0], system.valid, entering.shape[1]
-        length = -(-steps // self.means)
+        length = max(INTERVAL, cell.state_size) if self.means == "auto" else -(-steps // self.means)
         pieces, lengths = [], []
         for start in range(0, steps, length):
             at = slice(start, min(start + length, steps))
@@ -267,7 +272,7 @@ class _Mean(Linearization):
         """
 
     def options(self) -> list[str]:
-        return [] if self.means == 1 else [f"means={self.means}"]
+        return [] if self.means == 1 else [f"means={self.means!r}"]
 
 
 class MeanConjugate(_Mean):
@@ -310,17 +315,40 @@ def compute_mean_matrix(cell: Cell, entering: Tensor, drive: Tensor, weight: Ten
     length = chunk_length(entering)
     total = torch.zeros((), dtype=entering.dtype, device=entering.device)
     conjugate = cell.structure().conjugate
-    if conjugate is not None:
-        lambda_bar = find_eigenvalues(cell)
-        for start in range(0, entering.shape[1], length):
-            at = slice(start, start + length)
-            total = total + conjugate(entering[:, at], drive[:, at]).weighted_sum(weight[:, at])
-        return total, lambda_bar is not None and lambda_bar.imag is None
-    length = max(1, 16 * length // cell.state_size)
+    if conjugate is None:
+        return compute_mean_jacobian(cell, entering, drive, weight), False
+    lambda_bar = find_eigenvalues(cell)
+    for start in range(0, entering.shape[1], length):
+        at = slice(start, start + length)
+        total = total + conjugate(entering[:, at], drive[:, at]).weighted_sum(weight[:, at])
+    return total, lambda_bar is not None and lambda_bar.imag is None
+
+
+def compute_mean_jacobian(cell: Cell, entering: Tensor, drive: Tensor, weight: Tensor) -> Tensor:
+    """Return the mean of J_t over time, (batch, n, n), one chunk of time after another.
+
+    Args:
+        cell: The cell.
+        entering: (batch, time, n), the states that enter the steps.
+        drive: (batch, time, features).
+        weight: (batch, time, 1), the weights of the mean.
+    """
+    length = max(1, 16 * chunk_length(entering) // cell.state_size)
+    total = torch.zeros((), dtype=entering.dtype, device=entering.device)
     for start in range(0, entering.shape[1], length):
         at = slice(start, start + length)
         total = total + (weight[:, at].unsqueeze(-1) * compute_jacobian(cell, entering[:, at], drive[:, at])).sum(1)
-    return total, False
+    return total
+
+
+class MeanJacobian(_Mean):
+    """A = the time mean of J_t at the current iterate, scanned as a dense matrix."""
+
+    def solver_options(self) -> list[str]:
+        return [*self.options(), "mean=MeanJacobian"]
+
+    def mean(self, cell: Cell, entering: Tensor, drive: Tensor, weight: Tensor, axis: TimeAxis) -> Transition:
+        return DenseTransition(axis.sum(compute_mean_jacobian(cell, entering, drive, weight)).unsqueeze(1))
 
 
 class MeanRotation(_Mean):

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from .linearizations import (
     Linearization,
     LinearPart,
     MeanConjugate,
+    MeanJacobian,
     MeanRotation,
     ZeroMatrix,
 )
@@ -255,23 +256,24 @@ def ConvDEER(damping: Damping | None = None, *, by: Callable[..., Tensor] = line
 def KoopmanDEER(
     damping: Damping | None = None,
     *,
-    mean: type[MeanConjugate] | type[MeanRotation] = MeanConjugate,
-    means: int = 1,
+    mean: type[MeanConjugate] | type[MeanJacobian] | type[MeanRotation] = MeanConjugate,
+    means: int | Literal["auto"] = 1,
     **options: Any,
 ) -> Newton:
-    """Return a Newton solver with one matrix for all steps, the mean over time of M at the current iterate.
-
-    It needs no derivatives.
+    """Return a Newton solver with a matrix that is constant in time: the mean of M at the current iterate.
 
     Args:
         damping: The damping; none if not given.
-        mean: The form of the mean; `solvers.linearizations.MeanRotation` is the form of the paper.
-        means: The number of equal intervals of time, each with its own mean.
+        mean: The class of the mean, from `solvers.linearizations`. `MeanConjugate`, the mean of M, needs no
+            derivatives. `MeanJacobian`, the mean of J, takes fewer iterations. `MeanRotation` is the form of the paper.
+        means: The number of equal intervals of time, each with its own mean. "auto" chooses it by the number of steps
+            that have not converged: an interval has 64 steps, or as many as the state has dimensions if that is more.
         options: Further arguments of `Newton`.
     """
-    if mean not in (MeanConjugate, MeanRotation):
+    if mean not in (MeanConjugate, MeanJacobian, MeanRotation):
         raise InputError(
-            f"KoopmanDEER(mean={mean!r}): must be the class MeanConjugate or MeanRotation of solvers.linearizations."
+            f"KoopmanDEER(mean={mean!r}): must be the class MeanConjugate, MeanJacobian or MeanRotation of "
+            "solvers.linearizations."
         )
     return Newton(mean(means), damping, **options)
 

@@ -210,6 +210,8 @@ class DenseTransition(Transition):
         matrices: (batch or 1, time or 1, n, n).
     """
 
+    rounded = True  # `matrix_scan` multiplies matrices of neighbouring steps, whose product may be larger than a state
+
     def __init__(self, matrices: Tensor):
         self.matrices = matrices
 
