@@ -266,7 +266,7 @@ def test_rounding_errors_do_not_prevent_convergence_of_deer_in_float32():
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
-    layer, x = ADPTNet(16, beta=1.0), torch.randn(2, 1024, 16)
+    layer, x = ADPTNet.paper(16, beta=1.0), torch.randn(2, 1024, 16)
     torch.set_default_dtype(before)
     with torch.no_grad():
         solution = solvers.DEER(on_failure=solvers.Raise(), max_iterations=60)(layer.cell, x)

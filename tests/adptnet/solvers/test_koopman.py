@@ -12,8 +12,8 @@ from adptnet.solvers.problem import make_problem
 from adptnet.solvers.transitions import PiecewiseTransition
 
 many_cells = {
-    "real": lambda: ADPTNet(6, beta=1.0).cell,
-    "complex": lambda: ADPTNet(6, beta=0.5, spectrum=spectra.S4DInv()).cell,
+    "real": lambda: ADPTNet.paper(6, beta=1.0).cell,
+    "complex": lambda: ADPTNet.paper(6, beta=0.5, spectrum=spectra.S4DInv()).cell,
     "gru": lambda: cells.from_torch(nn.GRUCell(6, 5)),
     "function": lambda: cells.from_function(lambda s, u: torch.tanh(0.5 * s.roll(1, -1) + u), 6, 6),
 }
@@ -52,7 +52,7 @@ def test_states_and_gradients_are_those_of_the_loop(solver, dtype, steps, cell):
 
 
 def find_interval_lengths(size, steps, means="auto"):
-    cell, x = ADPTNet(size, beta=1.0).cell, torch.randn(1, steps, size)
+    cell, x = ADPTNet.paper(size, beta=1.0).cell, torch.randn(1, steps, size)
     system = make_problem(cell, x, None, None, None, None).make_system(cell)
     transition = solvers.KoopmanDEER(means=means).linearize(cell, system, torch.randn(1, steps, size))
     return list(transition.lengths) if isinstance(transition, PiecewiseTransition) else [steps]
@@ -67,7 +67,7 @@ def test_intervals_have_64_steps_or_as_many_as_the_state_dimensions():
 
 def test_more_means_and_means_of_J_take_fewer_iterations():
     torch.manual_seed(0)
-    cell, x = ADPTNet(16, beta=1.0).cell, torch.randn(1, 512, 16)
+    cell, x = ADPTNet.paper(16, beta=1.0).cell, torch.randn(1, 512, 16)
     with torch.no_grad():
         one, of_jacobian = (
             solver(cell, x).iterations.double().mean()
