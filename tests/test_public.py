@@ -24,7 +24,7 @@ PUBLIC = [
     *("Spec", "SpikingADPTNet", "Stack", "TaylorADPTNet", "TrainableBeta"),
     *("__version__", "adjoints", "analysis", "backends", "cells", "conjugates", "directions", "drive", "errors"),
     *("explain", "load", "nn", "optim"),
-    *("projections", "retractions", "save", "solvers", "spectra", "verify"),
+    *("presets", "projections", "retractions", "save", "solvers", "spectra", "verify"),
 ]
 
 

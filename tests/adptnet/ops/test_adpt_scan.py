@@ -11,6 +11,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adptnet import ADPTNet, adjoints, conjugates, directions, projections, solvers
+from adptnet.cells.structure import choose_scan
 from adptnet.errors import InputError
 from adptnet.ops import _backends
 from adptnet.ops.adpt_scan import Constants, Factors, Form, Source, adpt_scan, cpu, reference
@@ -211,13 +212,13 @@ def test_most_legal_layers_have_a_kernel():
 
 
 def test_choose_scan_predicts_whether_a_kernel_runs(monkeypatch):
-    chosen = [build(axes).cell.choose_scan("cpu") for axes in legal]
+    chosen = [choose_scan(build(axes).cell, "cpu") for axes in legal]
     assert [backend.is_kernel for backend in chosen] == [has_scan_kernel(axes) for axes in legal]
     assert all(backend.reason.endswith(".") for backend in chosen)
     cell, answers = build(legal[0]).cell, []
     name, parameter = next(iter(cell.named_parameters()))
     monkeypatch.setattr(
-        type(cell), "forward", lambda self: answers.append(self.choose_scan("cpu").is_kernel), raising=False
+        type(cell), "forward", lambda self: answers.append(choose_scan(self, "cpu").is_kernel), raising=False
     )
     torch.func.functional_call(cell, {name: parameter}, ())
     torch.func.vmap(lambda p: torch.func.functional_call(cell, {name: p}, ()), out_dims=None)(parameter[None])

@@ -29,6 +29,7 @@ from support.small_runs import make_experiment, start_process
 
 pytestmark = pytest.mark.timeout(300)  # processes start slowly on a busy machine
 
+PAPER = ["--model.preset", "paper"]
 SMALL = ["--model.width", "4", "--training.steps", "6", "--training.batch-size", "4", "--training.evaluation-size", "8"]
 
 
@@ -68,7 +69,8 @@ def test_a_command_line_is_an_experiment(tmp_path, capsys):
     parts = ["--model.spectrum", "Negative(S4DReal(), 0.5)", "--model.gate", "SoftplusGate"]
     parts += ["--model.projection", "LowRank(rank=2)", "--training.optimizer", "Adam(betas=(0.9, 0.99))"]
     how = ["--training.schedule", "cosine", "--training.clip", "None", "--training.lengths", 8, 16]
-    run_command("train", "word-problem", "--task.group", "Z3", *SMALL, *model, *parts, *how, "--output", tmp_path / "a")
+    flags = [*PAPER, *SMALL, *model, *parts, *how]
+    run_command("train", "word-problem", "--task.group", "Z3", *flags, "--output", tmp_path / "a")
     found = training.read_experiment(tmp_path / "a")
     cell = cells.ADPTSpec(
         4,
@@ -96,7 +98,7 @@ def test_a_command_line_is_an_experiment(tmp_path, capsys):
 
 
 def test_a_saved_config_takes_overrides_and_other_layers(tmp_path):
-    run_command("train", "word-problem", *SMALL, "--output", tmp_path / "a")
+    run_command("train", "word-problem", *PAPER, *SMALL, "--output", tmp_path / "a")
     run_command("train", "--config", tmp_path / "a" / "config.json", "--model.beta", 1, "--output", tmp_path / "b")
     one, two = (training.read_experiment(tmp_path / name) for name in "ab")
     assert two.block.layer.cell == cells.ADPTSpec(4, beta=1.0)
@@ -224,7 +226,7 @@ def test_the_commands_of_the_spiking_page_give_the_settings_of_its_table(tmp_pat
     ):
         model = make("--model.layer", f"{network}-network", *width, *common).model
         assert model == digits.make_model(network, settings[network, None])
-    gru = make("--model.layer", "gru", "--model.width", "43", "--model.depth", "2", *common).model
+    gru = make(*PAPER, "--model.layer", "gru", "--model.width", "43", "--model.depth", "2", *common).model
     assert gru == digits.make_model("gru", settings["gru", None])
 
 
@@ -237,9 +239,9 @@ def test_training_prints_the_settings_it_uses(frames, tmp_path, capsys):
     for setting in ("dt=0.1", "dropout=0.0", "momentum=0.05", "first=Dense(bias=False)"):
         assert f" {setting}" in model
     assert how == "training: TrainConfig(steps=1, batch_size=4)"
-    run_command("train", "word-problem", *SMALL, "--output", tmp_path / "other")
+    run_command("train", "word-problem", *PAPER, *SMALL, "--output", tmp_path / "other")
     printed = capsys.readouterr().out
-    assert "model: adpt, depth 1: width=4, state_size=4, beta=0.125, spectrum=Linspace(" in printed
+    assert "model: paper-adpt, depth 1: width=4, state_size=4, beta=0.125, spectrum=Linspace(" in printed
     assert "gate=None" in printed
 
 
@@ -400,7 +402,7 @@ def test_a_run_is_scored_again_at_other_lengths(tmp_path, capsys):
 
 def test_a_grid_runs_every_point_once(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # like this process: sums depend on the number of threads
-    command = ["sweep", "word-problem", *SMALL, "--grid", "model.beta", 0, 4, "--grid", "model.glu", "False"]
+    command = ["sweep", "word-problem", *PAPER, *SMALL, "--grid", "model.beta", 0, 4, "--grid", "model.glu", "False"]
     run_command(*command, "--output", tmp_path, "--shard", "2/2")
     assert "2 points, 1 in this shard, 0 of them finished" in capsys.readouterr().out
     first = next(tmp_path.glob("*/result.json"))
@@ -450,7 +452,7 @@ def has_weights_of_one_process(folder, scratch):
 
 
 def test_a_point_that_fails_is_named(tmp_path, capsys):
-    command = ["sweep", "word-problem", *SMALL, "--grid", "training.learning_rate", "1e30"]
+    command = ["sweep", "word-problem", *PAPER, *SMALL, "--grid", "training.learning_rate", "1e30"]
     said = run_failing(capsys, *command, "--output", tmp_path)
     assert "1 of 1 runs failed: see" in said
     assert "training.learning_rate=1e30: FAILED: TrainingDiverged: the loss was" in said

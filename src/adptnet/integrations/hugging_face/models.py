@@ -61,8 +61,8 @@ class ADPTNetModel(_ADPTNetPreTrainedModel):
             with torch.device("cpu"):  # `from_pretrained` builds on meta, where orthogonal matrices have no values
                 model = config.to_spec().build()
         self.encoder, self.blocks, self.norm = model.encoder, model.blocks, model.norm
-        for tensor in (*self.parameters(), *self.buffers()):
-            if not tensor.is_meta:
+        if not torch.empty(0).is_meta:  # `from_pretrained` replaces tensors, and initializes those without this mark
+            for tensor in (*self.parameters(), *self.buffers()):
                 tensor._is_hf_initialized = True
         self.gradient_checkpointing = False
         self.post_init()
@@ -94,8 +94,9 @@ class ADPTNetModel(_ADPTNetPreTrainedModel):
 
         Args:
             input_ids: (batch, time) tokens.
-            attention_mask: (batch, time), or with a cache (batch, past + time): 1 for tokens, 0 for padding on the left
-                or on the right. Padding has no effect on the other steps.
+            attention_mask: (batch, time): 1 for tokens, 0 for padding on the left or on the right, which has no effect
+                on the other steps. With a cache that holds states, the mask is ignored: there is no padding within a
+                sequence.
             inputs_embeds: (batch, time, hidden_size) in place of `input_ids`.
             past_key_values: The cache that an earlier call returned.
             use_cache: Whether to return the cache.
@@ -119,8 +120,8 @@ class ADPTNetModel(_ADPTNetPreTrainedModel):
                 "Pass the cache that the model returned, or None."
             )
         embeddings = self.encoder(input_ids) if inputs_embeds is None else inputs_embeds
-        mask = _crop_mask(attention_mask, embeddings)
         before = None if past_key_values is None else past_key_values.states
+        mask = _check_mask(attention_mask, embeddings) if before is None else None
         hidden, states, seen = self._run_blocks(embeddings, mask, before)
         normed = hidden if self.norm is None else self.norm(hidden, mask)
         if use_cache:
@@ -362,17 +363,14 @@ def _to_sequence_model(backbone: ADPTNetModel, head: nn.Linear, spec: Any) -> Se
     return model
 
 
-def _crop_mask(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return the part of the mask that belongs to `x` as bool; None if there is no padding in it."""
+def _check_mask(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
+    """Return the mask as bool; None without padding."""
     if attention_mask is None:
         return None
     batch, steps = x.shape[:2]
-    if attention_mask.dim() != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < steps:
-        raise InputError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}; it must be ({batch}, {steps}), or "
-            f"({batch}, past + {steps}) with a cache."
-        )
-    mask = attention_mask[:, -steps:].to(x.device).bool() if steps else attention_mask[:, :0].bool()
+    if tuple(attention_mask.shape) != (batch, steps):
+        raise InputError(f"attention_mask has shape {tuple(attention_mask.shape)}; it must be ({batch}, {steps}).")
+    mask = attention_mask.to(x.device).bool()
     return None if bool(mask.all()) else mask
 
 
