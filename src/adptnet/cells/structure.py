@@ -43,7 +43,7 @@ class Structure(NamedTuple):
 
     States are (..., state_size) and drives (..., features), as in `Cell.step`.
 
-    Attributes:
+    Args:
         stepper: () → a function equal to `step`, with everything that is constant along a sequence evaluated once.
         scan: (drive, state, reset=, lengths=, lean=) → the states after all steps, (batch, time, state_size), in one
             operation; None where the operation does not apply. `reset` and `lengths` are as for a solver; with `lean`,
