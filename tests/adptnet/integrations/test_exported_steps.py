@@ -184,9 +184,8 @@ def check_export(model, tmp_path):
         np.testing.assert_allclose(along_time, answer, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "tokens" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_an_exported_model_is_the_sequence(name, tmp_path):
     torch.set_default_dtype(torch.float32)
     check_export(MODELS[name]().eval(), tmp_path)
