@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 
-INTERVAL = 64  # steps per interval with means="auto": shorter intervals save few iterations and are scanned in sequence
+INTERVAL = 64  # steps per interval with means="auto"; intervals are scanned in sequence, so short ones cost parallelism
 
 
 class Linearization(abc.ABC):
