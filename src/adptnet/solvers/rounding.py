@@ -21,7 +21,8 @@ __all__ = ["CancellingSteps", "allow_accumulated", "allow_rounding", "find_cance
 PROBES = 3  # perturbations of the argument of f, of which the largest change counts
 WALKS = 4  # random sums of rounding errors, whose root mean square is their expected size
 MARGIN = 8  # how many times its measured size a rounding error may be
-SHARE = 4  # the largest accumulated error, in limits of a channel whose scale does not decay
+ACCUMULATED_MARGIN = 32  # the same for a sum of rounding errors, which later iterations do not remove but amplify
+LARGEST_ACCUMULATED = 32  # relative tolerances of the largest |f| since the last reset
 
 
 def random_signs(steps: int, size: int, like: Tensor, seed: int) -> Tensor:
@@ -133,7 +134,8 @@ def allow_accumulated(
         total += system.axis.scan(transition, signs * rounding, zero, system.reset).square()
     accumulated = recent_scale(total.div_(WALKS).sqrt_(), system.reset)
     scale = recent_scale(values, system.reset, system.recent_scale, half_life=math.inf)
-    return torch.minimum(MARGIN * accumulated, SHARE * slack * tolerance.relative * scale)
+    limit = min(4 * slack, LARGEST_ACCUMULATED) * tolerance.relative
+    return torch.minimum(ACCUMULATED_MARGIN * accumulated, limit * scale)
 
 
 def select(system: System, rows: Tensor, steps: int | None = None) -> System:
