@@ -18,7 +18,7 @@ from ..ops._backends import Backend
 from ..ops._torch_state import separate_views
 from ..ops.tolerance import Tolerance, largest, recent_scale, running_maximum_
 from .convergence_test import Contraction, allowed_drift, default_rtol, rounding_excess
-from .rounding import random_signs
+from .rounding import MARGIN, PROBES, accumulate, limit_accumulated, random_signs
 from .system import Loop, System, chunk_length
 from .time_axis import mark_before_reset
 from .transitions import Transition
@@ -261,37 +261,43 @@ class _GradientTolerance:
             self.starts = starts if part.reset is None else part.reset.unsqueeze(-1).clone()
             if self.axis.rank == 0:
                 self.starts[:, 0] = True
-        self.rounding: Tensor | None = None
 
-    def allowed(self, g: Tensor, residual: Tensor, left: int, rounding: Callable[[], Tensor]) -> Tensor:
+    def allowed(self, g: Tensor, left: int) -> Tensor:
         """Return the tolerance of the residual of the first `left` steps, (batch, left, n).
 
         Args:
             g: (batch, time, n).
-            residual: (batch, left, n), its absolute value.
             left: The number of leading steps that have not converged.
-            rounding: Returns the rounding error of the residual. It is the smallest tolerance once all residuals are
-                within the tolerance by the recent scale of g.
         """
         least = torch.finfo(g.dtype).tiny
         cut, later = mark_before_reset(self.reset), self.axis.later_scale(g, self.reset)
         scale = recent_scale(g, cut, later, reverse=True)
-        strict = recent = scale.mul_(self.rtol).add_(least)[:, :left]
+        allowed = scale.mul_(self.rtol).add_(least)[:, :left]
         if self.magnitude is not None:
             weighted = self.axis.later_maximum(running_maximum_(g.abs().mul_(self.magnitude), reverse=True))
             weighted = weighted[:, :left].div_(self.magnitude[:, :left])
-            strict = torch.minimum(strict, weighted.mul_(self.rtol).add_(least))
+            allowed = torch.minimum(allowed, weighted.mul_(self.rtol).add_(least))
         if self.starts is not None:
             alone = g[:, :left].abs().mul_(self.rtol).add_(least)
-            strict = torch.where(self.starts[:, :left], torch.minimum(strict, alone), strict)
-        if strict is recent:
-            return recent
-        if self.rounding is None:
-            above = torch.stack([~(residual <= allowed).all() for allowed in (recent, strict)])
-            above_recent, above_strict = self.axis.maximum(above.to(torch.uint8)).bool().tolist()
-            if above_strict and not above_recent:
-                self.rounding = rounding()
-        return strict if self.rounding is None else torch.minimum(recent, strict.maximum(self.rounding[:, :left]))
+            allowed = torch.where(self.starts[:, :left], torch.minimum(allowed, alone), allowed)
+        return allowed
+
+    def find_cancelling(self, g: Tensor, size: Tensor, excess: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which steps are within tolerance as a whole, as all after them are, but not in every channel.
+
+        Args:
+            g: (batch, time, n).
+            size: (batch, left, n), the absolute residual.
+            excess: (batch, left), the residual of each step, in tolerances.
+
+        Returns:
+            (batch, left) bool; and (batch, left, 1), the residual allowed relative to the largest entry of the step.
+        """
+        entries = largest(g)
+        entries[:, :-1] = torch.maximum(entries[:, :-1], entries[:, 1:])
+        whole = entries[:, : size.shape[1]].mul_(self.rtol).add_(torch.finfo(g.dtype).tiny)
+        settled = (size.amax(-1) <= whole).flip(1).cumprod(1).flip(1).bool()
+        return settled & (excess > 1), whole.unsqueeze(-1)
 
 
 class _Progress:
@@ -308,19 +314,30 @@ class _Progress:
         self.drift = allowed_drift(Tolerance(0.0, rtol), steps, dtype)
         self.rounding = rounding_excess(Tolerance(0.0, rtol), dtype)
         self.contraction: Contraction | None = None
+        self.is_rate_known = False
 
-    def is_converged(self, excess: Tensor, move: Tensor) -> Tensor:
-        """Return whether each step has converged, (batch, remaining steps).
+    def update(self, excess: Tensor) -> None:
+        """Update the rate of convergence.
+
+        Args:
+            excess: The residual of each step, in tolerances.
+        """
+        if self.contraction is None:
+            self.contraction = Contraction(excess, self.rounding)
+        else:
+            self.contraction.update(excess)
+            self.is_rate_known = True
+
+    def error(self, excess: Tensor, move: Tensor) -> Tensor:
+        """Return the estimated error of each step, (batch, remaining steps); infinity if its residual is too large.
 
         Args:
             excess: The residual of each step, in tolerances.
             move: The change of each step in the next iteration, in tolerances.
         """
-        if self.contraction is None:  # the rate of convergence is not known yet
-            self.contraction = Contraction(excess, self.rounding)
-            return (excess <= self.rounding) & (move <= self.drift)
-        self.contraction.update(excess)
-        return (excess <= 1) & (self.contraction.error(move, self.steps) <= self.drift)
+        assert self.contraction is not None
+        error = self.contraction.error(move, self.steps)
+        return torch.where(excess <= (1 if self.is_rate_known else self.rounding), error, torch.inf)
 
     def drop(self, count: int) -> None:
         """Exclude steps that have converged in all sequences.
@@ -420,9 +437,17 @@ class Backward:
         for _ in range(iterations):
             residual = torch.sub(known[:, :left], g[:, :left], out=buffer[:, :left])
             self._pull_back_all(part, states, g, left, residual)
-            size = residual.abs()
-            allowed = tolerance.allowed(g, size, left, lambda: self._rounding(part, states, known, g))
-            excess, worst = axis.later_maximum((size / allowed).amax(-1)), float(axis.maximum(size.amax()))
+            size, allowed = residual.abs(), tolerance.allowed(g, left)
+            excess = (size / allowed).amax(-1)
+            cancelling, whole = tolerance.find_cancelling(g, size, excess)
+            worst, any_cancelling = axis.maximum(torch.stack((size.amax(), cancelling.any().to(size)))).tolist()
+            if any_cancelling:
+                rounding = self._rounding(part, states, known, g)[:, :left].mul_(MARGIN)
+                raised = torch.maximum(allowed, torch.minimum(rounding, whole))
+                allowed = torch.where(cancelling.unsqueeze(-1), raised, allowed)
+                excess = (size / allowed).amax(-1)
+                del rounding, raised
+            excess = axis.later_maximum(excess)
             del size
             rises = rises + 1 if worst > previous else 0
             previous = worst
@@ -430,8 +455,15 @@ class Backward:
                 break
             move = scan_back(residual)
             g[:, :left] += move
-            converged = progress.is_converged(excess.flip(1), (move.abs_() / allowed).amax(-1).flip(1)).flip(1)
-            count = axis.count_trailing(converged.all(0))
+            progress.update(excess.flip(1))
+            error = progress.error(excess.flip(1), (move.abs_() / allowed).amax(-1).flip(1)).flip(1)
+            drifting = (excess <= 1).all(1) & ~(error <= progress.drift).all(1) & error.isfinite().all(1)
+            if bool(axis.maximum(drifting.any().to(torch.uint8))):
+                accumulated = self._accumulated(part, states, known, g, scan_back, left)
+                raised = torch.maximum(allowed, limit_accumulated(*accumulated, rtol, progress.drift) / progress.drift)
+                explained = progress.error(excess.flip(1), (move / raised).amax(-1).flip(1)).flip(1)
+                error = torch.where(drifting.unsqueeze(-1), explained, error)
+            count = axis.count_trailing((error <= progress.drift).all(0))
             if axis.is_split:
                 unconverged = total - count
             else:
@@ -442,11 +474,26 @@ class Backward:
         return unconverged
 
     def _rounding(self, part: System, states: Tensor, known: Tensor, g: Tensor) -> Tensor:
-        """Return the residual that the rounding of g and of dL/dx alone may cause, (batch, time, n)."""
+        """Return the residual that the rounding of g, of the states and of dL/dx alone may cause, (batch, time, n)."""
         rounding = torch.finfo(g.dtype).eps
-        change = torch.zeros_like(g)
-        self._pull_back_all(part, states, random_signs(*g.shape[1:], g, 0).mul_(rounding).mul(g), part.steps, change)
-        return 8 * (change.abs_() + rounding * known.abs())
+        pulled, largest_change = torch.zeros_like(g), torch.zeros_like(g)
+        self._pull_back_all(part, states, g, part.steps, pulled)
+        for seed in range(PROBES):
+            factor = random_signs(*g.shape[1:], g, seed, reverse=True).mul_(rounding).add_(1)
+            change = -pulled
+            self._pull_back_all(part, states * factor, g * factor, part.steps, change)
+            largest_change = torch.maximum(largest_change, change.abs_())
+        largest_change.add_(known.abs(), alpha=rounding)
+        return recent_scale(largest_change, mark_before_reset(part.reset), reverse=True)
+
+    def _accumulated(
+        self, part: System, states: Tensor, known: Tensor, g: Tensor, scan_back: Callable[[Tensor], Tensor], left: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the recent scale of accumulated rounding errors, and the largest |g| since the last reset."""
+        rounding, cut = self._rounding(part, states, known, g)[:, :left], mark_before_reset(part.reset)
+        total = accumulate(rounding, scan_back, reverse=True)
+        scale = recent_scale(g, cut, reverse=True, half_life=math.inf)[:, :left]
+        return recent_scale(total, None if cut is None else cut[:, :left], reverse=True), scale
 
     def _pull_back_all(self, part: System, states: Tensor, g: Tensor, left: int, to: Tensor) -> None:
         """Add J'_{t+1} g_{t+1} to `to` for the first `left` steps t, also that of the next process."""

@@ -16,16 +16,27 @@ from ..ops.tolerance import Tolerance, largest, recent_scale
 from .system import System
 from .transitions import Transition
 
-__all__ = ["CancellingSteps", "allow_accumulated", "allow_rounding", "find_cancelling_steps", "measure_rounding"]
+__all__ = [
+    "MARGIN",
+    "PROBES",
+    "CancellingSteps",
+    "accumulate",
+    "allow_accumulated",
+    "allow_rounding",
+    "find_cancelling_steps",
+    "limit_accumulated",
+    "random_signs",
+    "select",
+]
 
 PROBES = 3  # perturbations of the argument of f, of which the largest change counts
 WALKS = 4  # random sums of rounding errors, whose root mean square is their expected size
-MARGIN = 8  # how many times its measured size a rounding error may be
+MARGIN = 16  # how many times its measured size a rounding error may be
 ACCUMULATED_MARGIN = 32  # the same for a sum of rounding errors, which later iterations do not remove but amplify
 LARGEST_ACCUMULATED = 32  # relative tolerances of the largest |f| since the last reset
 
 
-def random_signs(steps: int, size: int, like: Tensor, seed: int) -> Tensor:
+def random_signs(steps: int, size: int, like: Tensor, seed: int, *, reverse: bool = False) -> Tensor:
     """Return -1 or 1 for each step and channel, (steps, size).
 
     They are the same at every call and counted from the last step, so that they depend neither on other sequences nor
@@ -36,10 +47,11 @@ def random_signs(steps: int, size: int, like: Tensor, seed: int) -> Tensor:
         size: The number of channels.
         like: Determines dtype and device.
         seed: Selects the signs.
+        reverse: Count from the first step, where the last steps are dropped.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     signs = torch.randint(0, 2, (steps, size), generator=generator, dtype=like.dtype, device="cpu")
-    return signs.flip(0).mul_(2).sub_(1).to(like.device)
+    return (signs if reverse else signs.flip(0)).mul_(2).sub_(1).to(like.device)
 
 
 def measure_rounding(function: Callable[[Tensor], Tensor], at: Tensor, values: Tensor) -> Tensor:
@@ -110,13 +122,40 @@ def allow_rounding(
     return values, torch.where(found.settled.unsqueeze(-1), raised, allowed)
 
 
+def accumulate(rounding: Tensor, scan: Callable[[Tensor], Tensor], *, reverse: bool = False) -> Tensor:
+    """Return the expected size of the sum of rounding errors that a linear recurrence accumulates, (batch, time, n).
+
+    They are added up with random signs. Errors of one sign, which are no rounding errors, add up to far more.
+
+    Args:
+        rounding: (batch, time, n), the size of the rounding error of each step.
+        scan: Runs the linear recurrence. It may overwrite its argument.
+        reverse: Whether it runs from the last step to the first.
+    """
+    total = torch.zeros_like(rounding)
+    for seed in range(WALKS):
+        signs = random_signs(*rounding.shape[1:], rounding, PROBES + seed, reverse=reverse)
+        total += scan(signs * rounding).square()
+    return total.div_(WALKS).sqrt_()
+
+
+def limit_accumulated(accumulated: Tensor, scale: Tensor, rtol: float, slack: float) -> Tensor:
+    """Return the error allowed where rounding errors accumulate, (batch, time, n).
+
+    Args:
+        accumulated: (batch, time, n), the recent scale of their sum.
+        scale: (batch, time, n), the largest value of each channel since the last reset.
+        rtol: The relative tolerance.
+        slack: The number of tolerances that an error may be.
+    """
+    largest_error = min(4 * slack, LARGEST_ACCUMULATED) * rtol * scale
+    return torch.minimum(ACCUMULATED_MARGIN * accumulated, largest_error)
+
+
 def allow_accumulated(
     system: System, states: Tensor, transition: Transition, tolerance: Tolerance, slack: float
 ) -> Tensor:
-    """Return the error that accumulated rounding errors of f cause in each channel, (batch, time, n).
-
-    They are added up by the linear recurrence with random signs. Errors of one sign, which are no rounding errors, add up
-    to far more. The result is limited by the relative tolerance of the largest |f| of the channel since the last reset.
+    """Return the error of each channel that accumulated rounding errors of f explain, (batch, time, n).
 
     Args:
         system: The equations.
@@ -125,17 +164,12 @@ def allow_accumulated(
         tolerance: The tolerance of the residual.
         slack: The number of tolerances that an error may be.
     """
-    entering = system.entering_states(states)
+    entering, zero = system.entering_states(states), torch.zeros_like(system.initial)
     values = system.evaluate(entering)
     rounding = measure_rounding(system.evaluate, entering, values)
-    zero, total = torch.zeros_like(system.initial), torch.zeros_like(states)
-    for seed in range(WALKS):
-        signs = random_signs(*states.shape[1:], states, PROBES + seed)
-        total += system.axis.scan(transition, signs * rounding, zero, system.reset).square()
-    accumulated = recent_scale(total.div_(WALKS).sqrt_(), system.reset)
+    total = accumulate(rounding, lambda offset: system.axis.scan(transition, offset, zero, system.reset))
     scale = recent_scale(values, system.reset, system.recent_scale, half_life=math.inf)
-    limit = min(4 * slack, LARGEST_ACCUMULATED) * tolerance.relative
-    return torch.minimum(ACCUMULATED_MARGIN * accumulated, limit * scale)
+    return limit_accumulated(recent_scale(total, system.reset), scale, tolerance.relative, slack)
 
 
 def select(system: System, rows: Tensor, steps: int | None = None) -> System:
