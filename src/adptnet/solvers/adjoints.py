@@ -282,22 +282,22 @@ class _GradientTolerance:
             allowed = torch.where(self.starts[:, :left], torch.minimum(allowed, alone), allowed)
         return allowed
 
-    def find_cancelling(self, g: Tensor, size: Tensor, excess: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which steps are within tolerance as a whole, as all after them are, but not in every channel.
+    def find_cancelling(self, g: Tensor, size: Tensor, suspected: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the steps that are within tolerance as a whole, as all after them are, in suspected sequences.
 
         Args:
             g: (batch, time, n).
             size: (batch, left, n), the absolute residual.
-            excess: (batch, left), the residual of each step, in tolerances.
+            suspected: (batch, left) bool, whether the residual of a step may be a rounding error.
 
         Returns:
-            (batch, left) bool; and (batch, left, 1), the residual allowed relative to the largest entry of the step.
+            (batch, left) bool, False for sequences without a suspected step; and (batch, left, 1), the residual allowed relative to the largest entry of the step.
         """
         entries = largest(g)
         entries[:, :-1] = torch.maximum(entries[:, :-1], entries[:, 1:])
         whole = entries[:, : size.shape[1]].mul_(self.rtol).add_(torch.finfo(g.dtype).tiny)
         settled = (size.amax(-1) <= whole).flip(1).cumprod(1).flip(1).bool()
-        return settled & (excess > 1), whole.unsqueeze(-1)
+        return settled & (settled & suspected).any(1, keepdim=True), whole.unsqueeze(-1)
 
 
 class _Progress:
@@ -315,6 +315,16 @@ class _Progress:
         self.rounding = rounding_excess(Tolerance(0.0, rtol), dtype)
         self.contraction: Contraction | None = None
         self.is_rate_known = False
+
+    def mark_stagnating(self, excess: Tensor) -> Tensor:
+        """Return whether the residual of each step may be a rounding error, (batch, remaining steps).
+
+        Args:
+            excess: The residual of each step, in tolerances.
+        """
+        if self.contraction is None:
+            return torch.zeros_like(excess, dtype=torch.bool)
+        return self.contraction.mark_stagnating(excess)
 
     def update(self, excess: Tensor) -> None:
         """Update the rate of convergence.
@@ -439,7 +449,8 @@ class Backward:
             self._pull_back_all(part, states, g, left, residual)
             size, allowed = residual.abs(), tolerance.allowed(g, left)
             excess = (size / allowed).amax(-1)
-            cancelling, whole = tolerance.find_cancelling(g, size, excess)
+            suspected = progress.mark_stagnating(excess.flip(1)).flip(1)
+            cancelling, whole = tolerance.find_cancelling(g, size, suspected)
             worst, any_cancelling = axis.maximum(torch.stack((size.amax(), cancelling.any().to(size)))).tolist()
             if any_cancelling:
                 rounding = self._rounding(part, states, known, g)[:, :left].mul_(MARGIN)

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..ops.tolerance import Tolerance
 from .convergence_test import Contraction, allowed_drift, rounding_excess
 from .iterates import EvaluatedIterate, Iterate, MeasuredIterate, MeasureFunction
+from .rounding import find_cancelling_steps
 from .system import System
 from .transitions import Transition
 
@@ -151,6 +152,7 @@ class _NewtonLoop:
         self.rows: Tensor | None = None  # the remaining sequences; None for all
         self.start = 0  # the first remaining step
         self.iteration = 0
+        self.next_probe, self.pause = 1, 1  # when and how often rounding errors of f are measured
         self.kept: Tensor | None = None  # the states of dropped steps and sequences, allocated when needed
         self.progress = _Progress(batch, self.total, system, guess)
         self.is_finished = not batch or not steps or not limits.most
@@ -175,6 +177,7 @@ class _NewtonLoop:
     def test(self) -> None:
         """Test which steps have converged, and which sequences are finished."""
         at, sequences, limits = self.at, self.sequences, self.limits
+        self._allow_rounding()
         self.contraction.update(at.excess)
         self.error = self.contraction.error(at.next_change(), self.total)
         self._exclude_rounding()
@@ -195,6 +198,23 @@ class _NewtonLoop:
         self.progress.mark(self.rows, self.done, finite, is_rising)
         may_stop = self.iteration >= limits.least
         self.stopped = ((self.done | is_rising) if may_stop else torch.zeros_like(finite)) | ~finite
+
+    def _allow_rounding(self) -> None:
+        """Raise the tolerances of steps whose residual no longer falls to the rounding error of f.
+
+        If that does not explain their residual, the next attempts are made after 2, 4, 8, ... iterations.
+        """
+        at, axis = self.at, self.at.system.axis
+        if self.iteration < self.next_probe:
+            return
+        found = find_cancelling_steps(self.contraction.mark_stagnating(at.excess), at.mark_settled())
+        if not bool(axis.maximum(at.residual.new_tensor(float(found is not None)))):
+            return
+        before = at.excess.clone()
+        at.allow_rounding(found)
+        helped = axis.maximum((at.excess < 0.5 * before).any().to(torch.uint8))
+        self.pause = 1 if bool(helped) else 2 * self.pause
+        self.next_probe = self.iteration + self.pause
 
     def _exclude_rounding(self) -> None:
         """Compare the error with accumulated rounding errors in sequences that are within tolerance, but whose error is

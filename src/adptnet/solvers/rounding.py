@@ -70,28 +70,23 @@ def measure_rounding(function: Callable[[Tensor], Tensor], at: Tensor, values: T
 
 
 class CancellingSteps(NamedTuple):
-    """The leading steps of some sequences in which only the tolerance of single channels is exceeded."""
+    """The leading steps of some sequences in which a residual may be the rounding error of f."""
 
     rows: Tensor  # indices of the sequences
     steps: int
     settled: Tensor  # (len(rows), steps) bool: whether the step and all before it are within tolerance as a whole
 
 
-def find_cancelling_steps(
-    tolerance: Tolerance, size: Tensor, excess: Tensor, scale: Tensor
-) -> CancellingSteps | None:
-    """Return the steps that are within tolerance relative to their largest entry, but not in every channel.
-
-    Steps after one that is not within tolerance as a whole do not count: their states will still change.
+def find_cancelling_steps(suspected: Tensor, settled: Tensor) -> CancellingSteps | None:
+    """Return the settled steps of the sequences in which rounding errors are suspected, up to the last suspected step.
 
     Args:
-        tolerance: The tolerance of the residual.
-        size: (batch, time), the largest residual of each step.
-        excess: (batch, time), the same, each channel divided by its tolerance.
-        scale: (batch, time), the largest entry of each step, in its entering state and in f.
+        suspected: (batch, time) bool.
+        settled: (batch, time) bool, whether the step is within tolerance relative to its largest entry. Steps after one
+            that is not do not count, because their states will still change.
     """
-    settled = (size <= tolerance.relative * scale + tolerance.floor(scale.dtype)).cumprod(1).bool()
-    found = ((excess > 1) & settled).nonzero()
+    settled = settled.cumprod(1).bool()
+    found = (suspected & settled).nonzero()
     if not len(found):
         return None
     rows, steps = found[:, 0].unique(), int(found[:, 1].max()) + 1
