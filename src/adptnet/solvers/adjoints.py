@@ -453,7 +453,7 @@ class Backward:
             cancelling, whole = tolerance.find_cancelling(g, size, suspected)
             worst, any_cancelling = axis.maximum(torch.stack((size.amax(), cancelling.any().to(size)))).tolist()
             if any_cancelling:
-                rounding = self._rounding(part, states, known, g)[:, :left].mul_(MARGIN)
+                rounding = self._rounding(part, states, known, g)[:, :left].mul_(8)
                 raised = torch.maximum(allowed, torch.minimum(rounding, whole))
                 allowed = torch.where(cancelling.unsqueeze(-1), raised, allowed)
                 excess = (size / allowed).amax(-1)
@@ -490,12 +490,12 @@ class Backward:
         pulled, largest_change = torch.zeros_like(g), torch.zeros_like(g)
         self._pull_back_all(part, states, g, part.steps, pulled)
         for seed in range(PROBES):
-            factor = random_signs(*g.shape[1:], g, seed, reverse=True).mul_(rounding).add_(1)
+            factor = random_signs(g, seed, reverse=True).mul_(rounding).add_(1)
             change = -pulled
             self._pull_back_all(part, states * factor, g * factor, part.steps, change)
             largest_change = torch.maximum(largest_change, change.abs_())
         largest_change.add_(known.abs(), alpha=rounding)
-        return recent_scale(largest_change, mark_before_reset(part.reset), reverse=True)
+        return largest_change
 
     def _accumulated(
         self, part: System, states: Tensor, known: Tensor, g: Tensor, scan_back: Callable[[Tensor], Tensor], left: int

@@ -65,7 +65,7 @@ class Contraction:
     """
 
     SLOW = 0.9
-    STAGNATING = 0.5
+    STAGNATING = 0.75
     SHARE = 1 / 16  # weight of the last iteration in the mean of ln θ: near rounding the residual falls in jumps
 
     def __init__(self, excess: Tensor, rounding: float):

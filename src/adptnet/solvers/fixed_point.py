@@ -16,7 +16,7 @@ from torch import Tensor
 from ..ops.tolerance import Tolerance
 from .convergence_test import Contraction, allowed_drift, rounding_excess
 from .iterates import EvaluatedIterate, Iterate, MeasuredIterate, MeasureFunction
-from .rounding import find_cancelling_steps
+from .rounding import find_cancelling_steps, split_rows
 from .system import System
 from .transitions import Transition
 
@@ -219,12 +219,11 @@ class _NewtonLoop:
     def _exclude_rounding(self) -> None:
         """Compare the error with accumulated rounding errors in sequences that are within tolerance, but whose error is
         not."""
-        within, axis = self.at.within_tolerance, self.at.system.axis
-        unsettled, drifting = ~within.all(1), ~(self.error <= self.slack).all(1)
-        flags = axis.maximum(torch.stack((unsettled, drifting)).to(torch.uint8)).bool()
-        rows = (~flags[0] & flags[1]).nonzero().squeeze(-1)
-        if len(rows):
-            move = self.at.next_change_beyond_rounding(rows, self.slack)
+        at, axis = self.at, self.at.system.axis
+        flags = (~at.within_tolerance.all(1), ~(self.error <= self.slack).all(1))
+        unsettled, drifting = axis.maximum(torch.stack(flags).to(torch.uint8)).bool()
+        for rows in split_rows((~unsettled & drifting).nonzero().squeeze(-1), self.total * self.shape[2]):
+            move = at.next_change_beyond_rounding(rows, self.slack)
             self.error[rows] = self.contraction.part(rows, 0).error(move, self.total)
 
     def drop(self) -> None:

@@ -27,8 +27,10 @@ __all__ = [
     "limit_accumulated",
     "random_signs",
     "select",
+    "split_rows",
 ]
 
+WORKING_SET = 2**19  # state elements of the sequences that are treated at a time
 PROBES = 3  # perturbations of the argument of f, of which the largest change counts
 WALKS = 4  # random sums of rounding errors, whose root mean square is their expected size
 MARGIN = 16  # how many times its measured size a rounding error may be
@@ -36,21 +38,19 @@ ACCUMULATED_MARGIN = 32  # the same for a sum of rounding errors, which later it
 LARGEST_ACCUMULATED = 32  # relative tolerances of the largest |f| since the last reset
 
 
-def random_signs(steps: int, size: int, like: Tensor, seed: int, *, reverse: bool = False) -> Tensor:
-    """Return -1 or 1 for each step and channel, (steps, size).
+def random_signs(like: Tensor, seed: int, *, reverse: bool = False) -> Tensor:
+    """Return -1 or 1 for each step and channel, (time, n).
 
     They are the same at every call and counted from the last step, so that they depend neither on other sequences nor
     on how many leading steps have been dropped.
 
     Args:
-        steps: The number of steps.
-        size: The number of channels.
-        like: Determines dtype and device.
+        like: (batch, time, n), determines shape, dtype and device.
         seed: Selects the signs.
         reverse: Count from the first step, where the last steps are dropped.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
-    signs = torch.randint(0, 2, (steps, size), generator=generator, dtype=like.dtype, device="cpu")
+    signs = torch.randint(0, 2, like.shape[1:], generator=generator, dtype=like.dtype, device="cpu")
     return (signs if reverse else signs.flip(0)).mul_(2).sub_(1).to(like.device)
 
 
@@ -64,7 +64,7 @@ def measure_rounding(function: Callable[[Tensor], Tensor], at: Tensor, values: T
     """
     eps, change = torch.finfo(values.dtype).eps, torch.zeros_like(values)
     for seed in range(PROBES):
-        perturbed = random_signs(*at.shape[1:], at, seed).mul_(eps).add_(1).mul(at)
+        perturbed = random_signs(at, seed).mul_(eps).add_(1).mul(at)
         change = torch.maximum(change, function(perturbed).sub_(values).abs_())
     return change
 
@@ -129,7 +129,7 @@ def accumulate(rounding: Tensor, scan: Callable[[Tensor], Tensor], *, reverse: b
     """
     total = torch.zeros_like(rounding)
     for seed in range(WALKS):
-        signs = random_signs(*rounding.shape[1:], rounding, PROBES + seed, reverse=reverse)
+        signs = random_signs(rounding, PROBES + seed, reverse=reverse)
         total += scan(signs * rounding).square()
     return total.div_(WALKS).sqrt_()
 
@@ -165,6 +165,16 @@ def allow_accumulated(
     total = accumulate(rounding, lambda offset: system.axis.scan(transition, offset, zero, system.reset))
     scale = recent_scale(values, system.reset, system.recent_scale, half_life=math.inf)
     return limit_accumulated(recent_scale(total, system.reset), scale, tolerance.relative, slack)
+
+
+def split_rows(rows: Tensor, elements: int) -> tuple[Tensor, ...]:
+    """Split the indices of sequences, so that the sequences of one part take little memory.
+
+    Args:
+        rows: Indices of the sequences.
+        elements: The number of elements of the states of a sequence.
+    """
+    return rows.split(max(1, WORKING_SET // max(1, elements))) if len(rows) else ()
 
 
 def select(system: System, rows: Tensor, steps: int | None = None) -> System:
