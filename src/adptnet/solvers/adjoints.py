@@ -18,7 +18,7 @@ from ..ops._backends import Backend
 from ..ops._torch_state import separate_views
 from ..ops.tolerance import Tolerance, largest, recent_scale, running_maximum_
 from .convergence_test import Contraction, allowed_drift, default_rtol, rounding_excess
-from .rounding import MARGIN, PROBES, accumulate, limit_accumulated, random_signs
+from .rounding import PROBES, WORKING_SET, accumulate, limit_accumulated, random_signs, select, split_rows
 from .system import Loop, System, chunk_length
 from .time_axis import mark_before_reset
 from .transitions import Transition
@@ -276,7 +276,8 @@ class _GradientTolerance:
         if self.magnitude is not None:
             weighted = self.axis.later_maximum(running_maximum_(g.abs().mul_(self.magnitude), reverse=True))
             weighted = weighted[:, :left].div_(self.magnitude[:, :left])
-            allowed = torch.minimum(allowed, weighted.mul_(self.rtol).add_(least))
+            torch.minimum(allowed, weighted.mul_(self.rtol).add_(least), out=allowed)
+            del weighted
         if self.starts is not None:
             alone = g[:, :left].abs().mul_(self.rtol).add_(least)
             allowed = torch.where(self.starts[:, :left], torch.minimum(allowed, alone), allowed)
@@ -287,16 +288,17 @@ class _GradientTolerance:
 
         Args:
             g: (batch, time, n).
-            size: (batch, left, n), the absolute residual.
+            size: (batch, left), the largest residual of each step.
             suspected: (batch, left) bool, whether the residual of a step may be a rounding error.
 
         Returns:
-            (batch, left) bool, False for sequences without a suspected step; and (batch, left, 1), the residual allowed relative to the largest entry of the step.
+            (batch, left) bool, False for sequences without a suspected step; and (batch, left, 1), the residual allowed
+            relative to the largest entry of the step.
         """
         entries = largest(g)
         entries[:, :-1] = torch.maximum(entries[:, :-1], entries[:, 1:])
         whole = entries[:, : size.shape[1]].mul_(self.rtol).add_(torch.finfo(g.dtype).tiny)
-        settled = (size.amax(-1) <= whole).flip(1).cumprod(1).flip(1).bool()
+        settled = (size <= whole).flip(1).cumprod(1).flip(1).bool()
         return settled & (settled & suspected).any(1, keepdim=True), whole.unsqueeze(-1)
 
 
@@ -357,6 +359,16 @@ class _Progress:
         """
         assert self.contraction is not None
         self.contraction = self.contraction.part(None, count)
+
+
+def _largest_ratio(values: Tensor, limits: Tensor) -> Tensor:
+    """Return the largest |values| / limits of each step, (batch, time), computed for a few sequences at a time.
+
+    Args:
+        values, limits: (batch, time, n).
+    """
+    rows = max(1, WORKING_SET // max(1, values[:1].numel()))
+    return torch.cat([(a / b).abs_().amax(-1) for a, b in zip(values.split(rows), limits.split(rows), strict=True)])
 
 
 class Backward:
@@ -447,8 +459,8 @@ class Backward:
         for _ in range(iterations):
             residual = torch.sub(known[:, :left], g[:, :left], out=buffer[:, :left])
             self._pull_back_all(part, states, g, left, residual)
-            size, allowed = residual.abs(), tolerance.allowed(g, left)
-            excess = (size / allowed).amax(-1)
+            size, allowed = largest(residual), tolerance.allowed(g, left)
+            excess = _largest_ratio(residual, allowed)
             suspected = progress.mark_stagnating(excess.flip(1)).flip(1)
             cancelling, whole = tolerance.find_cancelling(g, size, suspected)
             worst, any_cancelling = axis.maximum(torch.stack((size.amax(), cancelling.any().to(size)))).tolist()
@@ -456,10 +468,9 @@ class Backward:
                 rounding = self._rounding(part, states, known, g)[:, :left].mul_(8)
                 raised = torch.maximum(allowed, torch.minimum(rounding, whole))
                 allowed = torch.where(cancelling.unsqueeze(-1), raised, allowed)
-                excess = (size / allowed).amax(-1)
+                excess = _largest_ratio(residual, allowed)
                 del rounding, raised
             excess = axis.later_maximum(excess)
-            del size
             rises = rises + 1 if worst > previous else 0
             previous = worst
             if rises == PATIENCE or not math.isfinite(worst):
@@ -467,12 +478,14 @@ class Backward:
             move = scan_back(residual)
             g[:, :left] += move
             progress.update(excess.flip(1))
-            error = progress.error(excess.flip(1), (move.abs_() / allowed).amax(-1).flip(1)).flip(1)
+            error = progress.error(excess.flip(1), _largest_ratio(move, allowed).flip(1)).flip(1)
             drifting = (excess <= 1).all(1) & ~(error <= progress.drift).all(1) & error.isfinite().all(1)
             if bool(axis.maximum(drifting.any().to(torch.uint8))):
                 accumulated = self._accumulated(part, states, known, g, scan_back, left)
-                raised = torch.maximum(allowed, limit_accumulated(*accumulated, rtol, progress.drift) / progress.drift)
-                explained = progress.error(excess.flip(1), (move / raised).amax(-1).flip(1)).flip(1)
+                raised = limit_accumulated(*accumulated, rtol, progress.drift).div_(progress.drift)
+                torch.maximum(allowed, raised, out=raised)
+                del accumulated
+                explained = progress.error(excess.flip(1), _largest_ratio(move, raised).flip(1)).flip(1)
                 error = torch.where(drifting.unsqueeze(-1), explained, error)
             count = axis.count_trailing((error <= progress.drift).all(0))
             if axis.is_split:
@@ -486,16 +499,19 @@ class Backward:
 
     def _rounding(self, part: System, states: Tensor, known: Tensor, g: Tensor) -> Tensor:
         """Return the residual that the rounding of g, of the states and of dL/dx alone may cause, (batch, time, n)."""
-        rounding = torch.finfo(g.dtype).eps
-        pulled, largest_change = torch.zeros_like(g), torch.zeros_like(g)
-        self._pull_back_all(part, states, g, part.steps, pulled)
-        for seed in range(PROBES):
-            factor = random_signs(g, seed, reverse=True).mul_(rounding).add_(1)
-            change = -pulled
-            self._pull_back_all(part, states * factor, g * factor, part.steps, change)
-            largest_change = torch.maximum(largest_change, change.abs_())
-        largest_change.add_(known.abs(), alpha=rounding)
-        return largest_change
+        eps, rounding = torch.finfo(g.dtype).eps, torch.empty_like(g)
+        every = torch.arange(len(g), device=g.device)
+        for rows in split_rows(every, part.axis.total(part.steps) * g.shape[2]):
+            some, at, of = select(part, rows), states.index_select(0, rows), g.index_select(0, rows)
+            pulled, change = torch.zeros_like(of), known.index_select(0, rows).abs().mul_(eps)
+            largest_change = torch.zeros_like(of)
+            self._pull_back_all(some, at, of, part.steps, pulled)
+            for seed in range(PROBES):
+                factor, found = random_signs(of, seed, reverse=True).mul_(eps).add_(1), pulled.neg()
+                self._pull_back_all(some, at * factor, of * factor, part.steps, found)
+                torch.maximum(largest_change, found.abs_(), out=largest_change)
+            rounding[rows] = change.add_(largest_change)
+        return rounding
 
     def _accumulated(
         self, part: System, states: Tensor, known: Tensor, g: Tensor, scan_back: Callable[[Tensor], Tensor], left: int
@@ -503,8 +519,9 @@ class Backward:
         """Return the recent scale of accumulated rounding errors, and the largest |g| since the last reset."""
         rounding, cut = self._rounding(part, states, known, g)[:, :left], mark_before_reset(part.reset)
         total = accumulate(rounding, scan_back, reverse=True)
-        scale = recent_scale(g, cut, reverse=True, half_life=math.inf)[:, :left]
-        return recent_scale(total, None if cut is None else cut[:, :left], reverse=True), scale
+        del rounding
+        total = recent_scale(total, None if cut is None else cut[:, :left], reverse=True)
+        return total, recent_scale(g, cut, reverse=True, half_life=math.inf)[:, :left]
 
     def _pull_back_all(self, part: System, states: Tensor, g: Tensor, left: int, to: Tensor) -> None:
         """Add J'_{t+1} g_{t+1} to `to` for the first `left` steps t, also that of the next process."""

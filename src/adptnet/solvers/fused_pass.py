@@ -53,7 +53,6 @@ def make_fused_measure(
             newton_pass = _make_reference_pass(cell, system, diagonal)
     if newton_pass is not None:
 
-
         def linearize(part: System, entering: Tensor) -> Transition:
             return linearization.transition(cell, part, entering)
 
@@ -124,13 +123,12 @@ class _FusedIterate(MeasuredIterate):
         self.within_tolerance = self.excess <= 1  # False for NaN
 
     def allow_rounding(self, found: CancellingSteps | None) -> None:
-        if found is None:
-            return
-        rows, at = found.rows, slice(None, found.steps)
-        values, allowed = allow_rounding(self.system, self.states, self.tolerance, found)
-        before, after = (each.index_select(0, rows)[:, at] for each in (self.states, self.next))
-        self.excess[rows, at] = ((values - before).abs_() / allowed).amax(-1)
-        self.move[rows, at] = ((after - before).abs_() / allowed).amax(-1)
+        for part in [] if found is None else found.split(self.states.shape[2]):
+            rows, at = part.rows, slice(None, part.steps)
+            values, allowed = allow_rounding(self.system, self.states, self.tolerance, part)
+            before, after = (each.index_select(0, rows)[:, at] for each in (self.states, self.next))
+            self.excess[rows, at] = ((values - before).abs_() / allowed).amax(-1)
+            self.move[rows, at] = ((after - before).abs_() / allowed).amax(-1)
         self.within_tolerance = self.excess <= 1
 
     def next_states(self, strength: Tensor) -> Tensor:

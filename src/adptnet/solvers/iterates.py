@@ -232,7 +232,10 @@ class EvaluatedIterate(MeasuredIterate):
 
     def allow_rounding(self, found: CancellingSteps | None) -> None:
         if found is not None:
-            self.allowed[found.rows, : found.steps] = allow_rounding(self.system, self.states, self.tolerance, found)[1]
+            for part in found.split(self.states.shape[2]):
+                self.allowed[part.rows, : part.steps] = allow_rounding(self.system, self.states, self.tolerance, part)[
+                    1
+                ]
             self.own_excess = _distance(self.system, self.values, self.states, self.allowed)[1]
         self.excess = self.system.axis.earlier_maximum(self.own_excess)
         self.within_tolerance = self.excess <= 1
@@ -266,7 +269,17 @@ class EvaluatedIterate(MeasuredIterate):
     def part(self, rows: Tensor | None, start: int) -> "EvaluatedIterate":
         left = copy.copy(self)
         left.system, left._transition = self.part_system(rows, start), self.transition.part(rows, start)
-        names = ("states", "entering", "values", "residual", "own_excess", "excess", "scale", "within_tolerance", "allowed")
+        names = (
+            "states",
+            "entering",
+            "values",
+            "residual",
+            "own_excess",
+            "excess",
+            "scale",
+            "within_tolerance",
+            "allowed",
+        )
         for name in names:
             values = getattr(self, name)[:, start:]
             setattr(left, name, values if rows is None else values.index_select(0, rows))

@@ -17,8 +17,8 @@ from .system import System
 from .transitions import Transition
 
 __all__ = [
-    "MARGIN",
     "PROBES",
+    "WORKING_SET",
     "CancellingSteps",
     "accumulate",
     "allow_accumulated",
@@ -65,7 +65,8 @@ def measure_rounding(function: Callable[[Tensor], Tensor], at: Tensor, values: T
     eps, change = torch.finfo(values.dtype).eps, torch.zeros_like(values)
     for seed in range(PROBES):
         perturbed = random_signs(at, seed).mul_(eps).add_(1).mul(at)
-        change = torch.maximum(change, function(perturbed).sub_(values).abs_())
+        torch.maximum(change, function(perturbed).sub_(values).abs_(), out=change)
+        del perturbed
     return change
 
 
@@ -75,6 +76,16 @@ class CancellingSteps(NamedTuple):
     rows: Tensor  # indices of the sequences
     steps: int
     settled: Tensor  # (len(rows), steps) bool: whether the step and all before it are within tolerance as a whole
+
+    def split(self, size: int) -> "list[CancellingSteps]":
+        """Split the sequences, as `split_rows` does.
+
+        Args:
+            size: The state size.
+        """
+        rows = split_rows(self.rows, self.steps * size)
+        settled = self.settled.split(len(rows[0]))
+        return [CancellingSteps(each, self.steps, part) for each, part in zip(rows, settled, strict=True)]
 
 
 def find_cancelling_steps(suspected: Tensor, settled: Tensor) -> CancellingSteps | None:
@@ -98,8 +109,7 @@ def allow_rounding(
 ) -> tuple[Tensor, Tensor]:
     """Return f and the residual allowed in `found`, (len(rows), steps, n): the tolerance, or the rounding error of f.
 
-    A rounding error of the largest entry of a step is within tolerance, so this allows at most the relative tolerance of
-    that entry.
+    At most the relative tolerance of the largest entry of the step is allowed.
 
     Args:
         system: The equations.
@@ -130,12 +140,14 @@ def accumulate(rounding: Tensor, scan: Callable[[Tensor], Tensor], *, reverse: b
     total = torch.zeros_like(rounding)
     for seed in range(WALKS):
         signs = random_signs(rounding, PROBES + seed, reverse=reverse)
-        total += scan(signs * rounding).square()
+        errors = scan(signs.mul(rounding))
+        total.addcmul_(errors, errors)
+        del errors
     return total.div_(WALKS).sqrt_()
 
 
 def limit_accumulated(accumulated: Tensor, scale: Tensor, rtol: float, slack: float) -> Tensor:
-    """Return the error allowed where rounding errors accumulate, (batch, time, n).
+    """Return the error allowed where rounding errors accumulate, (batch, time, n). The tensors are overwritten.
 
     Args:
         accumulated: (batch, time, n), the recent scale of their sum.
@@ -143,8 +155,8 @@ def limit_accumulated(accumulated: Tensor, scale: Tensor, rtol: float, slack: fl
         rtol: The relative tolerance.
         slack: The number of tolerances that an error may be.
     """
-    largest_error = min(4 * slack, LARGEST_ACCUMULATED) * rtol * scale
-    return torch.minimum(ACCUMULATED_MARGIN * accumulated, largest_error)
+    largest_error = scale.mul_(min(4 * slack, LARGEST_ACCUMULATED) * rtol)
+    return torch.minimum(accumulated.mul_(ACCUMULATED_MARGIN), largest_error, out=accumulated)
 
 
 def allow_accumulated(
