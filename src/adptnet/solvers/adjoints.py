@@ -26,6 +26,7 @@ from .transitions import Transition
 __all__ = ["Adjoint", "Backward", "Checkpointed", "Implicit", "Unrolled", "evaluate_steps"]
 
 PATIENCE = 3  # rises of the residual in a row after which the iterations for a gradient stop
+MARGIN = 8  # how many times its measured size the rounding error of a residual may be
 
 
 class Adjoint(abc.ABC):  # noqa: B024 - the two kinds below share no method, only their place in a call
@@ -465,11 +466,11 @@ class Backward:
             cancelling, whole = tolerance.find_cancelling(g, size, suspected)
             worst, any_cancelling = axis.maximum(torch.stack((size.amax(), cancelling.any().to(size)))).tolist()
             if any_cancelling:
-                rounding = self._rounding(part, states, known, g)[:, :left].mul_(8)
-                raised = torch.maximum(allowed, torch.minimum(rounding, whole))
-                allowed = torch.where(cancelling.unsqueeze(-1), raised, allowed)
+                rounding = self._rounding(part, states, known, g)[:, :left].mul_(MARGIN)
+                torch.minimum(rounding, whole, out=rounding).masked_fill_(~cancelling.unsqueeze(-1), 0.0)
+                torch.maximum(allowed, rounding, out=allowed)
+                del rounding
                 excess = _largest_ratio(residual, allowed)
-                del rounding, raised
             excess = axis.later_maximum(excess)
             rises = rises + 1 if worst > previous else 0
             previous = worst
