@@ -215,6 +215,8 @@ def prepare_layer(layer: nn.Module, watch: ModuleWatch) -> PreparedLayer | None:
     form = cell.recurrence.form
     if form.directions_in_drive or form.dot is not None or form.norm_epsilon is not None or cell.start is not None:
         return None
+    if form.phased:
+        return None
     if type(drive) is not Drive or type(drive.gate) not in (NoneType, Gate) or drive.rope is not None:
         return None
     if type(drive.gain) is not Gain or type(drive.gain.spec) not in (EMA, LRU, ZOH) or type(cell.beta) is not Beta:

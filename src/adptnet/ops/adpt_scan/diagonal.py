@@ -21,7 +21,7 @@ def is_diagonal(form: Form, *, slow: bool) -> bool:
         form: The form of the recurrence.
         slow: Whether there is a slow memory, which makes it another recurrence.
     """
-    return (form.linear or not form.rotates) and not form.beta_in_drive and not slow
+    return (form.linear or not form.rotates) and not form.beta_in_drive and not slow and not form.phased
 
 
 def forward(

@@ -27,7 +27,7 @@ _NO_GPU_STEP = Backend(REFERENCE, "Jacobians and Newton passes have a kernel for
 _NOT_BASIC = Backend(
     REFERENCE,
     "the kernel for Jacobians and Newton passes supports one head, a real spectrum, and K and V of x.",
-    "Use a cell with heads=1, a real spectrum, FromState() without options, and no memory or start.",
+    "Use a cell with heads=1, a real spectrum, FromState() without options, and no memory, start or phase.",
 )
 
 

@@ -97,6 +97,8 @@ def explain_unsupported(
         return f"the Triton kernel supports float32, not {dtype}."
     if not form.rotates:
         return "the Triton kernel does not support a slow memory without a rotation."
+    if form.phased:
+        return "the Triton kernel does not support an input-driven phase."
     if form.dot is not None:
         return "the Triton kernel does not support a fixed dot product of key and value."
     if form.retraction not in (RetractionKind.EXPONENTIAL, RetractionKind.CAYLEY):
