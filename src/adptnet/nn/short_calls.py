@@ -25,6 +25,7 @@ from ..ops import _build, _gpu, adpt_layer
 from ..ops._torch_state import can_bypass_dispatcher, is_autocast_enabled
 from ..ops.adpt_layer import Evaluated, GateWeights, LayerCall, LayerVectors, LayerWeights, TrainingCall
 from ..ops.adpt_scan import Form
+from ..ops.products import has_bfloat16_products
 from ..recurrence.beta import Beta
 from ..recurrence.drive import EMA, LRU, ZOH, Drive, Gain
 from ..recurrence.drive.drive import is_scaling_faster
@@ -298,7 +299,7 @@ def run_short_call(layer: nn.Module, x: Tensor, state: ADPTState | None) -> tupl
     Returns:
         The outputs and the state; None if the call must take the general path, which also reports wrong arguments.
     """
-    if torch.compiler.is_compiling() or not _gpu.is_cpu(x.device):
+    if torch.compiler.is_compiling() or not _gpu.is_cpu(x.device) or has_bfloat16_products():
         return None
     if not (state is None or isinstance(state, ADPTState)):
         return None

@@ -56,6 +56,11 @@ class Form(NamedTuple):
     norm_epsilon: float | None = None  # ε of the LayerNorm on unit(K x) and unit(V x), if any; for one head
     linear: bool = False  # β is zero and needs no gradient: the directions have no effect and are not computed
 
+    @property
+    def has_products(self) -> bool:
+        """Whether each step multiplies the state by K and V."""
+        return self.rotates and not self.directions_in_drive and not self.linear
+
 
 DEFAULT_FORM = Form()
 _NONE = -1e300  # encodes None; finite, because exported programs are saved as JSON, which has no infinity

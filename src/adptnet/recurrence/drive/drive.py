@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops._torch_state import is_autocast_enabled
+from ...ops.products import multiply
 from ..projections import Projection
 from ..projections.base import apply_map, is_hooked
 from ..projections.dense import DenseProjection
@@ -94,4 +95,4 @@ class Drive(nn.Module):
         if inputs.dtype != gain.real.dtype:
             return None
         both: Tensor = gain.mv(self.input_projection.dense().to(inputs.dtype).mT)
-        return inputs @ both
+        return multiply(inputs, both)
