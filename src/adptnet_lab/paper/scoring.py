@@ -88,7 +88,9 @@ def train_and_score(
         if folder is not None:
             hold = stack.enter_context(lock_folder(folder))
             settings = {name: json.loads(part.to_json())["spec"] for name, part in parts.items()}
-            keeper = RunFolder(folder, SingleProcess(training_device.get()), SaveOptions(), settings, hold)
+            keeper = RunFolder(
+                folder, SingleProcess(training_device.get(), config.precision), SaveOptions(), settings, hold
+            )
             keeper.resume_hint = ". The same command resumes from the last checkpoint."
             stack.callback(keeper.close)
         observations = _Observations(folder)
