@@ -3,7 +3,7 @@
 A pass is s ← s + scan(A, f(s) - s). `evaluate_kernel` computes f(s) - s in tiles of steps, with the arithmetic of
 `adpt_scan`. The scan runs in chunks of `LENGTH` steps: `summarize_kernel` computes what each chunk ends with from zero,
 `carry_kernel` what enters each chunk, and `apply_kernel` the next iterate with its residuals and changes. The recent
-scale of each channel, a maximum that decays over time, is scanned with the corrections. `test_kernel` tests the
+scale of each channel, a maximum that decays over time, is scanned with the corrections. `converge_kernel` tests the
 convergence of each sequence as `solvers.fixed_point` and `solvers.convergence_test` do, so that the host need not read
 anything between iterations. Programs of sequences that have finished return at once.
 
@@ -36,7 +36,7 @@ __all__ = [
     "iterate",
     "newton_pass",
     "summarize_kernel",
-    "test_kernel",
+    "converge_kernel",
 ]
 
 LENGTH = 64  # steps per chunk
@@ -285,7 +285,7 @@ def maximum(a, b):
 
 
 @triton.jit(do_not_specialize=["patience", "steps", "iteration", "record", "least", "most", "batch"])
-def test_kernel(
+def converge_kernel(
     residual, excess, scale, move, now, rate, sure, integers, floats, residuals, prefixes,
     relative, floor, slack, rounding, rate_limit, patience, steps, iteration, record, least, most, batch,
     STATUS: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr,
@@ -546,7 +546,7 @@ def iterate(
             for record in range(count):
                 following = buffers[(iteration + 1) % 2]
                 passes.run(states, following)
-                test_kernel[(batch,)](
+                converge_kernel[(batch,)](
                     *passes.measures, now, rate, sure, passes.integers, floats, residuals, prefixes, *numbers, steps,
                     iteration, record, rules.least, rules.most, batch,
                     STATUS=8, BLOCK=min(BLOCK, triton.next_power_of_2(steps)), FIRST=iteration == 0, num_warps=4,
