@@ -154,6 +154,7 @@ def make_form(spec: ADPTSpec, *, beta_in_drive: bool = False) -> Form:
         rotation_aware=spec.rotation_aware,
         norm_epsilon=norm,
         linear=rotates and not beta_in_drive and is_zero(spec.beta),
+        phased=spec.phase is not None,
     )
 
 
@@ -213,6 +214,9 @@ def _explain_unsupported(recurrence: Recurrence) -> Backend | None:
     if spec.conjugate.has_directions and from_state and direction.layer_norm and spec.heads > 1:
         reason = "the kernel does not support LayerNorm on key and value over several heads."
         return Backend(REFERENCE, reason, "Use heads=1, or layer_norm=False.")
+    if spec.start and recurrence.form.phased:
+        reason = "the kernel does not support a phase with a learned start, which would mix its pairs."
+        return Backend(REFERENCE, reason, "Use start=False, or phase=None.")
     needs_basis = isinstance(direction, FromState) and (direction.is_entrywise or direction.layer_norm)
     if spec.start and (spec.memory is not None or needs_basis):
         reason = "the kernel does not support a learned start with a slow memory, ReLU, spikes or LayerNorm."

@@ -14,11 +14,11 @@ from ..ops.adpt_scan import Constants, Form
 from ..ops.adpt_scan.packing import pack
 from ..ops.adpt_step import Pass
 from ..recurrence import step as recurrence_step
-from ..recurrence.conjugates import Conjugate, nearest_blocks
+from ..recurrence.conjugates import Conjugate, RotatedBlocks, nearest_blocks
 from ..recurrence.jacobian import StepJacobian
 from ..recurrence.spectra import BlockDiagonal
 from ..recurrence.step import Parameters
-from ..solvers.transitions import BasisTransition, DiagonalTransition, Transition
+from ..solvers.transitions import BasisTransition, DenseTransition, DiagonalTransition, Transition
 from .base import Cell
 from .dispatch import Recurrence, choose_scan, choose_step, run_scan
 from .structure import Structure, differentiate
@@ -106,8 +106,13 @@ class EvaluatedCell(Cell):
     def _linear_transition(self, drive: Tensor) -> Transition:
         parameters = self.evaluate()
         parts = recurrence_step.split_drive(parameters, drive)
-        transition = DiagonalTransition(recurrence_step.evaluate_eigenvalues(parameters, parts))
-        return transition if parameters.start is None else BasisTransition(parameters.start.unsqueeze(0), transition)
+        start, phase = parameters.start, parts.phase
+        if start is None:
+            return DiagonalTransition(recurrence_step.evaluate_linear_part(parameters, parts))
+        eigen = recurrence_step.evaluate_eigenvalues(parameters, parts)
+        if phase is None:
+            return BasisTransition(start.unsqueeze(0), DiagonalTransition(eigen))
+        return DenseTransition(phase.mm(RotatedBlocks(eigen, start).dense()))
 
     def _forward_transition(self, state: Vector, drive: Tensor) -> Transition:
         return DiagonalTransition(self.conjugate(state, drive).blocks())
@@ -141,7 +146,8 @@ class EvaluatedCell(Cell):
         closed = recurrence_step.jacobian(self.evaluate(), state, drive)
         if closed is None:
             lambda_bar = self.eigenvalues()
-            return nearest_blocks(self.jacobian(state, drive), lambda_bar is not None and lambda_bar.imag is not None)
+            paired = self.recurrence.form.phased or (lambda_bar is not None and lambda_bar.imag is not None)
+            return nearest_blocks(self.jacobian(state, drive), paired)
         note_run("jacobian", _CLOSED_FORM)
         return closed.blocks()
 

@@ -209,6 +209,7 @@ class _NewtonLoop:
         at, sequences, limits = self.at, self.sequences, self.limits
         self.contraction.update(at.excess)
         self.error = self.contraction.error(at.next_change(), self.total)
+        self._exclude_rounding()
         leading, converged = slice(0, self.error.shape[1]), at.within_tolerance.clone()
         self.droppable = converged[:, leading] & (self.error <= min(1.0, self.slack))
         converged[:, leading] &= self.error <= self.slack
@@ -226,6 +227,17 @@ class _NewtonLoop:
         self.progress.mark(self.rows, self.done, finite, is_rising)
         may_stop = self.iteration >= limits.least
         self.stopped = ((self.done | is_rising) if may_stop else torch.zeros_like(finite)) | ~finite
+
+    def _exclude_rounding(self) -> None:
+        """Compare the error with accumulated rounding errors in sequences that are within tolerance, but whose error is
+        not."""
+        within, axis = self.at.within_tolerance, self.at.system.axis
+        unsettled, drifting = ~within.all(1), ~(self.error <= self.slack).all(1)
+        flags = axis.maximum(torch.stack((unsettled, drifting)).to(torch.uint8)).bool()
+        rows = (~flags[0] & flags[1]).nonzero().squeeze(-1)
+        if len(rows):
+            move = self.at.next_change_beyond_rounding(rows, self.slack)
+            self.error[rows] = self.contraction.part(rows, 0).error(move, self.total)
 
     def drop(self) -> None:
         """Drop finished sequences, then leading steps that have converged in all others."""

@@ -124,7 +124,7 @@ class Newton(Parallel):
         rule = UpdateRule(
             lambda part, rows, start, entering: self.linearization.transition(cell, part, entering),
             self.damping,
-            make_measure(newton_pass, self.tiles),
+            make_measure(newton_pass, cell, self.linearization, self.tiles),
             newton_pass.iterate if isinstance(newton_pass, DevicePass) else None,
         )
         outcome = solve(system, guess, rule, self.tolerance(system.initial.dtype), self._limits(system))

@@ -28,7 +28,7 @@ _NO_GPU_STEP = Backend(REFERENCE, "Jacobians have a kernel for CPUs only.", is_a
 _NOT_BASIC = Backend(
     REFERENCE,
     "the kernel for Jacobians and Newton passes supports one head, a real spectrum, and K and V of x.",
-    "Use a cell with heads=1, a real spectrum, FromState() without options, and no memory or start.",
+    "Use a cell with heads=1, a real spectrum, FromState() without options, and no memory, start or phase.",
 )
 
 

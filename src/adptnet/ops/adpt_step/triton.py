@@ -31,12 +31,12 @@ from .reference import Pass
 __all__ = [
     "apply_kernel",
     "carry_kernel",
+    "converge_kernel",
     "evaluate_kernel",
     "find_options",
     "iterate",
     "newton_pass",
     "summarize_kernel",
-    "converge_kernel",
 ]
 
 LENGTH = 64  # steps per chunk
@@ -44,7 +44,7 @@ COLUMNS = 64  # columns per program of the scan
 ROWS = 16  # steps per tile: the minimum of a matrix product on tensor cores
 BLOCK = 1024  # steps that the test reads at a time
 FIRST_CHECK = 8  # iterations before the host first reads whether all sequences have finished
-STUCK = 3  # iterations within the tolerance of the largest channel only, after which the host takes over
+STUCK = 8  # iterations with all steps within the tolerance of their largest channel, after which the host takes over
 
 # Columns of the integers and of the floats that the test keeps for each sequence.
 STOPPED, DONE, RISING, FOREIGN, ITERATIONS, REACHED, RISES, WHOLE = range(8)
@@ -303,7 +303,7 @@ def converge_kernel(
         return
     running = float("-inf")
     worst = 0.0
-    bad, failing, outside = 0, 0, 0
+    bad, outside = 0, 0
     reached = steps * 1
     for start in range(0, steps, BLOCK):
         t = start + tl.arange(0, BLOCK)
@@ -314,7 +314,6 @@ def converge_kernel(
         whole = size <= relative * tl.load(scale + at, mask, 0.0) + floor
         bad = tl.maximum(bad, tl.max((mask & ~(size < float("inf"))).to(tl.int32), 0))
         worst = tl.maximum(worst, tl.max(tl.where(size == size, size, float("inf")), 0))
-        failing = tl.maximum(failing, tl.max((mask & (over > 1)).to(tl.int32), 0))
         outside = tl.maximum(outside, tl.max((mask & ~whole).to(tl.int32), 0))
         clean = tl.where(over == over, over, float("inf"))
         following = tl.maximum(tl.associative_scan(tl.where(mask, clean, float("-inf")), 0, maximum), running)
@@ -353,9 +352,9 @@ def converge_kernel(
         rises = tl.where(value > tl.load(floats + sequence * 2), tl.load(of + _RISES) + 1, 0)
         is_rising = (rises >= patience) & (value > tl.load(floats + sequence * 2 + 1))
         done = reached == steps
-        held = tl.where((failing > 0) & (outside == 0), tl.load(of + _WHOLE) + 1, 0)
-        # The host handles iterates that are not finite, and channels whose tolerance is below rounding.
-        foreign = (bad > 0) | (held >= _STUCK)
+        held = tl.where((outside == 0) & ~done, tl.load(of + _WHOLE) + 1, 0)
+        # The host handles iterates that are not finite, and tolerances below the rounding errors of a channel.
+        foreign = (bad > 0) | (held >= _STUCK) | ((held > 0) & (iteration == most))
         stop = ((done | is_rising) & (iteration >= least)) | foreign | (iteration == most)
         tl.store(of + _RISES, rises)
         tl.store(of + _WHOLE, held)
@@ -525,8 +524,8 @@ def iterate(
         rules: When to stop, after at least one iteration.
 
     Returns:
-        None if a sequence needs the host: an iterate is not finite, or stays within the tolerance of its largest
-        channel only.
+        None if a sequence needs the host: an iterate is not finite, or does not converge although all steps are within
+        the tolerance of their largest channel, as where rounding errors exceed the tolerance of a small channel.
     """
     (batch, steps, _), patience = guess.shape, 2**31 - 1 if rules.patience is None else rules.patience
     with torch.cuda.device_of(guess):
