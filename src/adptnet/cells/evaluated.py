@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._typing import Matrix, Vector
-from ..ops import adpt_step
+from ..ops import _gpu, adpt_step
 from ..ops._backends import REFERENCE, Backend, note_run
 from ..ops.adpt_scan import Constants, Form
 from ..ops.adpt_scan.packing import pack
@@ -158,10 +158,12 @@ class EvaluatedCell(Cell):
         return closed.blocks()
 
     def _make_newton_pass(self, state: Tensor, drive: Tensor, *, diagonal: bool) -> Callable[..., Pass] | None:
-        arguments = self._step_arguments("iteration", state, drive)
+        arguments = self._step_arguments("iteration", state, drive, diagonal)
         if arguments is None:
             return None
         constants, form = arguments
+        if _gpu.is_gpu(drive.device):
+            return adpt_step.DevicePass(constants, form, diagonal)
         return functools.partial(adpt_step.newton_pass, constants=constants, form=form, diagonal=diagonal)
 
     def _radius(self, state: Vector, drive: Tensor, reset_state: Vector, reset: Tensor | None) -> Tensor | None:
@@ -171,10 +173,12 @@ class EvaluatedCell(Cell):
         arguments = self._step_arguments("jacobian", states, drive)
         return None if arguments is None else adpt_step.Jacobians(states.detach(), *arguments)
 
-    def _step_arguments(self, phase: str, states: Tensor, drive: Tensor) -> tuple[Constants, Form] | None:
+    def _step_arguments(
+        self, phase: str, states: Tensor, drive: Tensor, diagonal: bool | None = None
+    ) -> tuple[Constants, Form] | None:
         """Return the arguments of the kernels of `adpt_step`; None if the reference runs. Record the choice."""
         recurrence = self.recurrence
-        backend = choose_step(recurrence, states, drive)
+        backend = choose_step(recurrence, states, drive, diagonal)
         note_run(phase, backend)
         if not backend.is_kernel:
             return None
