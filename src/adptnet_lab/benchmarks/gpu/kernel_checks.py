@@ -52,6 +52,9 @@ class Sizes(NamedTuple):
     passes: Sequence[tuple[int, int, int]] = ((1, 1, 2), (3, 130, 34), (2, 65, 130))
 
 
+SIZES = Sizes()
+
+
 class Check(NamedTuple):
     """The comparison of one kernel at one size: the quantity with the largest error relative to what is allowed."""
 
@@ -68,7 +71,7 @@ class Check(NamedTuple):
         return self.error <= self.allowed
 
 
-def check_kernels(device: torch.device, sizes: Sizes = Sizes()) -> Iterator[Check]:
+def check_kernels(device: torch.device, sizes: Sizes = SIZES) -> Iterator[Check]:
     """Run every check.
 
     Args:
@@ -161,9 +164,8 @@ def _check_bfloat16(device: torch.device, size: tuple[int, int, int]) -> Check:
     exact, rounded = run(torch.device("cpu"), torch.float64), run(torch.device("cpu"), torch.bfloat16)
     found = run(device, torch.bfloat16)
     floor = torch.finfo(torch.bfloat16).eps / 2
-    return _worst(
-        "layer", "bfloat16", size, found, exact, {n: max(floor, e) for n, e in _errors(rounded, exact).items()}
-    )
+    allowed = {name: max(floor, error) for name, error in _errors(rounded, exact).items()}
+    return _worst("layer", "bfloat16", size, found, exact, allowed)
 
 
 def _make_problem(

@@ -14,8 +14,9 @@ from adptnet.errors import AdptnetError, WrongResultError
 from adptnet.ops import _gpu
 
 from ..._runtime import describe_environment
-from .kernel_checks import Check, Sizes, check_kernels
-from .timings import SIZES, Time, time_device
+from . import kernel_checks, timings
+from .kernel_checks import Check, check_kernels
+from .timings import Time, time_device
 
 __all__ = ["describe_card", "format_row", "run_gpu"]
 
@@ -25,8 +26,8 @@ def run_gpu(
     minutes: float,
     *,
     device: torch.device | None = None,
-    checked: Sizes = Sizes(),
-    timed: Sequence[tuple[int, int, int]] = SIZES,
+    checked: kernel_checks.Sizes = kernel_checks.SIZES,
+    timed: Sequence[tuple[int, int, int]] = timings.SIZES,
 ) -> Path:
     """Check all kernels on a GPU, time them if every check passes, and write `gpu.json`.
 
