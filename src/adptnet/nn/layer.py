@@ -274,7 +274,7 @@ class RecurrentLayer(Streamable, abc.ABC):
         solver = _check_solver(solver, self.solver)
         if x.is_meta:  # only shapes are computed, and all solvers return the same ones
             solver, adjoint = Sequential(), Unrolled()
-        options = {"lengths": lengths, "reset": reset, "adjoint": adjoint or self.adjoint}
+        options: dict[str, Any] = {"lengths": lengths, "reset": reset, "adjoint": adjoint or self.adjoint}
         solution: Trajectory | Solution
         if type(solver) is Sequential:  # a subclass may solve in another way
             solution = solver.run(cell, x, _as_state(state), **options)

@@ -102,10 +102,10 @@ def format_row(result: dict[str, Any]) -> str:
         result: The content of `gpu.json`.
     """
     versions, checks = result["versions"], result["checks"]
-    times = {(row["side"], tuple(row["size"])): row["training"] for row in result["times"]}
+    times = {(row["side"], *row["size"]): row["training"] for row in result["times"]}
     sides = ("ADPTNet", "ADPTNet, Conv-DEER", "nn.GRU")
     size = next((tuple(row["size"]) for row in result["times"]), None)
-    shown = [times.get((side, size)) for side in sides]
+    shown = [times.get((side, *(size or ()))) for side in sides]
     cells = [
         result["card"],
         f"{result['driver'] or '-'}, torch {versions['torch']}, Triton {versions.get('triton', '-')}",

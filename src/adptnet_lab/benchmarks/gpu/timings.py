@@ -4,6 +4,7 @@ Each number is the median of several runs, each between two synchronizations of 
 warm up. A loop of many launches is timed over its first steps and scaled.
 """
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -58,8 +59,8 @@ def time_device(device: torch.device, until: float, sizes: Sequence[tuple[int, i
                 torch.manual_seed(0)
                 run, scale = make(size, device)
                 x = torch.randn(size, dtype=torch.float32, device=device, requires_grad=True)
-                forward = scale * _time(lambda run=run, x=x: _forward(run, x), device)
-                training = scale * _time(lambda run=run, x=x: _train(run, x), device)
+                forward = scale * _time(functools.partial(_forward, run, x), device)
+                training = scale * _time(functools.partial(_train, run, x), device)
                 yield Time(side, size, forward, training)
             except ImportError as error:
                 yield Time(side, size, None, None, f"not installed: {error}")
@@ -118,7 +119,7 @@ def _torch_layer(kind: Callable[..., nn.Module]) -> Callable[[Size, torch.device
 def _eager_loop(size: Size, device: torch.device) -> Made:
     batch, steps, n = size
     few = min(steps, LOOP_STEPS)
-    like = {"dtype": torch.float32, "device": device}
+    like: dict[str, Any] = {"dtype": torch.float32, "device": device}
     weight = torch.randn(1, 2, n, n, **like) / n**0.5
     constants = Constants(torch.rand(n, **like), None, weight.requires_grad_(), None, torch.full((1,), 0.125, **like))
     state = torch.zeros(batch, n, **like)
@@ -126,7 +127,7 @@ def _eager_loop(size: Size, device: torch.device) -> Made:
 
 
 def _gated_delta_net(size: Size, device: torch.device) -> Made:
-    from fla.layers import GatedDeltaNet  # type: ignore[import-not-found]
+    from fla.layers import GatedDeltaNet
 
     head = min(64, size[2])
     layer = GatedDeltaNet(hidden_size=size[2], head_dim=head, num_heads=size[2] // head, expand_v=1)
@@ -135,7 +136,7 @@ def _gated_delta_net(size: Size, device: torch.device) -> Made:
 
 
 def _pararnn(size: Size, device: torch.device) -> Made:
-    from pararnn import NewtonConfig, newton_apply  # type: ignore[import-not-found]
+    from pararnn import NewtonConfig, newton_apply
 
     from ..peers.pararnn_torch import Cell
 
