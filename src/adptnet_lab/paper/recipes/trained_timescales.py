@@ -15,7 +15,7 @@ from adptnet.analysis import plot
 
 from ..evidence import EXPONENT_TOLERANCE, largest_excess, paired_difference
 from ..recipe import Check, GridPoint, Recipe, Row, Rows, Scale, Table
-from ..settings.copy_memory import BATCH, SCALAR, measure_spectrum, rank_of_encoding, train_on_copy_memory
+from ..settings.copy_memory import BATCH, OPTIONS, SCALAR, measure_spectrum, rank_of_encoding, train_on_copy_memory
 from ..verdicts import ClaimVerdict, combine, decide, judge_increase, judge_limit, judge_observation, judge_trained
 
 if TYPE_CHECKING:
@@ -242,6 +242,7 @@ RECIPES = {
         cost={"smoke": "4 s", "laptop": "9 min", "paper": "3 h; 9 min a network"},
         dtype=torch.float32,
         rank=rank_of_encoding,
+        options=OPTIONS,
     ),
     "fig:kv_trained_ablation": Recipe(
         version=1,
@@ -258,5 +259,6 @@ RECIPES = {
         cost={"smoke": "4 s", "laptop": "18 min", "paper": "8 h; 27 min a network"},
         dtype=torch.float32,
         rank=rank_of_encoding,
+        options=OPTIONS,
     ),
 }
