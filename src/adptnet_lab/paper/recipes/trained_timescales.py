@@ -232,10 +232,10 @@ RECIPES = {
         run=lambda point: train_on_copy_memory(point, measure_spectrum),
         checks={
             "spread": Check(_check_spread, "laptop"),
-            "early": Check(_check_early, "laptop"),
+            "early": Check(_check_early, "laptop", {"beta": BETAS[:2]}),
             "learned": Check(_check_learned, "laptop"),
-            "contained": Check(_check_contained, "laptop"),
-            "chaos": Check(_check_chaos, "laptop"),
+            "contained": Check(_check_contained, "laptop", {"beta": BETAS[:2]}),
+            "chaos": Check(_check_chaos, "laptop", {"beta": BETAS[2:]}),
         },
         figures={"Exponents and ln λ̄ by β, along training": _draw_by("beta")},
         table=_make_table_by("beta"),
