@@ -119,7 +119,7 @@ def legal_layers():
     for sign in (1, -1):
         yield {**plain, "rope": drive.RoPE(sign=sign), "beta": 1.0, "gate": drive.SoftplusGate(rank=2)}
     yield {**plain, "rope": drive.RoPE(tied=True), "spectrum": spectra.Negative(spectra.Linspace(), 0.5), "beta": 1.0}
-    yield {**plain, "direction": directions.FromInput(), "beta": 0.0}
+    yield {**plain, "direction": directions.FromInput(), "beta": 0.0, "spectrum": spectra.Linspace()}
     # The default of `ADPTNet`, and the layer inside the gated layers of the presets.
     default = {"beta": 1.0, "spectrum": spectra.Timescales(), "gain": drive.LRU(), "gate": drive.SoftplusGate()}
     yield {**plain, **default}

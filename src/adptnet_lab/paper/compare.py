@@ -32,6 +32,7 @@ __all__ = [
     "print_rows_folder",
     "render_verdicts",
     "run",
+    "summarize_tally",
     "tally_verdicts",
 ]
 
@@ -87,7 +88,7 @@ class JudgedHeadline(NamedTuple):
 
     @property
     def found(self) -> str:
-        """What came out, in sentences."""
+        """Findings of the runs, in sentences."""
         return self._fill_in(self.headline.found)
 
     @property
@@ -318,6 +319,20 @@ def describe_tally(tally: Tally) -> list[str]:
     return lines
 
 
+def summarize_tally(tally: Tally) -> str:
+    """Return the counts of the paper's claims in words, as the README has them.
+
+    Args:
+        tally: The counts.
+    """
+    size, reduced = tally[AT_SIZE], tally[REDUCED]
+    return (
+        f"Of the paper's claims, {size.total()} were tested at its own scale: {size[Outcome.HOLDS]} hold, "
+        f"{size[Outcome.FAILS]} fail, {size[Outcome.UNDECIDED]} are undecided and {size[Outcome.NOT_TESTABLE]} cannot "
+        f"be tested. Of {reduced.total()} more, run at reduced scale or not at all, {reduced[Outcome.HOLDS]} hold there"
+    )
+
+
 def describe_progress(result: PaperResult, store: RowStore) -> tuple[Scale | None, list[str]]:
     """Return the largest scale that is complete, and for each scale the number of finished points and the cost.
 
@@ -405,8 +420,10 @@ def render_verdicts(judged: Sequence[JudgedResult], form: Literal["csv", "json"]
     """
     records = list_verdicts(judged)
     if form == "json":
-        tally = {group: {str(o): n for o, n in counts.items()} for group, counts in tally_verdicts(judged).items()}
-        return json.dumps({"counts": tally, "claims": records}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        tally = tally_verdicts(judged)
+        counts = {group: {str(outcome): n for outcome, n in found.items()} for group, found in tally.items()}
+        content = {"summary": summarize_tally(tally), "counts": counts, "claims": records}
+        return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     page = io.StringIO()
     writer = csv.DictWriter(page, [*FIELDS, "cause", "because"], lineterminator="\n")
     writer.writeheader()

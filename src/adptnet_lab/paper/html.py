@@ -56,7 +56,8 @@ def render_html(content: "ReportContent", dial: Mapping[str, Any] | None) -> str
 <header>
 <h1>Claims of the paper, tested</h1>
 <p>The statements of the abstract of <i>ADPTNet: Adaptive with Prescriptive Timescales Non-Linear SSM for Sequence
-Modelling</i>, tested on our own runs.</p>
+Modelling</i>, tested on our own runs. Brackets are 95 % intervals. At the scale <i>paper</i> the networks have the
+paper's sizes, at the scale <i>laptop</i> smaller ones, which decide nothing about the abstract.</p>
 </header>
 <main>
 <section id="abstract">{"".join(map(_render_headline, content.headlines))}</section>
@@ -103,7 +104,7 @@ def _render_headline(judged: JudgedHeadline) -> str:
     return f"""<article class="headline {_KIND[judged.verdict.outcome]}">
 <h3>{_render_badge(judged.verdict)} {escape(headline.says)}</h3>
 <p><b>Paper:</b> {escape(headline.paper)}</p>
-<p><b>Ours:</b> {escape(judged.ours)} <span class="scale">{escape(judged.scales)}</span></p>
+<p><b>Ours:</b> {escape(judged.ours)} <span class="scale">Scale: {escape(judged.scales)}</span></p>
 <details><summary>What was run, what came out, what remains open</summary>
 <p><b>What was run.</b> {escape(headline.run)}</p><p><b>What came out.</b> {escape(judged.found)}</p>
 <p><b>What remains open.</b> {escape(headline.open)}</p>{needs}<ul class="claims">{parts}</ul></details>
