@@ -33,7 +33,7 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-KERNELS = ("adptnet.ops.linear_scan.triton", "adptnet.ops.adpt_scan.triton")
+KERNELS = ("adptnet.ops.linear_scan.triton", "adptnet.ops.adpt_scan.triton", "adptnet.ops.adpt_step.triton")
 
 
 @pytest.fixture

@@ -70,7 +70,8 @@ def step(spec, cell, adpt, memory, o, t, dt, given_beta):
         for pairs in planes:
             q = retract(spec.retraction, skew(pairs, beta)) @ q
         m = q @ big_lambda @ q.T
-    x = m @ x + (q @ driven if spec.rotation_aware else driven)
+    p = torch.eye(n) if adpt.phase is None else phase(adpt.phase, u, 1.0 if dt is None else dt)
+    x = p @ m @ x + (p @ q @ driven if spec.rotation_aware else driven)
     if isinstance(cell, cells.CoupledCell):
         gamma = eigenvalues(spec.memory.spectrum, cell.slow)
         return torch.cat((x, gamma * w + (1 - gamma) * x))
@@ -136,6 +137,12 @@ def rope(module, u, t, spectrum):
         [c * a + s * b, c * b - s * a] for c, s, a, b in zip(theta.cos(), theta.sin(), u[::2], u[1::2], strict=True)
     ]
     return torch.stack([value for pair in rotated for value in pair])
+
+
+def phase(module, u, dt):
+    """Return the matrix of an input-driven phase."""
+    angles = dt * (module.weight @ u + module.bias)
+    return torch.block_diag(*[torch.linalg.matrix_exp(a * torch.tensor([[0.0, -1.0], [1.0, 0.0]])) for a in angles])
 
 
 def eigenvalues(spec, module, dt=1.0):

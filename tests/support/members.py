@@ -86,6 +86,22 @@ all_conjugates = [
 ]
 
 
+# Components that an input-driven phase may treat differently.
+phased_layers: list[dict] = [
+    {"beta": 1.0},
+    {"beta": 1.0, "spectrum": spectra.Negative(spectra.S4DReal(), 0.3), "retraction": retractions.Cayley()},
+    {"beta": 1.0, "spectrum": spectra.S4DInv(), "gain": drive.ZOH(), "gate": drive.SoftplusGate(rank=2)},
+    {"beta": TrainableBeta((0.5, 1.0, 2.0)), "direction": directions.FromState(heads=3)},
+    {"beta": 1.0, "direction": directions.FromState(relu=True, layer_norm=True)},
+    {"beta": 1.0, "direction": directions.FromInput(), "rope": drive.RoPE()},
+    {"beta": 1.0, "rotation_aware": True},
+    {"beta": 0.5, "conjugate": conjugates.Taylor(2)},
+    {"beta": 0.5, "conjugate": conjugates.Product(2), "start": True, "rotation_aware": True},
+    {"beta": 0.5, "memory": cells.SlowMemory(), "spectrum": spectra.S4DReal()},
+    {"beta": 0, "conjugate": conjugates.Diagonal()},
+]
+
+
 def make_even(size: int, spectrum) -> int:
     """Return `size`, or the next even number if the spectrum has complex pairs."""
     return size + size % 2 if spectrum.is_complex else size
@@ -118,6 +134,8 @@ def legal_layers():
         yield {**plain, "retraction": retraction, "beta": 1.0, "rotation_aware": True}
     for sign in (1, -1):
         yield {**plain, "rope": drive.RoPE(sign=sign), "beta": 1.0, "gate": drive.SoftplusGate(rank=2)}
+    for axes in phased_layers:
+        yield {**plain, "phase": drive.InputPhase(0.7), **axes}
     yield {**plain, "rope": drive.RoPE(tied=True), "spectrum": spectra.Negative(spectra.Linspace(), 0.5), "beta": 1.0}
     yield {**plain, "direction": directions.FromInput(), "beta": 0.0, "spectrum": spectra.Linspace()}
     # The default of `ADPTNet`, and the layer inside the gated layers of the presets.
@@ -225,7 +243,7 @@ def laws_of(axes: dict) -> set[str]:
         laws.add("euler")
         if not direction.relu and not direction.layer_norm:
             laws.add("odd")
-    if axes.get("beta") == 0 and not axes.get("start"):
+    if axes.get("beta") == 0 and not axes.get("start") and not axes.get("phase"):
         laws.add("diagonal")
     return laws
 
@@ -292,6 +310,9 @@ solver_layers = [
     {"width": 6, "memory": cells.SlowMemory(feedback=-0.5), "beta": 1.0, "gain": drive.LRU()},
     {"width": 6, "memory": cells.SlowMemory(), "beta": 0.5, "spectrum": spectra.S4DInv(), "gain": drive.ZOH()},
     {"width": 6, "conjugate": conjugates.Diagonal(), "beta": 0, "rope": drive.RoPE(), "start": True},
+    {"width": 6, "phase": drive.InputPhase(0.7), "beta": 1.0},
+    {"width": 6, "phase": drive.InputPhase(0.7), "beta": 0.5, "start": True, "spectrum": spectra.S4DInv()},
+    {"width": 6, "phase": drive.InputPhase(0.7), "beta": 0.5, "memory": cells.SlowMemory()},
     {"width": 5, "state_size": 3, "beta": 30.0, "spectrum": spectra.Linspace(dt_min=1.0, dt_max=3.0)},
 ]
 covering_cells: list[dict | str] = [*solver_layers, "GRUCell", "LSTMCell", "RNNCell", "TanhRNN", "from_function"]
@@ -343,12 +364,12 @@ def is_legal(axes: dict | str, linearization: str, damping: str) -> bool:
     memory = bool(layer.get("memory"))
     if linearization in ("Forward", "Conv") and not has_conjugate(axes):
         return False
-    if linearization == "Conv, by FFT" and (memory or not has_conjugate(axes)):
-        return False  # a slow memory couples pairs of state dimensions, which is not an elementwise convolution
+    if linearization == "Conv, by FFT" and (memory or layer.get("phase") or not has_conjugate(axes)):
+        return False  # a slow memory couples pairs of state dimensions, and a phase differs from step to step
     if linearization == "Koopman, polar":  # one Q, of one plane and one head, around Λ̄ itself
         heads = getattr(layer.get("direction"), "heads", 1)
         one_plane = isinstance(conjugate, (conjugates.Exact, conjugates.Product)) and conjugate.planes == 1
-        if not has_conjugate(axes) or not one_plane or heads > 1 or memory or layer.get("start"):
+        if not has_conjugate(axes) or not one_plane or heads > 1 or memory or layer.get("start") or layer.get("phase"):
             return False
     if damping.startswith("proximal"):  # needs a bound on the state: ‖Q Λ̄ Q'‖ = |λ̄|_max, but not for Taylor's M
         return has_conjugate(axes) and not memory and not isinstance(conjugate, conjugates.Taylor)
@@ -401,6 +422,7 @@ layer_kinds = {
     "gate and rope": lambda: ADPTNet.paper(
         KIND_WIDTH, beta=TrainableBeta((1.0,)), gate=drive.SoftplusGate(), rope=drive.RoPE(), gain=drive.LRU(tied=False)
     ),
+    "phase": lambda: ADPTNet.paper(KIND_WIDTH, beta=1.0, phase=drive.InputPhase(0.7)),
     "spiking": lambda: SpikingADPTNet(KIND_WIDTH, threshold=0.05),
     "stateful": lambda: ADPTNet.paper(KIND_WIDTH, state_size=3, beta=0.5, conjugate=conjugates.Stateful()),
     "GRU": lambda: Recurrent(cells.GRU(KIND_WIDTH)),

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..cells import ADPTState
 from ..errors import IncompatibleError, InputError
 from ..recurrence.conjugates import Taylor, nearest_blocks
+from ..recurrence.step import split_drive
 from .certificate import certificate
 from .head_constants import compute_head_constants
 from .jacobians import iterate_chunks
@@ -25,7 +26,8 @@ class LocalErrors(NamedTuple):
     """Differences between the transition matrices of the solvers at every step of a trajectory, (batch, time).
 
     The first five are matrix norms, the paper's terms. The others are norms of the difference applied to the entering
-    state s.
+    state s. With an input-driven phase P, Λ̄ and M stand for P Λ̄ and P M; Conv-DEER uses the matrix of 2-by-2 blocks
+    nearest to P Λ̄.
     """
 
     similarity: Tensor  # ε^sim = ‖Λ̄ - M‖
@@ -64,12 +66,14 @@ def local_errors(
     if cell.start is not None:
         start = cell.start.dense().to(eigen.dtype)
         eigen = start @ eigen @ start.mT
-    pairs = cell.spec.spectrum.is_complex
+    pairs = cell.spec.spectrum.is_complex or cell.phase is not None
     parts: list[LocalErrors] = []
     for chunk in iterate_chunks(trajectory):
         states, full = chunk.entering, chunk.jacobians
         conjugate = cell.conjugate(states, chunk.drive).dense().expand_as(full)
-        constant = eigen.expand_as(full)
+        phase = split_drive(cell.evaluate(), chunk.drive).phase
+        constant = eigen.expand_as(full) if phase is None else phase.mm(eigen)
+        linear_part = constant if phase is None or cell.start is not None else nearest_blocks(constant, True).dense()
         quasi, forward = (nearest_blocks(matrices, pairs).dense() for matrices in (full, conjugate))
         parts.append(
             LocalErrors(
@@ -78,10 +82,10 @@ def local_errors(
                 forward=_spectral_norm(forward - constant),
                 diagonal=_spectral_norm(conjugate - forward),
                 derivative_diagonal=_spectral_norm(quasi - forward),
-                conv_to_deer=_norm_on_state(constant - full, states),
+                conv_to_deer=_norm_on_state(linear_part - full, states),
                 forward_to_deer=_norm_on_state(forward - full, states),
                 quasi_to_deer=_norm_on_state(quasi - full, states),
-                conv_to_quasi=_norm_on_state(constant - quasi, states),
+                conv_to_quasi=_norm_on_state(linear_part - quasi, states),
                 forward_to_quasi=_norm_on_state(forward - quasi, states),
                 derivative_to_state=_norm_on_state(full - conjugate, states),
                 state_norm=states.norm(dim=-1),

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from .._typing import Device, DType, Positions, Vector
 from ..recurrence.spectra import BlockDiagonal
-from ..recurrence.step import Memory, Parameters, conjugate
+from ..recurrence.step import Memory, Parameters, conjugate, evaluate_linear_part, split_drive
 from ..solvers.transitions import CoupledTransition, Transition
 from .adpt import ADPTCell
 from .dispatch import Recurrence
@@ -59,8 +59,7 @@ class CoupledCell(EvaluatedCell):
     def _linear_transition(self, drive: Tensor) -> Transition:
         """Return [[Λ̄, γ g], [(1 - Γ)Λ̄, Γ + (1 - Γ) γ g]] for each state dimension or pair, with g the feedback."""
         parameters = self.evaluate()
-        assert parameters.blocks is not None
-        return _make_transition(parameters, parameters.blocks)
+        return _make_transition(parameters, evaluate_linear_part(parameters, split_drive(parameters, drive)))
 
     def _forward_transition(self, state: Vector, drive: Tensor) -> Transition:
         """Return the matrices of `_linear_transition` with the (block) diagonal of M in place of Λ̄."""

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from .._typing import Matrix, Vector
-from ..ops import adpt_step
+from ..ops import _gpu, adpt_step
 from ..ops._backends import REFERENCE, Backend, note_run
 from ..ops.adpt_scan import Constants, Form
 from ..ops.adpt_scan.packing import pack
 from ..ops.adpt_step import Pass
 from ..ops.products import has_bfloat16_products
 from ..recurrence import step as recurrence_step
-from ..recurrence.conjugates import Conjugate, nearest_blocks
+from ..recurrence.conjugates import Conjugate, RotatedBlocks, nearest_blocks
 from ..recurrence.jacobian import StepJacobian
 from ..recurrence.spectra import BlockDiagonal
 from ..recurrence.step import Parameters
-from ..solvers.transitions import BasisTransition, DiagonalTransition, Transition
+from ..solvers.transitions import BasisTransition, DenseTransition, DiagonalTransition, Transition
 from .base import Cell
 from .dispatch import Recurrence, choose_scan, choose_step, run_scan
 from .structure import Structure, differentiate
@@ -112,8 +112,13 @@ class EvaluatedCell(Cell):
     def _linear_transition(self, drive: Tensor) -> Transition:
         parameters = self.evaluate()
         parts = recurrence_step.split_drive(parameters, drive)
-        transition = DiagonalTransition(recurrence_step.evaluate_eigenvalues(parameters, parts))
-        return transition if parameters.start is None else BasisTransition(parameters.start.unsqueeze(0), transition)
+        start, phase = parameters.start, parts.phase
+        if start is None:
+            return DiagonalTransition(recurrence_step.evaluate_linear_part(parameters, parts))
+        eigen = recurrence_step.evaluate_eigenvalues(parameters, parts)
+        if phase is None:
+            return BasisTransition(start.unsqueeze(0), DiagonalTransition(eigen))
+        return DenseTransition(phase.mm(RotatedBlocks(eigen, start).dense()))
 
     def _forward_transition(self, state: Vector, drive: Tensor) -> Transition:
         return DiagonalTransition(self.conjugate(state, drive).blocks())
@@ -147,15 +152,18 @@ class EvaluatedCell(Cell):
         closed = recurrence_step.jacobian(self.evaluate(), state, drive)
         if closed is None:
             lambda_bar = self.eigenvalues()
-            return nearest_blocks(self.jacobian(state, drive), lambda_bar is not None and lambda_bar.imag is not None)
+            paired = self.recurrence.form.phased or (lambda_bar is not None and lambda_bar.imag is not None)
+            return nearest_blocks(self.jacobian(state, drive), paired)
         note_run("jacobian", _CLOSED_FORM)
         return closed.blocks()
 
     def _make_newton_pass(self, state: Tensor, drive: Tensor, *, diagonal: bool) -> Callable[..., Pass] | None:
-        arguments = self._step_arguments("iteration", state, drive)
+        arguments = self._step_arguments("iteration", state, drive, diagonal)
         if arguments is None:
             return None
         constants, form = arguments
+        if _gpu.is_gpu(drive.device):
+            return adpt_step.DevicePass(constants, form, diagonal)
         return functools.partial(adpt_step.newton_pass, constants=constants, form=form, diagonal=diagonal)
 
     def _radius(self, state: Vector, drive: Tensor, reset_state: Vector, reset: Tensor | None) -> Tensor | None:
@@ -165,10 +173,12 @@ class EvaluatedCell(Cell):
         arguments = self._step_arguments("jacobian", states, drive)
         return None if arguments is None else adpt_step.Jacobians(states.detach(), *arguments)
 
-    def _step_arguments(self, phase: str, states: Tensor, drive: Tensor) -> tuple[Constants, Form] | None:
+    def _step_arguments(
+        self, phase: str, states: Tensor, drive: Tensor, diagonal: bool | None = None
+    ) -> tuple[Constants, Form] | None:
         """Return the arguments of the kernels of `adpt_step`; None if the reference runs. Record the choice."""
         recurrence = self.recurrence
-        backend = choose_step(recurrence, states, drive)
+        backend = choose_step(recurrence, states, drive, diagonal)
         note_run(phase, backend)
         if not backend.is_kernel:
             return None

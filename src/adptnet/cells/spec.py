@@ -9,7 +9,7 @@ from ..errors import IncompatibleError, SpecError
 from ..recurrence.beta import BetaValue, TrainableBeta, count_heads, is_zero
 from ..recurrence.conjugates import ConjugateSpec, Exact, Stateful, Taylor
 from ..recurrence.directions import DirectionSpec, FromInput, FromState
-from ..recurrence.drive import EMA, LRU, GainSpec, RoPE, SoftplusGate
+from ..recurrence.drive import EMA, LRU, GainSpec, InputPhase, RoPE, SoftplusGate
 from ..recurrence.projections import Dense, Expand, Kronecker, LowParam, LowRank, ProjectionSpec
 from ..recurrence.projections.factored import square_factors
 from ..recurrence.retractions import Exponential, Retraction
@@ -68,6 +68,7 @@ class ADPTSpec(CellSpec):
         gain: The normalisation of the input.
         gate: A gate on the input, or None.
         rope: Rotary positions on the input, or None.
+        phase: A rotation of pairs of state dimensions after M, by angles that the input sets, or None.
         rotation_aware: Rotate the drive with the state (eq:rotation_aware_normalisation). The paper's lemmas
             do not hold then.
         start: Include a learned constant rotation Q₀ in M: M = Q Q₀ Λ̄ Q₀' Q'.
@@ -86,6 +87,7 @@ class ADPTSpec(CellSpec):
     gain: GainSpec = EMA()
     gate: SoftplusGate | None = None
     rope: RoPE | None = None
+    phase: InputPhase | None = None
     rotation_aware: bool = False
     start: bool = False
     memory: SlowMemory | None = None
@@ -166,6 +168,7 @@ class ADPTSpec(CellSpec):
         optional: dict[str, tuple[type, str, Any]] = {
             "gate": (SoftplusGate, "drive.SoftplusGate()", self.gate),
             "rope": (RoPE, "drive.RoPE()", self.rope),
+            "phase": (InputPhase, "drive.InputPhase()", self.phase),
             "memory": (SlowMemory, "cells.SlowMemory()", self.memory),
         }
         for name, (kind, example, value) in optional.items():
@@ -233,6 +236,11 @@ class ADPTSpec(CellSpec):
             raise IncompatibleError(
                 f"ADPTSpec(rope=...): RoPE rotates pairs and needs an even state size. Pass state_size={self.size + 1}."
             )
+        if self.phase is not None and (self.size // self.heads) % 2:
+            raise IncompatibleError(
+                f"ADPTSpec(state_size={self.size}, phase={self.phase}): the phase rotates pairs and needs an even size "
+                f"of each head. Pass state_size={self.heads * (self.size // self.heads + 1)}."
+            )
         if self.spectrum.grows and isinstance(self.gain, (EMA, LRU)):
             raise IncompatibleError(
                 f"ADPTSpec(gain={self.gain}): it is defined for |λ̄| < 1, and this spectrum has |λ̄| >= 1. "
@@ -252,6 +260,7 @@ class ADPTSpec(CellSpec):
                 "rotation_aware": self.rotation_aware,
                 "heads": self.heads > 1,
                 "direction=FromInput()": isinstance(self.direction, FromInput),
+                "phase": self.phase is not None,
             }
             for name, clash in clashes.items():
                 if clash:

@@ -13,8 +13,8 @@ from ..errors import SpecError
 from ..ops._fx import Proxy, record_call
 from ..ops._torch_state import has_values
 from ..spec import ModuleSpec, check_fraction, reset_from_spec, spec, suggest_name
+from .adpt_layer import LayerSpec
 from .bidirectional import BidirectionalSpec, check_layer
-from .layer import LayerSpec
 from .mixer import MixerSpec
 from .packing import check_padded
 from .streaming import Streamable

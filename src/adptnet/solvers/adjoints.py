@@ -16,8 +16,9 @@ from ..errors import IncompatibleError, InputError
 from ..ops import _buffers
 from ..ops._backends import Backend
 from ..ops._torch_state import separate_views
-from ..ops.tolerance import Tolerance, largest, random_signs, recent_scale, running_maximum_
+from ..ops.tolerance import Tolerance, largest, recent_scale, running_maximum_
 from .convergence_test import Contraction, allowed_drift, default_rtol, rounding_excess
+from .rounding import random_signs
 from .system import Loop, System, chunk_length
 from .time_axis import mark_before_reset
 from .transitions import Transition
@@ -444,7 +445,7 @@ class Backward:
         """Return the residual that the rounding of g and of dL/dx alone may cause, (batch, time, n)."""
         rounding = torch.finfo(g.dtype).eps
         change = torch.zeros_like(g)
-        self._pull_back_all(part, states, random_signs(g).mul_(rounding).mul_(g), part.steps, change)
+        self._pull_back_all(part, states, random_signs(*g.shape[1:], g, 0).mul_(rounding).mul(g), part.steps, change)
         return 8 * (change.abs_() + rounding * known.abs())
 
     def _pull_back_all(self, part: System, states: Tensor, g: Tensor, left: int, to: Tensor) -> None:

@@ -1,5 +1,6 @@
 """Selection of GPU kernels, with faked GPU properties: neither a GPU nor Triton is needed."""
 
+import collections
 import logging
 import sys
 import types
@@ -57,21 +58,21 @@ def test_every_launch_fits_into_the_shared_memory_of_the_gpu(with_gpu, gpu):
         assert (reason is None) == (found is not None) == (size <= 2048)
         if found is not None:
             assert size <= found.pad < max(17, 2 * size)  # the next power of two, at least 16
-            assert found.streamed == (size > 64)
-            needed = launch.STREAMED if found.streamed else launch.RESIDENT[found.pad][found.precision]
+            assert found.kind == ("streamed" if size > 64 else "resident")
+            needed = launch.STREAMED if found.kind == "streamed" else launch.RESIDENT[found.pad][found.precision]
             assert needed * 9 // 8 <= available
 
 
 def test_the_size_of_a_head_and_not_of_the_state_decides(with_gpu):
     with_gpu(SHARED_MEMORY_PER_BLOCK["A100"])
     device = torch.device("cuda:0")
-    assert not launch.plan_launch(Form(heads=16), 1024, device).streamed
-    assert launch.plan_launch(Form(heads=2), 4096, device).streamed
+    assert launch.plan_launch(Form(heads=16), 1024, device).kind == "resident"
+    assert launch.plan_launch(Form(heads=2), 4096, device).kind == "streamed"
     assert explain(4100, Form(heads=2)) == (
         "the Triton kernel supports heads of up to 2048 state dimensions; these are 2050."
     )
     given = launch.plan_launch(Form(directions_in_drive=True), 2048, device)
-    assert (given.streamed, given.rows) == (False, 1)  # without K and V there is nothing to stream
+    assert (given.kind, given.rows) == ("given", 1)  # without K and V there is nothing to stream
 
 
 @pytest.mark.parametrize(
@@ -102,10 +103,9 @@ def test_the_reason_for_a_fallback_is_one_line(with_gpu, monkeypatch):
     assert explain(2048) is None
     assert explain(paired=True, slow=True) is None
     assert explain(dtype=torch.float64) == "the Triton kernel supports float32, not torch.float64."
-    assert explain(form=Form(dot=0.5)) == ("the Triton kernel does not support a fixed dot product of key and value.")
-    assert explain(form=Form(retraction=int(RetractionKind.TAYLOR_ONE))) == (
-        "the Triton kernel does not support the Taylor approximations of the transition."
-    )
+    assert explain(form=Form(dot=0.5, retraction=int(RetractionKind.TAYLOR_ONE))) is None
+    assert explain(form=Form(retraction=9)) == "the Triton kernel does not support retraction=9."
+    assert explain(form=Form(source=9)) == "the Triton kernel does not support source=9."
     assert explain(form=Form(rotates=False), slow=True) == (
         "the Triton kernel does not support a slow memory without a rotation."
     )
@@ -115,6 +115,27 @@ def test_the_reason_for_a_fallback_is_one_line(with_gpu, monkeypatch):
     assert explain(512, Form(linear=True)) is None  # a diagonal scan, which also exists in PyTorch
     monkeypatch.setenv("ADPTNET_BACKEND", "reference")
     assert explain(512, Form(linear=True)) == "ADPTNET_BACKEND=reference."
+
+
+def test_a_form_with_a_field_that_the_kernels_do_not_know_has_no_kernel(with_gpu, monkeypatch):
+    """A new axis of the model runs the reference until the kernels, which would ignore it, support it."""
+    with_gpu(SHARED_MEMORY_PER_BLOCK["T4"])
+    fields = dict.fromkeys(Form._fields, object) | {"new": float}
+    Wider = collections.namedtuple("Wider", fields, defaults=(*DEFAULT_FORM, 0.0))
+    monkeypatch.setattr(launch, "DEFAULT_FORM", Wider())
+    assert explain(form=Wider(new=0.0)) is None
+    assert explain(form=Wider(new=2.0)) == "the Triton kernel does not support new=2.0."
+    for form in (Wider(new=2.0, linear=True), Wider(new=2.0, rotates=False)):
+        assert not diagonal.is_diagonal(form, slow=False)
+        assert explain(form=form) is not None
+
+
+def test_a_constant_that_the_kernels_do_not_know_is_an_error():
+    fields = collections.namedtuple("Wider", (*Constants._fields, "new"))
+    values = dict.fromkeys(fields._fields) | {"real": torch.ones(2)}
+    assert launch.check_constants(fields(**values))[0] is values["real"]
+    with pytest.raises(NotImplementedError, match="new"):
+        launch.check_constants(fields(**values | {"new": torch.ones(2)}))
 
 
 def test_the_operation_selects_a_kernel_or_logs_the_reason(with_gpu, monkeypatch, caplog):
@@ -150,9 +171,9 @@ CELLS = {
     "heads": (ADPTSpec(64, direction=directions.FromState(heads=2)), True),
     "complex": (ADPTSpec(64, spectrum=spectra.LRURing()), True),
     "ReLU": (ADPTSpec(64, direction=directions.FromState(relu=True)), True),
-    "fixed dot product": (ADPTSpec(64, direction=directions.FromState(dot=0.5)), False),
+    "fixed dot product": (ADPTSpec(64, direction=directions.FromState(dot=0.5)), True),
     "from the input": (ADPTSpec(64, direction=directions.FromInput()), True),
-    "Taylor": (ADPTSpec(64, conjugate=Taylor(1)), False),
+    "Taylor": (ADPTSpec(64, conjugate=Taylor(1)), True),
     "slow memory": (ADPTSpec(64, memory=SlowMemory()), True),
     "two planes": (ADPTSpec(64, conjugate=Product(2)), False),
     "beta = 0": (ADPTSpec(512, beta=0.0), True),

@@ -28,7 +28,8 @@ target = GPUTarget(*given["target"])
 _gpu.shared_memory = lambda device: given["shared"]
 _gpu.matmul_precision = lambda device: given["precision"]
 integers = ("batch", "steps", "chunks", "size", "transition_batch", "transition_time")
-types = dict.fromkeys(integers, "i32") | dict(reset="*u8", cuts="*u8", lengths="*i64", epsilon="fp32", threshold="fp32")
+types = dict.fromkeys(integers, "i32") | dict.fromkeys(("epsilon", "threshold", "dot", "sine"), "fp32")
+types |= dict(reset="*u8", cuts="*u8", lengths="*i64")
 
 def measure(kernel, constants, **options):
     signature = {{n: "constexpr" if n in constants else types.get(n, "*fp32") for n in kernel.arg_names}}
@@ -53,19 +54,20 @@ if given["scan"]:
     options = dict(STARTS=True, VARIES=True, NEEDED=True)
     found.append(measure(linear.apply_backward_kernel, scan | options, **linear.OPTIONS))
 for size, heads, flags in given["cases"]:
-    every = dict.fromkeys("BIASED RESETS RAGGED CAYLEY PAIRS GIVEN ROW_BETA AWARE SLOW NORM".split(), False)
-    every |= dict(SOURCE=0) | flags
-    plan = launch.plan_launch(Form(heads=heads, directions_in_drive=every["GIVEN"]), size, torch.device("cuda:0"))
+    every = dict.fromkeys("BIASED RESETS RAGGED PAIRS ROW_BETA AWARE SLOW NORM DOT".split(), False)
+    given_directions = flags.pop("GIVEN", False)
+    every |= dict(SOURCE=0, RETRACTION=0) | flags
+    plan = launch.plan_launch(Form(heads=heads, directions_in_drive=given_directions), size, torch.device("cuda:0"))
     every |= dict(HEADS=heads, SIZE=size // heads, PAD=plan.pad, ROWS=plan.rows, PRECISION=plan.precision)
-    kind = "resident"
-    if plan.streamed:
+    if plan.kind == "streamed":
         every |= dict(SOME=plan.some, BLOCK=plan.block, INNER=plan.inner)
-        kind = "streamed"
     options = dict(num_warps=plan.warps, num_stages=plan.stages)
     for direction, extra in (("forward", dict(SAVE=True)), ("backward", dict())):
-        result = measure(getattr(adpt, kind + "_" + direction), every | extra, **options)
-        table = launch.STREAMED if plan.streamed else launch.RESIDENT.get(plan.pad, dict()).get(plan.precision, 1024)
-        found.append(result | dict(table=1024 if every["GIVEN"] else table, plain=not any(flags.values())))
+        result = measure(getattr(adpt, plan.kind + "_" + direction), every | extra, **options)
+        table = launch.STREAMED if plan.kind == "streamed" else 1024
+        if plan.kind == "resident":
+            table = launch.RESIDENT[plan.pad][plan.precision]
+        found.append(result | dict(table=table, plain=not any(flags.values())))
 print(json.dumps(found))
 """
 

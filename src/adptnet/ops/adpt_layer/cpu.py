@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import InputError
 from .. import _backends, _buffers, _build
 from .._structures import read_structure
 from ..adpt_scan import Form, RetractionKind
-from .form import LayerVectors, LayerWeights
+from .form import GateValues, GateWeights, LayerVectors, LayerWeights
 
-__all__ = ["LayerCall", "has_kernel"]
+__all__ = ["LayerCall", "compute_gate_gradients", "has_kernel"]
 
 _SCALARS = {torch.float32: "float", torch.float64: "double"}
 
@@ -22,6 +23,12 @@ _SCALARS = {torch.float32: "float", torch.float64: "double"}
 def _mirror() -> Any:
     """Return the ctypes mirror of `struct Layer` in csrc/kernel.cpp."""
     return read_structure(Path(__file__).parent / "csrc" / "kernel.cpp", "Layer")
+
+
+@functools.cache
+def _gate_mirror() -> Any:
+    """Return the ctypes mirror of `struct GateGradients` in csrc/gate.h."""
+    return read_structure(Path(__file__).parent / "csrc" / "gate.h", "GateGradients")
 
 
 def has_kernel(dtype: torch.dtype) -> bool:
@@ -49,7 +56,7 @@ class LayerCall:
     def __init__(self, form: Form, weights: LayerWeights, vectors: LayerVectors, sources: list[Tensor]):
         self.dtype = weights.input_weight.dtype
         library = _declare_functions(_build.load("adpt_layer", _SCALARS[self.dtype]))
-        self._run = library.adpt_layer_forward
+        self._run, self._compare = library.adpt_layer_forward, library.adpt_layer_is_current
         size, width = weights.input_weight.shape
         self.state_size = size
         self.input_size = width
@@ -110,6 +117,10 @@ class LayerCall:
         call.real, call.imag, call.gain_real, call.gain_imag, call.beta = map(_address, kept)
         call.source_copies = ctypes.cast(ctypes.c_char_p(copies), ctypes.c_void_p)
 
+    def is_current(self) -> bool:
+        """Return whether the sources have the values from which the vectors were evaluated."""
+        return bool(self._compare(self._reference))
+
     def is_valid(self) -> bool:
         """Return whether all parameters are still at the addresses that a call reads."""
         memory = self._memory
@@ -165,11 +176,52 @@ def _negate_first_of_pairs(imag: Tensor | None) -> Tensor | None:
     return None if imag is None else torch.stack((-imag[::2], imag[1::2]), -1).flatten()
 
 
+def compute_gate_gradients(
+    to_drive: Tensor, gain: Tensor, weights: GateWeights, values: GateValues
+) -> tuple[Tensor, Tensor, GateWeights]:
+    """Return the gradients of the drive gain softplus(a) u with respect to u, the gain and the parameters of the gate.
+
+    Args:
+        to_drive: The gradient of the drive, (rows, n), contiguous as all other tensors.
+        gain: The gain, (n,).
+        weights: The parameters of the gate.
+        values: The values of the forward pass.
+
+    Raises:
+        InputError: A saved tensor has another shape or dtype than in the forward.
+    """
+    library = _declare_functions(_build.load("adpt_layer", _SCALARS[to_drive.dtype]))
+    tensors = [t.contiguous() for t in (to_drive, *values, gain, weights.down, weights.up)]
+    (rows, size), rank = to_drive.shape, len(weights.down)
+    whole, dtype = (rows, size), to_drive.dtype
+    shapes = [whole, whole, (rows, rank), whole, (size,), (rank, size), (size, rank)]
+    if [t.shape for t in tensors] != shapes or False in [t.dtype is dtype and t.is_cpu for t in tensors]:
+        raise InputError(
+            "adpt_layer: saved tensors changed their shape, dtype or device before the backward. "
+            "Check the saved-tensor hooks."
+        )
+    to_u, to_gain = torch.empty_like(to_drive), torch.empty_like(gain)
+    to_weights = GateWeights(*map(torch.empty_like, weights))
+    results = to_u, to_gain, *to_weights
+    call = _gate_mirror()(rows, size, rank, *[t.data_ptr() for t in (*tensors, *results)])
+    workspace = _buffers.acquire(library.adpt_layer_gate_workspace(ctypes.byref(call)))
+    call.workspace = workspace.address
+    library.adpt_layer_gate_gradients(ctypes.byref(call))
+    _buffers.release(workspace)
+    return to_u, to_gain, to_weights
+
+
 @functools.cache
 def _declare_functions(library: Any) -> Any:
-    library.adpt_layer_layout.restype = library.adpt_layer_workspace.restype = ctypes.c_int64
-    library.adpt_layer_forward.restype = ctypes.c_int64
-    for function in (library.adpt_layer_workspace, library.adpt_layer_forward):
-        function.argtypes = [ctypes.POINTER(_mirror())]
-    assert library.adpt_layer_layout() == ctypes.sizeof(_mirror())
+    forward = library.adpt_layer_workspace, library.adpt_layer_forward, library.adpt_layer_is_current
+    gradients = library.adpt_layer_gate_workspace, library.adpt_layer_gate_gradients
+    for mirror, layout, functions in (
+        (_mirror(), library.adpt_layer_layout, forward),
+        (_gate_mirror(), library.adpt_layer_gate_layout, gradients),
+    ):
+        layout.restype = ctypes.c_int64
+        assert layout() == ctypes.sizeof(mirror)
+        for function in functions:
+            function.argtypes, function.restype = [ctypes.POINTER(mirror)], ctypes.c_int64
+    library.adpt_layer_gate_gradients.restype = None
     return library
