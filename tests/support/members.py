@@ -139,7 +139,7 @@ def legal_layers():
     for axes in phased_layers:
         yield {**plain, "phase": drive.InputPhase(0.7), **axes}
     yield {**plain, "rope": drive.RoPE(tied=True), "spectrum": spectra.Negative(spectra.Linspace(), 0.5), "beta": 1.0}
-    yield {**plain, "direction": directions.FromInput(), "beta": 0.0}
+    yield {**plain, "direction": directions.FromInput(), "beta": 0.0, "spectrum": spectra.Linspace()}
     for direction in (directions.FromWholeState(softness=0.5), directions.FromWholeState(heads=3, softness=0.2)):
         yield {**plain, "direction": direction, "beta": 1.0, "phase": drive.InputPhase(0.7), "rotation_aware": True}
         yield {**plain, "direction": direction, "beta": 0.5, "conjugate": conjugates.Product(2)}

@@ -266,17 +266,9 @@ def test_the_readme_and_the_committed_report_have_the_verdicts_of_the_committed_
             f"docs/report/{name} is stale. Run: adptnet report --rows results --output docs/report"
         )
     readme = " ".join((PROJECT / "README.md").read_text().split())
-    assert describe_counts(tally) in readme
-
-
-def describe_counts(tally):
-    """Return the sentence of the README on the verdicts."""
-    size, reduced = tally[compare.AT_SIZE], tally[compare.REDUCED]
-    return (
-        f"Of the paper's claims, {size.total()} were tested at its own scale: {size[Outcome.HOLDS]} hold, "
-        f"{size[Outcome.FAILS]} fail, {size[Outcome.UNDECIDED]} are undecided and {size[Outcome.NOT_TESTABLE]} cannot "
-        f"be tested. Of {reduced.total()} more, run at reduced scale or not at all, {reduced[Outcome.HOLDS]} hold there"
-    )
+    summary = json.loads((tmp_path / "verdicts.json").read_text())["summary"]
+    assert summary == compare.summarize_tally(tally)
+    assert summary in readme, f"The counts of README.md are stale. They are: {summary}"
 
 
 def test_every_failing_claim_of_the_committed_rows_names_its_cause():
