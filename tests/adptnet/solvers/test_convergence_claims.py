@@ -212,6 +212,23 @@ def test_a_dead_channel_does_not_hide_a_slow_one():
         assert_close(found.double(), exact, atol=3e-5, rtol=0)
 
 
+def test_the_check_leaves_running_statistics_as_they_were():
+    class Step(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, state, inputs):
+            return torch.tanh(self.norm(state) + inputs)
+
+    step = Step().double()
+    step.norm.running_mean.fill_(0.5)
+    before = copy.deepcopy(step.state_dict())
+    with pytest.raises(InputError, match="BatchNorm"):
+        solvers.QuasiDEER()(cells.from_function(step, 4, 4), torch.randn(2, 9, 4))
+    assert_close(step.state_dict(), before, atol=0, rtol=0)
+
+
 @pytest.mark.parametrize("kind", ["mean", "dropout", "hook"])
 def test_user_code_inside_our_own_cells_is_checked_too(kind):
     class Centred(nn.Linear):
