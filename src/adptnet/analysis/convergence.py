@@ -145,7 +145,8 @@ def quadratic_basin(largest_exponent: float | Tensor, steps: int, lipschitz: flo
 def jacobian_lipschitz(system: Any, smallest_norm: float) -> float:
     """Return L(ρ), a Lipschitz constant of the Jacobian outside the ball of radius ρ = `smallest_norm`.
 
-    ‖J(x) - J(y)‖ ≤ L(ρ) ‖x - y‖ if the segment between x and y stays outside the ball of radius ρ, in each head. J is
+    ‖J(x) - J(y)‖ ≤ L(ρ) ‖x - y‖ if the segment between x and y stays outside the ball of radius ρ, in each head (as a
+    whole, for directions from the whole state). J is
     homogeneous of degree zero, so L(ρ) grows as 1/ρ and no constant holds for all states (deviations.md, point 15).
     With s the joint condition number of K and V, L(ρ) = 2rβ s (2 + (3β + 2/√3) s) / ρ (docs/explanation/bounds.md).
 

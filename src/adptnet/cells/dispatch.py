@@ -145,7 +145,7 @@ def make_form(spec: ADPTSpec, *, beta_in_drive: bool = False) -> Form:
     return Form(
         heads=spec.heads,
         rotates=rotates,
-        directions_in_drive=rotates and isinstance(direction, FromInput),
+        directions_in_drive=rotates and spec.has_directions_in_drive(beta_in_drive=beta_in_drive),
         beta_in_drive=beta_in_drive,
         source=int(source),
         spike_threshold=spike,

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from .._typing import Matrix, Vector
 from ..ops import _gpu, adpt_step
-from ..ops._backends import Backend, note_run
+from ..ops._backends import REFERENCE, Backend, note_run
 from ..ops.adpt_scan import Constants, Form
 from ..ops.adpt_scan.packing import pack
 from ..ops.adpt_step import Pass
+from ..ops.products import has_bfloat16_products
 from ..recurrence import step as recurrence_step
 from ..recurrence.conjugates import Conjugate, RotatedBlocks, nearest_blocks
 from ..recurrence.jacobian import StepJacobian
@@ -25,6 +26,9 @@ from .structure import Structure, differentiate
 
 __all__ = ["EvaluatedCell"]
 
+_BFLOAT16 = Backend(
+    REFERENCE, "products with K and V run in bfloat16, for which there is no kernel.", is_announced=True
+)
 _CLOSED_FORM = Backend("closed form", "the step of this cell has a Jacobian in closed form.")
 
 
@@ -84,6 +88,8 @@ class EvaluatedCell(Cell):
         """Run all steps by a kernel; see `Structure.scan`."""
         recurrence = self.recurrence
         backend = choose_scan(recurrence, drive.dtype, drive.device)
+        if drive.dtype == torch.float32 and has_bfloat16_products() and recurrence.form.has_products:
+            backend = _BFLOAT16
         note_run("forward", backend)
         if not backend.is_kernel:
             return None

@@ -6,9 +6,9 @@ from typing import Any
 
 from .._typing import Device, DType
 from ..errors import IncompatibleError, SpecError
-from ..recurrence.beta import BetaValue, TrainableBeta, count_heads
+from ..recurrence.beta import BetaValue, TrainableBeta, count_heads, is_zero
 from ..recurrence.conjugates import ConjugateSpec, Exact, Stateful, Taylor
-from ..recurrence.directions import DirectionSpec, FromInput, FromState
+from ..recurrence.directions import DirectionSpec, FromInput, FromState, FromWholeState
 from ..recurrence.drive import EMA, LRU, GainSpec, InputPhase, RoPE, SoftplusGate
 from ..recurrence.projections import Dense, Expand, Kronecker, LowParam, LowRank, ProjectionSpec
 from ..recurrence.projections.factored import square_factors
@@ -117,6 +117,14 @@ class ADPTSpec(CellSpec):
         """State dimensions per channel of the input, if the input is expanded; 1 otherwise."""
         return self.size // self.width if isinstance(self.input_projection, Expand) else 1
 
+    def has_directions_in_drive(self, *, beta_in_drive: bool) -> bool:
+        """Return whether key and value come from the input. At a fixed β of 0 they are not needed, nor computed.
+
+        Args:
+            beta_in_drive: Whether a call passes a β for each sequence.
+        """
+        return isinstance(self.direction, FromInput) and (beta_in_drive or not is_zero(self.beta))
+
     @property
     def outside_lemmas(self) -> tuple[str, ...]:
         """The reasons why the bounds of the lemmas do not hold for this cell; empty if they do (deviations.md, 13)."""
@@ -125,7 +133,7 @@ class ADPTSpec(CellSpec):
         reasons = {
             f"direction={self.direction}": not self.direction.keeps_lemmas and depends,
             "bias on K and V": self.projection.bias and depends,
-            "singular K and V": rank < self.size // self.heads and depends,
+            "singular K and V": rank < self.size // self.heads and depends and not self._has_soft_directions,
             "rotation_aware": self.rotation_aware and depends,
             "memory": self.memory is not None,
             f"conjugate={self.conjugate}": self.conjugate in (Stateful(), Taylor(2)),
@@ -167,6 +175,10 @@ class ADPTSpec(CellSpec):
             if value is not None:
                 check_kind(self, kind, example, **{name: value})
 
+    @property
+    def _has_soft_directions(self) -> bool:
+        return isinstance(self.direction, FromWholeState) and self.direction.softness > 0
+
     def _check_beta(self) -> None:
         values = self.beta.initial if isinstance(self.beta, TrainableBeta) else self.beta
         for value in values if isinstance(values, tuple) else (values,):
@@ -205,12 +217,13 @@ class ADPTSpec(CellSpec):
             )
         if isinstance(self.projection, (Kronecker, LowParam)):
             a, b = self.projection.factors
-            if a * b != self.size // self.heads:
-                where = "the state has size" if self.heads == 1 else f"each of {self.heads} heads has size"
+            size = self.direction.projected_size(self.size)
+            count = self.size // size
+            if a * b != size:
+                where = "the state has size" if count == 1 else f"each of {count} heads has size"
                 raise IncompatibleError(
                     f"{type(self.projection).__name__}(factors={(a, b)}) has size {a * b}, but {where} "
-                    f"{self.size // self.heads}. Pass factors={square_factors(self.size // self.heads)}, "
-                    f"or state_size={a * b * self.heads}."
+                    f"{size}. Pass factors={square_factors(size)}, or state_size={a * b * count}."
                 )
         if self.spectrum.is_complex and (self.size // self.heads) % 2:
             raise IncompatibleError(

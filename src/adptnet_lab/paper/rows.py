@@ -4,6 +4,7 @@
     ROWS/SCALE/fig-time_ablation.jsonl.gz           the same, compressed; read only
     ROWS/SCALE/fig-time_ablation.2-of-4.jsonl       rows of one shard of several
     ROWS/SCALE/unfinished/                          checkpoints of points in progress, which may take hours
+    ROWS/SCALE/networks/                            trained networks, with --keep-networks; rows name their file
 
 All files of a result are read together, so shards are merged by copying them into one folder. If two rows belong to
 the same point, the first counts. An incomplete line, left by a process that was killed, is skipped, and its point runs
@@ -152,8 +153,17 @@ class RowStore:
             scale: The scale.
             point: The point.
         """
-        identity = json.dumps([result.name, result.recipe.version, point_key(point)])
-        return self.folder / scale / "unfinished" / hashlib.sha256(identity.encode()).hexdigest()[:16]
+        return self.folder / scale / "unfinished" / _make_hash(result, point)
+
+    def network_file(self, result: PaperResult, scale: Scale, point: GridPoint) -> Path:
+        """Return the file of the trained network of a point, for `adptnet.load`.
+
+        Args:
+            result: The result.
+            scale: The scale.
+            point: The point.
+        """
+        return self.folder / scale / "networks" / f"{_file_stem(result.name)}-{_make_hash(result, point)}.safetensors"
 
     def delete_checkpoints(self, result: PaperResult, scale: Scale, point: GridPoint) -> None:
         """Delete the checkpoint folder of a point, if there is one.
@@ -281,6 +291,12 @@ def _check_row(row: Any, label: str, scale: Scale, place: str) -> None:
             f"{place}: a row of {row['label']} at the scale {row['scale']}, but the file is for {label} at the scale "
             f"{scale}. Keep rows in the file and folder they were written to."
         )
+
+
+def _make_hash(result: PaperResult, point: GridPoint) -> str:
+    """Return a short text that identifies a point of a recipe version."""
+    identity = json.dumps([result.name, result.recipe.version, point_key(point)])
+    return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
 def _file_stem(name: str) -> str:

@@ -140,7 +140,8 @@ PROGRAMS = {
 from adptnet.ops.adpt_scan import Factors, cpu
 for size, batch in ((1, 1), (13, 3), (12, 7)):
     for variant in VARIANTS.values():
-        if size % variant.get("heads", 1):
+        heads, phased = variant.get("heads", 1), "phased" in variant
+        if size % heads or (phased and size // heads % 2):
             continue
         for pairs in (False, True)[: 2 - size % 2]:
             drive, state, constants, form = make_problem(batch, 67, size, pairs=pairs, **variant)  # more than 64 rows

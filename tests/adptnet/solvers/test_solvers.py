@@ -30,7 +30,7 @@ from support.members import (
     name_of,
 )
 
-STEPS = 13
+STEPS = 9
 
 
 class RaggedProblem:
@@ -42,7 +42,7 @@ class RaggedProblem:
         self.state = self.cell.initial_state(3) + 0.5 * torch.randn(3, self.cell.state_size)
         self.lengths = torch.tensor([steps, 4, steps - 3])
         self.reset = torch.zeros(3, steps, dtype=torch.bool)
-        self.reset[0, 6] = self.reset[2, 0] = self.reset[2, 7] = True
+        self.reset[0, steps // 2] = self.reset[2, 0] = self.reset[2, steps // 2 + 1] = True
         self.exact = {resets: self.solve(solvers.Sequential(), resets) for resets in (False, True)}
 
     def solve(self, solver, resets=True, **more):
