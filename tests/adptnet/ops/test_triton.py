@@ -33,7 +33,7 @@ from support import sass
 target = GPUTarget(*given["target"])
 _gpu.shared_memory = lambda device: given["shared"]
 _gpu.matmul_precision = lambda device: given["precision"]
-integers = "batch steps chunks size transition_batch transition_time iteration record least most patience"
+integers = "batch steps chunks size transition_batch transition_time iteration record least most patience count"
 floats = "epsilon threshold dot sine decay relative floor slack rounding rate_limit"
 types = dict.fromkeys(integers.split(), "i32") | dict.fromkeys(floats.split(), "fp32")
 types |= dict(reset="*u8", cuts="*u8", sure="*u8", lengths="*i64", prefixes="*i64", stopped="*i32", integers="*i32")
@@ -62,6 +62,8 @@ if given["pass"]:
         options = step.find_options(Form(), pad, torch.device("cuda:0")) | shared | dict(BIASED=True, DIAGONAL=True)
         launched = dict(num_warps=options.pop("num_warps"), num_stages=options.pop("num_stages"))
         found.append(measure(step.evaluate_kernel, options, **launched) | dict(pad=pad))
+        pulled = {{name: value for name, value in options.items() if name in step.pull_back_kernel.arg_names}}
+        found.append(measure(step.pull_back_kernel, pulled, **launched) | dict(pad=pad))
         applied = shared | dict(TOTAL=pad, PAD=pad, LENGTH=step.LENGTH, DIAGONAL=True)
         launched = dict(num_warps=max(1, min(8, pad // 128)), num_stages=1)
         found.append(measure(step.apply_kernel, applied, **launched) | dict(pad=pad))
@@ -125,7 +127,7 @@ def compile_for(name, folder, cases=(), *, scan=False, passes=(), cycles=False):
     given |= {"pass": passes, "cycles": cycles, "tests": str(Path(__file__).parents[2])}
     code = COMPILED.format(given=json.dumps(given))
     found = json.loads(run_python(code, timeout=2400, TRITON_CACHE_DIR=str(folder), **QUIET)[0])
-    assert len(found) == 2 * len(cases) + 3 * scan + (2 * len(passes) + 3 if passes else 0)
+    assert len(found) == 2 * len(cases) + 3 * scan + (3 * len(passes) + 3 if passes else 0)
     for result in found:
         if "pad" in result:  # a Newton pass
             assert result["shared"] <= launch.PASS_BYTES * result["pad"] + 4096, result
