@@ -89,11 +89,11 @@ def test_lengths_resets_states_and_beta_of_a_call(on_both):
 
 
 @pytest.mark.parametrize(
-    "solver", [solvers.ConvDEER(), solvers.ForwardDEER(), solvers.BlockWise(solvers.ConvDEER(), 8)]
+    "solver", [solvers.ConvDEER(), solvers.ForwardDEER(), solvers.BlockWise(solvers.ConvDEER(), 2)]
 )
 def test_parallel_solvers_find_the_states_and_gradients_of_the_cpu(on_both, solver):
     layer = adptnet.ADPTNet(4, dtype=torch.float32, solver=solver)
-    x = torch.randn(2, 20, 4, dtype=torch.float32)
+    x = torch.randn(1, 4, 4, dtype=torch.float32)
     found, expected, _ = on_both(lambda: train_step(layer, x))
     compare(found, expected)
 
@@ -140,7 +140,7 @@ def test_a_layer_computes_no_statistics_of_a_sequential_solve(emulated_gpu):
 @pytest.mark.parametrize("name", ["plain", "from the input", "beta per head"])
 def test_training_neither_synchronizes_nor_copies_from_the_host(emulated_gpu, name):
     layer = adptnet.ADPTNet(4, dtype=torch.float32, solver=solvers.Sequential(), **LAYERS[name])
-    x = torch.randn(2, 5, 4, dtype=torch.float32)
+    x = torch.randn(1, 2, 4, dtype=torch.float32)
     train_step(layer, x)  # fills caches
     with Synchronizations() as seen:
         train_step(layer, x)

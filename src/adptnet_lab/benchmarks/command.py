@@ -54,7 +54,7 @@ class Bench:
     output: Path = Path("runs/bench")
     """Folder of the results."""
     minutes: float = 10.0
-    """Of `gpu`: no measurement starts after this time."""
+    """Time limit of `gpu`: no measurement starts after it."""
 
 
 def run(options: Bench) -> None:

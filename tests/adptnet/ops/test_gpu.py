@@ -264,8 +264,8 @@ def test_the_programs_of_a_network_are_those_of_the_documentation(with_gpu, name
     for gpu, shared in SHARED_MEMORY_PER_BLOCK.items():
         with_gpu(shared)
         found[gpu] = find_programs(spec)
-        assert found[gpu][0] == (program if gpu not in ("T4", "MI300X") or program != "resident" else found[gpu][0])
-        assert (found[gpu][0] == LOOP) == (program == LOOP)
+        # A real MI300X multiplies in float32, and its resident kernels fit too.
+        assert found[gpu][0] in ((program, "streamed") if gpu == "MI300X" and program == "resident" else (program,))
     row = f"| {name} | {spec.size} | {' | '.join(found['A100'])} |"
     assert row in page, f"docs/explanation/gpu.md needs the row {row}"
     smaller = [gpu for gpu in found if found[gpu][1:] != found["A100"][1:]]

@@ -63,6 +63,16 @@ class DevicePass:
         recurrence: dict[str, Any] = {"constants": self.constants, "form": self.form, "diagonal": self.diagonal}
         return triton.newton_pass(states, drive, initial, reset_state, reset, **recurrence, **options)
 
+    def pull_back(self, entering: Tensor, drive: Tensor, gradient: Tensor) -> Tensor:
+        """Return J'g for every step, J the Jacobian of the step; see `triton.pull_back`.
+
+        Args:
+            entering, drive, gradient: As there.
+        """
+        from . import triton
+
+        return triton.pull_back(entering, drive, gradient, self.constants, self.form)
+
     def iterate(
         self, guess: Tensor, drive: Tensor, initial: Tensor, reset_state: Tensor, reset: Tensor | None, **options: Any
     ) -> Outcome | None:
