@@ -131,7 +131,8 @@ def _make_tables(judged: JudgedResult, store: RowStore) -> dict[str, Table]:
     ours = None
     if recipe.table and judged.scale is not None and not judged.problem:
         ours = recipe.table(judged.rows)
-    at_size = ours if judged.scale == "paper" else None
+    is_at_size = judged.scale == "paper" and not judged.reduction
+    at_size = ours if is_at_size else None
     if at_size is None and keys and recipe.table and judged.scale != "paper":
         partial = store.read_rows(judged.result, "paper").rows
         at_size = recipe.table(partial) if partial else None
@@ -142,6 +143,6 @@ def _make_tables(judged: JudgedResult, store: RowStore) -> dict[str, Table]:
             tables["numbers of the paper"] = paper
         if at_size is not None:
             tables["our numbers at the paper's scale"] = at_size
-    if ours is not None and judged.scale != "paper":
-        tables[f"our numbers at reduced scale ({judged.scale})"] = ours
+    if ours is not None and not is_at_size:
+        tables[f"our numbers at reduced scale ({judged.size})"] = ours
     return tables
