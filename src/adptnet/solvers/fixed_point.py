@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..ops.adpt_step import Outcome, Rules
 from ..ops.tolerance import Tolerance
 from .convergence_test import Contraction, allowed_drift, rounding_excess
 from .iterates import EvaluatedIterate, Iterate, MeasuredIterate, MeasureFunction
@@ -58,6 +59,7 @@ class IterationResult(NamedTuple):
     residual: Tensor
     converged_steps: Tensor
     history: History
+    all_converged: bool | None = None  # the same for all sequences, where the host knows it already
 
 
 class Limits(NamedTuple):
@@ -95,11 +97,13 @@ class UpdateRule:
         damping: The damping of the iteration.
         fused: Computes the residual of an iterate and the next iterate in one operation, in place of `linearize` and
             `damping`.
+        iterate: Runs the whole loop on a GPU; see `DevicePass`.
     """
 
     linearize: Callable[[System, Tensor | None, int, Tensor], Transition]
     damping: StepDamping
     fused: MeasureFunction | None = None
+    iterate: Callable[..., Outcome | None] | None = None
 
 
 RETRIES = 3  # how often a sequence with a non-finite iterate is reset before it is given up
@@ -115,6 +119,10 @@ def solve(system: System, guess: Tensor, rule: UpdateRule, tolerance: Tolerance,
         tolerance: The tolerance of a converged step. Convergence is tested on each new iterate.
         limits: The limits of the loop.
     """
+    if rule.iterate is not None and guess.numel() and limits.most:
+        found = _solve_on_device(system, guess, rule.iterate, tolerance, limits)
+        if found is not None:
+            return found
     loop = _NewtonLoop(system, guess, rule, tolerance, limits)
     del guess  # as large as the states, and the caller holds no reference either
     while not loop.is_finished:
@@ -122,6 +130,30 @@ def solve(system: System, guess: Tensor, rule: UpdateRule, tolerance: Tolerance,
         loop.test()
         loop.drop()
     return loop.result()
+
+
+def _solve_on_device(
+    system: System, guess: Tensor, iterate: Callable[..., Outcome | None], tolerance: Tolerance, limits: Limits
+) -> IterationResult | None:
+    """Run the loop on a GPU; None if a sequence needs the loop on the host, which then starts anew."""
+    total = system.axis.total(system.steps)
+    slack = _allowed_error(system, tolerance, total, guess.dtype)
+    rules = Rules(*limits, slack, rounding_excess(tolerance, guess.dtype), total)
+    given = system.step_inputs[0], system.initial, system.reset_state, system.reset
+    found = iterate(guess, *given, tolerance=tolerance, recent=system.recent_scale, rules=rules)
+    if found is None:
+        return None
+    return IterationResult(
+        found.states,
+        found.converged,
+        torch.ones_like(found.converged),
+        found.rising,
+        found.iterations,
+        found.residual,
+        found.converged_steps,
+        History(found.residuals, found.prefixes),
+        found.all_converged,
+    )
 
 
 @dataclasses.dataclass

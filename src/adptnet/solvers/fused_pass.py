@@ -10,7 +10,7 @@ from ..cells.base import Cell
 from ..cells.structure import find_eigenvalues
 from ..errors import IncompatibleError
 from ..ops._backends import REFERENCE, Backend, note_run
-from ..ops.adpt_step import Pass, reference
+from ..ops.adpt_step import DevicePass, Pass, reference
 from ..ops.tolerance import Tolerance
 from .damping import Damping
 from .iterates import MeasuredIterate, MeasureFunction
@@ -19,13 +19,13 @@ from .rounding import CancellingSteps, allow_rounding, select
 from .system import System
 from .transitions import Transition
 
-__all__ = ["make_fused_measure"]
+__all__ = ["find_newton_pass", "make_measure"]
 
 
-def make_fused_measure(
+def find_newton_pass(
     cell: Cell, system: System, linearization: Linearization, damping: Damping, tiles: int | None
-) -> MeasureFunction | None:
-    """Return a function that computes residuals and the next iterate in one pass; None if there is no such operation.
+) -> Callable[..., Pass] | None:
+    """Return the operation that computes residuals and the next iterate in one pass; None if there is none.
 
     Args:
         cell: The cell of the system.
@@ -49,20 +49,32 @@ def make_fused_measure(
             note_run("iteration", Backend(REFERENCE, reason), log=False)
         else:
             newton_pass = make_pass(system.initial, system.step_inputs[0], diagonal=diagonal)
-        if newton_pass is None and tiles is not None:
+        if tiles is not None and (newton_pass is None or isinstance(newton_pass, DevicePass)):
             newton_pass = _make_reference_pass(cell, system, diagonal)
-    if newton_pass is not None:
-
-        def linearize(part: System, entering: Tensor) -> Transition:
-            return linearization.transition(cell, part, entering)
-
-        return lambda part, states, tolerance: _FusedIterate(part, states, tolerance, newton_pass, linearize, tiles)
-    if tiles is None:
-        return None
+    if newton_pass is not None or tiles is None:
+        return newton_pass
     raise IncompatibleError(
         f"tiles={tiles}: a sweep over tiles needs undamped ConvDEER or ForwardDEER, a cell with a real spectrum, and "
         "no lengths=. Drop tiles=."
     )
+
+
+def make_measure(
+    newton_pass: Callable[..., Pass] | None, cell: Cell, linearization: Linearization, tiles: int | None
+) -> MeasureFunction | None:
+    """Return a function that measures an iterate by one pass; None without such an operation.
+
+    Args:
+        newton_pass: The operation.
+        cell, linearization, tiles: As in `find_newton_pass`.
+    """
+    if newton_pass is None:
+        return None
+
+    def linearize(part: System, entering: Tensor) -> Transition:
+        return linearization.transition(cell, part, entering)
+
+    return lambda part, states, tolerance: _FusedIterate(part, states, tolerance, newton_pass, linearize, tiles)
 
 
 def _explain_unsupported(system: System, linearization: Linearization, damping: Damping) -> Backend | None:
