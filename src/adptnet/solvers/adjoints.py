@@ -342,15 +342,16 @@ class _Progress:
             self.contraction.update(excess)
             self.is_rate_known = True
 
-    def error(self, excess: Tensor, move: Tensor) -> Tensor:
+    def error(self, excess: Tensor, move: Tensor, rows: Tensor | None = None) -> Tensor:
         """Return the estimated error of each step, (batch, remaining steps); infinity if its residual is too large.
 
         Args:
             excess: The residual of each step, in tolerances.
             move: The change of each step in the next iteration, in tolerances.
+            rows: The sequences that they belong to; None for all.
         """
         assert self.contraction is not None
-        error = self.contraction.error(move, self.steps)
+        error = self.contraction.part(rows, 0).error(move, self.steps)
         return torch.where(excess <= (1 if self.is_rate_known else self.rounding), error, torch.inf)
 
     def drop(self, count: int) -> None:
@@ -483,13 +484,16 @@ class Backward:
             progress.update(excess.flip(1))
             error = progress.error(excess.flip(1), _largest_ratio(move, allowed).flip(1)).flip(1)
             drifting = (excess <= 1).all(1) & ~(error <= progress.drift).all(1) & error.isfinite().all(1)
-            if bool(axis.maximum(drifting.any().to(torch.uint8))):
-                accumulated = self._accumulated(part, states, known, g, scan_back, left)
-                raised = limit_accumulated(*accumulated, rtol, progress.drift).div_(progress.drift)
-                torch.maximum(allowed, raised, out=raised)
-                del accumulated
-                explained = progress.error(excess.flip(1), _largest_ratio(move, raised).flip(1)).flip(1)
-                error = torch.where(drifting.unsqueeze(-1), explained, error)
+            for rows in split_rows(axis.maximum(drifting.to(torch.uint8)).nonzero().squeeze(-1), total * g.shape[2]):
+                some, (inside, outer, of) = (
+                    select(part, rows),
+                    (each.index_select(0, rows) for each in (states, known, g)),
+                )
+                raised = limit_accumulated(*self._accumulated(some, inside, outer, of, left), rtol, progress.drift)
+                raised = torch.maximum(allowed.index_select(0, rows), raised.div_(progress.drift))
+                size = _largest_ratio(move.index_select(0, rows), raised)
+                explained = progress.error(excess.index_select(0, rows).flip(1), size.flip(1), rows).flip(1)
+                error[rows] = torch.where(drifting[rows].unsqueeze(-1), explained, error[rows])
             count = axis.count_trailing((error <= progress.drift).all(0))
             if axis.is_split:
                 unconverged = total - count
@@ -516,12 +520,13 @@ class Backward:
             rounding[rows] = change.add_(largest_change)
         return rounding
 
-    def _accumulated(
-        self, part: System, states: Tensor, known: Tensor, g: Tensor, scan_back: Callable[[Tensor], Tensor], left: int
-    ) -> tuple[Tensor, Tensor]:
+    def _accumulated(self, part: System, states: Tensor, known: Tensor, g: Tensor, left: int) -> tuple[Tensor, Tensor]:
         """Return the recent scale of accumulated rounding errors, and the largest |g| since the last reset."""
+        assert self.linearize is not None
         rounding, cut = self._rounding(part, states, known, g)[:, :left], mark_before_reset(part.reset)
-        total = accumulate(rounding, scan_back, reverse=True)
+        with torch.no_grad():
+            transition = self.linearize(part, part.entering_states(states))
+        total = accumulate(rounding, part.axis.make_scan_back(transition, part.reset, part.steps), reverse=True)
         del rounding
         total = recent_scale(total, None if cut is None else cut[:, :left], reverse=True)
         return total, recent_scale(g, cut, reverse=True, half_life=math.inf)[:, :left]
