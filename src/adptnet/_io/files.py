@@ -42,7 +42,7 @@ def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
         path: The file.
         content: Its new content.
     """
-    private = _find_mode(Path(path)) is not None  # until the new file has the permissions of the old one
+    private = _find_mode(Path(path)) is not None  # the draft gets the permissions of the old file only when it is complete
 
     def create(name: str, flags: int) -> int:
         return os.open(name, flags, 0o600 if private else 0o666)
