@@ -223,6 +223,7 @@ def test_most_legal_layers_have_a_kernel():
         direction, conjugate = axes.get("direction"), axes.get("conjugate", conjugates.Exact())
         reasons = [
             isinstance(conjugate, conjugates.Stateful),
+            isinstance(direction, directions.FromWholeState),
             isinstance(conjugate, conjugates.Product) and conjugate.steps > 1,
             direction is not None and direction.layer_norm and direction.heads > 1,
             direction is not None and direction.layer_norm and axes.get("start", False),
