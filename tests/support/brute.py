@@ -37,7 +37,7 @@ def step(spec, cell, adpt, memory, o, t, dt, given_beta):
     x = memory[:n]
     eigen = eigenvalues(spec.spectrum, adpt.spectrum, 1.0 if dt is None else dt)
     u = matrix(adpt.drive.input_projection) @ o + bias(adpt.drive.input_projection)
-    driven = u if adpt.drive.rope is None else rope(adpt.drive.rope, u, t)
+    driven = u if adpt.drive.rope is None else rope(adpt.drive.rope, u, t, adpt.spectrum)
     if adpt.drive.gate is not None:
         gate = adpt.drive.gate
         driven = torch.log1p(torch.exp(gate.up @ (gate.down @ u) + gate.bias)) * driven
@@ -126,9 +126,14 @@ def retract(retraction, s):
     return torch.linalg.inv(eye - s / 2) @ (eye + s / 2)
 
 
-def rope(module, u, t):
+def rope(module, u, t, spectrum):
     """Return u with its pairs rotated for position t."""
-    theta = module.spec.sign * t * torch.exp(module.log_dt + module.log_frequency)
+    log_dt = module.log_dt
+    if module.spec.tied:
+        while not hasattr(spectrum, "log_dt"):
+            spectrum = spectrum.spectrum
+        log_dt = torch.stack([(a + b) / 2 for a, b in zip(spectrum.log_dt[::2], spectrum.log_dt[1::2], strict=True)])
+    theta = module.spec.sign * t * torch.exp(log_dt + module.log_frequency)
     rotated = [
         [c * a + s * b, c * b - s * a] for c, s, a, b in zip(theta.cos(), theta.sin(), u[::2], u[1::2], strict=True)
     ]

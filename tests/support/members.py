@@ -138,6 +138,8 @@ def legal_layers():
         yield {**plain, "rope": drive.RoPE(sign=sign), "beta": 1.0, "gate": drive.SoftplusGate(rank=2)}
     for axes in phased_layers:
         yield {**plain, "phase": drive.InputPhase(0.7), **axes}
+    yield {**plain, "rope": drive.RoPE(tied=True), "spectrum": spectra.Negative(spectra.Linspace(), 0.5), "beta": 1.0}
+    yield {**plain, "direction": directions.FromInput(), "beta": 0.0, "spectrum": spectra.Linspace()}
     for direction in (directions.FromWholeState(softness=0.5), directions.FromWholeState(heads=3, softness=0.2)):
         yield {**plain, "direction": direction, "beta": 1.0, "phase": drive.InputPhase(0.7), "rotation_aware": True}
         yield {**plain, "direction": direction, "beta": 0.5, "conjugate": conjugates.Product(2)}
@@ -393,7 +395,7 @@ def legal_combinations(axes: dict | str) -> Iterator[Combination]:
 
 
 def covering_combinations(axes: dict | str) -> Iterator[Combination]:
-    """Yield one solver for each linearization that a cell supports; for the first cell, each with every damping.
+    """Yield a solver for each linearization that a cell supports; for the first cell, those that would be missing, too.
 
     Over `covering_cells`, every pair of linearization and cell, of damping and linearization, and of block-wise and
     linearization occurs.
@@ -401,10 +403,19 @@ def covering_combinations(axes: dict | str) -> Iterator[Combination]:
     number = all_cells.index(axes)
     blocks = list(all_blocks)
     for i, linearization in enumerate(all_linearizations):
-        dampings = [damping for damping in all_dampings if is_legal(axes, linearization, damping)]
-        chosen = dampings if not number else [dampings[(number + i) % len(dampings)]] if dampings else []
+        chosen = _choose_damping(axes, linearization)
+        if not number:
+            elsewhere = {damping for other in covering_cells[1:] for damping in _choose_damping(other, linearization)}
+            chosen += [name for name in all_dampings if name not in elsewhere and name not in chosen]
         for j, damping in enumerate(chosen):
             yield Combination(axes, linearization, damping, blocks[(number + 2 * i + j) % len(blocks)])
+
+
+def _choose_damping(axes: dict | str, linearization: str) -> list[str]:
+    """Return one damping that fits, another one for the next cell and the next linearization; none if none fits."""
+    dampings = [damping for damping in all_dampings if is_legal(axes, linearization, damping)]
+    number = all_cells.index(axes) + list(all_linearizations).index(linearization)
+    return [dampings[number % len(dampings)]] if dampings else []
 
 
 # Every kind of layer and model with inputs (batch, time, KIND_WIDTH), for tests of what users do with PyTorch modules.

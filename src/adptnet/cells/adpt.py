@@ -7,7 +7,7 @@ from .._typing import Device, DType, Positions
 from ..errors import IncompatibleError, InputError
 from ..ops._torch_state import has_values
 from ..recurrence.beta import Beta
-from ..recurrence.directions import Directions, FromInput, bind_directions
+from ..recurrence.directions import Directions, bind_directions
 from ..recurrence.drive import Drive
 from ..recurrence.projections import Orthogonal
 from ..recurrence.spectra import BlockDiagonal
@@ -68,7 +68,7 @@ class ADPTCell(EvaluatedCell):
             there is one, then `dt` and `beta` if they are not None.
         """
         parts: list[Tensor] = []
-        from_input = isinstance(self.spec.direction, FromInput)
+        from_input = self.spec.has_directions_in_drive(beta_in_drive=beta is not None)
         needs_input = from_input or self.phase is not None
         drive = None if needs_input or dt is not None else self.drive.project_and_scale(inputs, self.spectrum)
         if drive is None:
@@ -111,7 +111,7 @@ class ADPTCell(EvaluatedCell):
         blocks: BlockDiagonal = self.spectrum()
         dtype = blocks.real.dtype
         directions: list[DirectionFunction] | None = None
-        if not isinstance(spec.direction, FromInput):
+        if not spec.has_directions_in_drive(beta_in_drive=beta):
             directions = [
                 d.stack(dtype) if stacked and isinstance(d, Directions) else bind_directions(d, dtype)
                 for d in self.directions

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from .._typing import Matrix, Vector
-from ..ops import adpt_step
-from ..ops._backends import Backend, note_run
+from ..ops import _gpu, adpt_step
+from ..ops._backends import REFERENCE, Backend, note_run
 from ..ops.adpt_scan import Constants, Form
 from ..ops.adpt_scan.packing import pack
 from ..ops.adpt_step import Pass
+from ..ops.products import has_bfloat16_products
 from ..recurrence import step as recurrence_step
 from ..recurrence.conjugates import Conjugate, PhasedConjugate, RotatedBlocks, nearest_blocks
 from ..recurrence.jacobian import StepJacobian
@@ -25,6 +26,9 @@ from .structure import Structure, differentiate
 
 __all__ = ["EvaluatedCell"]
 
+_BFLOAT16 = Backend(
+    REFERENCE, "products with K and V run in bfloat16, for which there is no kernel.", is_announced=True
+)
 _CLOSED_FORM = Backend("closed form", "the step of this cell has a Jacobian in closed form.")
 
 
@@ -84,6 +88,8 @@ class EvaluatedCell(Cell):
         """Run all steps by a kernel; see `Structure.scan`."""
         recurrence = self.recurrence
         backend = choose_scan(recurrence, drive.dtype, drive.device)
+        if drive.dtype == torch.float32 and has_bfloat16_products() and recurrence.form.has_products:
+            backend = _BFLOAT16
         note_run("forward", backend)
         if not backend.is_kernel:
             return None
@@ -155,10 +161,12 @@ class EvaluatedCell(Cell):
         return closed.blocks()
 
     def _make_newton_pass(self, state: Tensor, drive: Tensor, *, diagonal: bool) -> Callable[..., Pass] | None:
-        arguments = self._step_arguments("iteration", state, drive)
+        arguments = self._step_arguments("iteration", state, drive, diagonal)
         if arguments is None:
             return None
         constants, form = arguments
+        if _gpu.is_gpu(drive.device):
+            return adpt_step.DevicePass(constants, form, diagonal)
         return functools.partial(adpt_step.newton_pass, constants=constants, form=form, diagonal=diagonal)
 
     def _radius(self, state: Vector, drive: Tensor, reset_state: Vector, reset: Tensor | None) -> Tensor | None:
@@ -168,10 +176,12 @@ class EvaluatedCell(Cell):
         arguments = self._step_arguments("jacobian", states, drive)
         return None if arguments is None else adpt_step.Jacobians(states.detach(), *arguments)
 
-    def _step_arguments(self, phase: str, states: Tensor, drive: Tensor) -> tuple[Constants, Form] | None:
+    def _step_arguments(
+        self, phase: str, states: Tensor, drive: Tensor, diagonal: bool | None = None
+    ) -> tuple[Constants, Form] | None:
         """Return the arguments of the kernels of `adpt_step`; None if the reference runs. Record the choice."""
         recurrence = self.recurrence
-        backend = choose_step(recurrence, states, drive)
+        backend = choose_step(recurrence, states, drive, diagonal)
         note_run(phase, backend)
         if not backend.is_kernel:
             return None

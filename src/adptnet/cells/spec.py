@@ -6,7 +6,7 @@ from typing import Any
 
 from .._typing import Device, DType
 from ..errors import IncompatibleError, SpecError
-from ..recurrence.beta import BetaValue, TrainableBeta, count_heads
+from ..recurrence.beta import BetaValue, TrainableBeta, count_heads, is_zero
 from ..recurrence.conjugates import ConjugateSpec, Exact, Stateful, Taylor
 from ..recurrence.directions import DirectionSpec, FromInput, FromState, FromWholeState
 from ..recurrence.drive import EMA, LRU, GainSpec, InputPhase, RoPE, SoftplusGate
@@ -116,6 +116,14 @@ class ADPTSpec(CellSpec):
     def expansion(self) -> int:
         """State dimensions per channel of the input, if the input is expanded; 1 otherwise."""
         return self.size // self.width if isinstance(self.input_projection, Expand) else 1
+
+    def has_directions_in_drive(self, *, beta_in_drive: bool) -> bool:
+        """Return whether key and value come from the input. At a fixed β of 0 they are not needed, nor computed.
+
+        Args:
+            beta_in_drive: Whether a call passes a β for each sequence.
+        """
+        return isinstance(self.direction, FromInput) and (beta_in_drive or not is_zero(self.beta))
 
     @property
     def outside_lemmas(self) -> tuple[str, ...]:

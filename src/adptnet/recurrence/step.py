@@ -24,7 +24,7 @@ from .conjugates import (
     RotatedBlocks,
     Taylor,
 )
-from .directions import DirectionMatrices, Directions, FromState, KeyValue
+from .directions import DirectionMatrices, Directions, FromInput, FromState, KeyValue
 from .drive import unpack_phase
 from .jacobian import ProjectedDirection, StepJacobian, rotation_coefficients, step_jacobian, taylor_coefficients
 from .retractions import Retraction
@@ -196,6 +196,8 @@ def jacobian(parameters: Parameters, state: Tensor, drive: Tensor) -> StepJacobi
     if not isinstance(module, Directions) or not module.is_stock():
         return None  # hooks and other modules are differentiated by autograd
     direction = module.spec
+    if isinstance(direction, FromInput):
+        return _make_operator(parameters, state, parts)  # β is fixed at 0, and M = Λ̄
     if type(direction) is not FromState or direction.heads > 1 or direction.dot is not None or direction.layer_norm:
         return None
     beta = parts.beta if parameters.beta is None else parameters.beta

@@ -59,6 +59,11 @@ class Form(NamedTuple):
         False  # M x is rotated by a phase, cos φ and sin φ of each pair of neighbours, before any β in the drive
     )
 
+    @property
+    def has_products(self) -> bool:
+        """Whether each step multiplies the state by K and V."""
+        return self.rotates and not self.directions_in_drive and not self.linear
+
 
 DEFAULT_FORM = Form()
 _NONE = -1e300  # encodes None; finite, because exported programs are saved as JSON, which has no infinity

@@ -147,6 +147,10 @@ class Spectrum(NoDecay, abc.ABC):
             dt: The length of each step, (*b, 1), or None.
         """
 
+    def log_step(self) -> Tensor | None:
+        """Return ln Δt for each state dimension, (n,); None for a spectrum without step sizes."""
+        return None
+
 
 class SpectrumSpec(Spec, abc.ABC):
     """Base class of the specs of a spectrum."""
