@@ -75,14 +75,16 @@ def evaluate_kernel(
     DOT: tl.constexpr, DIAGONAL: tl.constexpr, STATUS: tl.constexpr,
 ):  # fmt: skip
     """Write f(s) - s of ROWS steps of one head of a sequence, and diag M with DIAGONAL."""
-    sequence = tl.program_id(1).to(tl.int64)
+    tiles = tl.cdiv(steps, ROWS)
+    program = tl.program_id(0).to(tl.int64)
+    sequence = program // tiles
     if tl.load(stopped + sequence * STATUS) != 0:
         return
     TOTAL: tl.constexpr = HEADS * SIZE
     FEATURES: tl.constexpr = TOTAL * (3 if GIVEN else 1) + (1 if ROW_BETA else 0)
     numbers = (epsilon, threshold, dot, sine)
-    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    head = tl.program_id(2)
+    t = (program % tiles) * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(1)
     column = tl.arange(0, PAD)
     place, within = head * SIZE + column, column < SIZE
     valid = t < steps
@@ -412,8 +414,8 @@ def converge_kernel(
             error = tl.load(move + at, mask, 0.0) * tl.maximum(limited / (1 - limited), 1.0)
             ok = ok & (error <= slack)
         else:
-            tl.store(rate + at, following * 0.0, mask)
-            tl.store(sure + at, ok.to(tl.uint8) * 0, mask)
+            tl.store(rate + at, tl.zeros_like(following), mask)
+            tl.store(sure + at, tl.zeros((BLOCK,), tl.uint8), mask)
         tl.store(now + at, following, mask)
         reached = tl.minimum(reached, tl.min(tl.where(mask & ~ok, t, steps), 0))
     value = tl.where(bad > 0, float("nan"), worst)
@@ -561,7 +563,7 @@ class _Passes:
     def run(self, states: Tensor, following: Tensor) -> None:
         """Write the next iterate, the measures of this one, and the workspace: four launches."""
         shared, size, chunks = self.flags, self.size, self.chunks
-        evaluate_kernel[(triton.cdiv(self.steps, ROWS), self.batch, self.options["HEADS"])](
+        evaluate_kernel[(self.batch * triton.cdiv(self.steps, ROWS), self.options["HEADS"])](
             states, self.drive, self.initial, self.reset_state, self.reset, self.integers, *self.constants,
             *self.numbers, self.correction, self.diagonal, self.steps, **self.options,
         )  # fmt: skip
