@@ -1,5 +1,6 @@
 """`adptnet bench`: measure operations, layers and solvers on this machine, and compare them with stated goals."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,7 +49,9 @@ class Bench:
     sizes: tuple[str, ...] = ()
     """Sizes to measure at, each batch,steps,state (8,1024,128), instead of the benchmark's own."""
     repeats: int | None = None
-    """Repeats of each side. By default at least 7, and more until 20 seconds have passed; 3 with --fast."""
+    """Repeats of each side. By default at least 7, and more until --seconds have passed; 3 with --fast."""
+    seconds: float = SECONDS
+    """Seconds per size, unless --repeats or --fast is given."""
     threads: tuple[int, ...] = (1, 2)
     """Numbers of threads to measure with."""
     output: Path = Path("runs/bench")
@@ -79,6 +82,8 @@ def run(options: Bench) -> None:
     sizes = [parse_size(size) for size in options.sizes]
     if (options.repeats is not None and options.repeats < 1) or not options.threads or min(options.threads) < 1:
         raise InputError(f"--repeats {options.repeats} --threads {options.threads}: both are integers >= 1.")
+    if not 0 <= options.seconds < math.inf:
+        raise InputError(f"--seconds {options.seconds}: must be a number >= 0, such as 20.")
     options.output.mkdir(parents=True, exist_ok=True)
     description = machine.describe_machine()  # once, because writing a result may change the state of the repository
     rejected: dict[str, str] = {}
@@ -117,7 +122,7 @@ def _measure(name: str, benchmark: Benchmark, size: Size, options: Bench, descri
     """Measure one case, write it and print its verdicts."""
     threads = [count for count in options.threads if benchmark.threads is None or count in benchmark.threads]
     repeats = options.repeats or (FAST_REPEATS if options.fast else REPEATS)
-    seconds = 0.0 if options.repeats or options.fast else SECONDS
+    seconds = 0.0 if options.repeats or options.fast else options.seconds
     with machine.watch_load() as load, _default_float32():
         case = benchmark.make_case(size, options.fast)
         times = time_interleaved(case.sides, repeats=repeats, seconds=seconds, threads=threads or [1])

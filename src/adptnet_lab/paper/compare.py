@@ -73,6 +73,16 @@ class JudgedResult(NamedTuple):
     verdicts: list[tuple[Claim, ClaimVerdict]]
     problem: str = ""  # why the rows are invalid; no figure or table is made from invalid rows
 
+    @property
+    def reduction(self) -> str:
+        """By how much rows of the scale `paper` are smaller than the paper's; empty if they are not."""
+        return self.result.recipe.reduction(self.rows[0].settings) if self.scale == "paper" and self.rows else ""
+
+    @property
+    def size(self) -> str:
+        """The scale of the rows in words; empty if nothing was run."""
+        return f"{self.scale} with {self.reduction}" if self.reduction else self.scale or ""
+
 
 class JudgedHeadline(NamedTuple):
     """A statement of the abstract, with the verdicts on the claims that decide it."""

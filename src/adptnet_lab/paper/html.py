@@ -7,7 +7,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from .compare import GROUPS, JudgedHeadline, describe_scale
-from .markdown import CAUSES, KINDS, describe_outcome
+from .markdown import CAUSES, KINDS, describe_outcome, group_failures
 from .recipe import Table
 from .registry import Claim, load_labels
 from .tables import format_cell
@@ -126,16 +126,13 @@ def _render_tally(content: "ReportContent") -> str:
 
 def _render_failures(entries: Sequence["ReportEntry"]) -> str:
     parts = []
-    for cause, heading in CAUSES.items():
+    for heading, found in group_failures(entries).items():
         lines = [
             f"<li>{_render_link(entry)}: {escape(_say(claim))}"
             f"<p>{escape(verdict.because)} ({escape(verdict.interval)})</p></li>"
-            for entry in entries
-            for claim, verdict in entry.judged.verdicts
-            if verdict.outcome == Outcome.FAILS and verdict.cause == cause
+            for entry, claim, verdict in found
         ]
-        if lines:
-            parts.append(f'<h3>{escape(heading)}</h3><ul class="claims">{"".join(lines)}</ul>')
+        parts.append(f'<h3>{escape(heading)}</h3><ul class="claims">{"".join(lines)}</ul>')
     return "".join(parts)
 
 
@@ -151,7 +148,7 @@ def _render_overview_row(entry: "ReportEntry") -> str:
         f"{MARKS[verdict.outcome]}</span>"
         for claim, verdict in entry.judged.verdicts
     )
-    return f"<tr><td>{_render_link(entry)}</td><td>{entry.judged.scale or 'not run'}</td><td>{marks}</td></tr>"
+    return f"<tr><td>{_render_link(entry)}</td><td>{escape(entry.judged.size or 'not run')}</td><td>{marks}</td></tr>"
 
 
 def _render_result(entry: "ReportEntry") -> str:
@@ -172,7 +169,11 @@ def _render_result(entry: "ReportEntry") -> str:
     state = "not run"
     if scale:
         source = result.recipe.source
-        state = f"rows of {source}" if source else f"rows of the scale {scale}, {result.recipe.cost[scale]} on one core"
+        state = (
+            f"rows of {source}"
+            if source
+            else f"rows of the scale {entry.judged.size}, {result.recipe.cost[scale]} on one core"
+        )
     return f"""<section id="{_make_anchor(result.name)}" class="result">
 <h2>{escape(result.title)}</h2>
 <p class="labels">{" ".join(f"<code>{escape(label)}</code>" for label in result.labels)} · {escape(result.section)}</p>

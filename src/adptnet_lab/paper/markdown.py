@@ -12,7 +12,7 @@ from .verdicts import MARKS, ClaimVerdict, Outcome
 if TYPE_CHECKING:
     from .report import ReportContent, ReportEntry
 
-__all__ = ["CAUSES", "KINDS", "describe_headline", "describe_outcome", "render_markdown"]
+__all__ = ["CAUSES", "KINDS", "describe_headline", "describe_outcome", "group_failures", "render_markdown"]
 
 SHORT_CAUSES = {"paper": "wrong as stated", "ours": "our set-up differs", "scale": "reduced scale"}
 CAUSES = {
@@ -33,8 +33,10 @@ def render_markdown(content: "ReportContent") -> str:
         "# Claims of the paper, tested",
         "",
         "`adptnet report --rows results --output docs/report` writes this page, an HTML version with a β slider, and",
-        "every table as CSV. [Reproduce the paper](../how-to/reproduce.md) explains the verdicts. At the scale `paper`",
-        "networks have the paper's sizes, at the scale `laptop` smaller ones, which decide nothing about the abstract.",
+        "every table as CSV and JSON. [Reproduce the paper](../how-to/reproduce.md) explains the verdicts.",
+        "",
+        "At the scale `paper` networks have the paper's sizes, at the scale `laptop` smaller ones, which decide",
+        "nothing about the abstract.",
         "",
         "## The abstract",
         "",
@@ -91,21 +93,30 @@ def describe_headline(judged: JudgedHeadline) -> str:
     )
 
 
+def group_failures(entries: Sequence["ReportEntry"]) -> dict[str, list[tuple["ReportEntry", Claim, ClaimVerdict]]]:
+    """Group failing claims by cause, and our own readings and additions apart from the paper's claims.
+
+    Args:
+        entries: All results.
+    """
+    groups: dict[str, list[tuple[ReportEntry, Claim, ClaimVerdict]]] = {text: [] for text in CAUSES.values()}
+    own = groups.setdefault("Our readings and additions", [])
+    for entry in entries:
+        for claim, verdict in entry.judged.verdicts:
+            if verdict.outcome == Outcome.FAILS:
+                (groups[CAUSES[verdict.cause]] if claim.kind == "paper" else own).append((entry, claim, verdict))
+    return {heading: found for heading, found in groups.items() if found}
+
+
 def _render_failures(entries: Sequence["ReportEntry"]) -> list[str]:
     lines = []
-    for cause, heading in CAUSES.items():
-        found = [
-            (entry.judged.result.name, claim, verdict)
-            for entry in entries
-            for claim, verdict in entry.judged.verdicts
-            if verdict.outcome == Outcome.FAILS and verdict.cause == cause
+    for heading, found in group_failures(entries).items():
+        lines += [f"{heading}:", ""]
+        lines += [
+            f"- {entry.judged.result.name}: {_say(claim)} *{verdict.because}* ({verdict.interval})"
+            for entry, claim, verdict in found
         ]
-        if found:
-            lines += [f"{heading}:", ""]
-            lines += [
-                f"- {name}: {_say(claim)} {verdict.because} ({verdict.interval})" for name, claim, verdict in found
-            ]
-            lines.append("")
+        lines.append("")
     return lines
 
 

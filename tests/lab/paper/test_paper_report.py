@@ -20,7 +20,7 @@ from adptnet_lab.paper import compare, report, reproduce, rows
 from adptnet_lab.paper.recipe import Row, Rows, Table
 from adptnet_lab.paper.registry import load_results
 from adptnet_lab.paper.rows import RowStore
-from adptnet_lab.paper.tables import merge_tables, render_csv
+from adptnet_lab.paper.tables import merge_tables, render_csv, render_json
 from adptnet_lab.paper.verdicts import Outcome
 from support.paper import run_smoke
 
@@ -259,6 +259,7 @@ def test_the_readme_and_the_committed_report_have_the_verdicts_of_the_committed_
         "index.md",
         "verdicts.csv",
         "verdicts.json",
+        "tables.json",
         *(f"tables/{p.name}" for p in (tmp_path / "tables").iterdir()),
     ]
     for name in names:
@@ -309,6 +310,9 @@ def test_tables_side_by_side_keep_every_row_of_both():
         ["Hawk", "+", "", "77.0", 1],
     ]
     assert render_csv(merged).splitlines()[2] == '4,+,85,"84.0 [82.0, 86.0]",3'
+    (found,) = json.loads(render_json({"table:a": {"both": merged}, "table:b": {}}))["table:a"].values()
+    assert found["columns"] == merged.columns
+    assert found["rows"][1] == ["4", "+", 85, "84.0 [82.0, 86.0]", 3]
 
 
 @pytest.mark.parametrize("name", [name for name, result in load_results().items() if "keys" in result.numbers])

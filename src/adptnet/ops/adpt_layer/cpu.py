@@ -201,9 +201,18 @@ def compute_drive_gradients(
     else:
         of_gate = *values, gate.down, gate.up
         shapes = [(rows, size), (rows, rank), (rows, size), (rank, size), (size, rank)]
-    tensors = [t if t is None or t.is_contiguous() else t.contiguous() for t in (to_drive, x, gain, weight, bias, *of_gate)]
+    tensors = [
+        t if t is None or t.is_contiguous() else t.contiguous() for t in (to_drive, x, gain, weight, bias, *of_gate)
+    ]
     dtype, present = to_drive.dtype, [t for t in tensors if t is not None]
-    shapes = [(batch, steps, size), (batch, steps, width), (size,), (size, width), *[(size,)] * (bias is not None), *shapes]
+    shapes = [
+        (batch, steps, size),
+        (batch, steps, width),
+        (size,),
+        (size, width),
+        *[(size,)] * (bias is not None),
+        *shapes,
+    ]
     if [t.shape for t in present] != shapes or False in [t.dtype is dtype and t.is_cpu for t in present]:
         raise InputError(
             "adpt_layer: saved tensors changed their shape, dtype or device before the backward. "

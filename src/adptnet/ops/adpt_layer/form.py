@@ -6,7 +6,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["DriveGradients", "Evaluated", "GateValues", "GateWeights", "LayerVectors", "LayerWeights", "LinearizedVectors", "VectorSource"]
+__all__ = [
+    "DriveGradients",
+    "Evaluated",
+    "GateValues",
+    "GateWeights",
+    "LayerVectors",
+    "LayerWeights",
+    "LinearizedVectors",
+    "VectorSource",
+]
 
 
 class GateWeights(NamedTuple):

@@ -112,7 +112,8 @@ class RotaryPositions(NoDecay):
                 f"{self.spec} takes the step sizes of the spectrum, and it has none. Pass spectrum=spectra.Linspace(), "
                 "or RoPE(tied=False)."
             )
-        return steps.unflatten(-1, (-1, 2)).mean(-1)
+        pairs: Tensor = steps.unflatten(-1, (-1, 2))
+        return pairs.mean(-1)
 
 
 def _drop_expanded(position: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ class ExpandProjection(Projection):
             x: (..., in_features), with in_features <= out_features.
             scale: (out_features,).
         """
-        both = (scale * self.weight.to(x.dtype)).unflatten(0, (self.in_features, -1))
+        both: Tensor = (scale * self.weight.to(x.dtype)).unflatten(0, (self.in_features, -1))
         return (x.unsqueeze(-1) * both).flatten(-2)
 
     @property

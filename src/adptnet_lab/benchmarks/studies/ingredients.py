@@ -1,4 +1,4 @@
-"""What the input-driven phase and the planes of the whole state are worth: small runs of fixed width, step and rate.
+"""Compare an input-driven phase and planes of the whole state with their absence: small runs at one width and rate.
 
     python -m adptnet_lab.benchmarks.studies.ingredients                             # all; about an hour of CPU time
     python -m adptnet_lab.benchmarks.studies.ingredients --task s3 --seed 0 1
