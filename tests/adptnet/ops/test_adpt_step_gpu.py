@@ -253,12 +253,13 @@ def test_unsupported_recurrences_run_the_eager_operations(kernels, monkeypatch):
         assert reason in backend.reason
 
 
-def test_heads_beyond_the_limit_have_no_pass(emulated_gpu):
+@pytest.mark.parametrize(("shared", "limit"), [(65536, 256), (101376, 512), (232448, 512)])
+def test_heads_beyond_the_limit_have_no_pass(emulated_gpu, monkeypatch, shared, limit):
+    monkeypatch.setattr(_gpu, "shared_memory", lambda device: shared)
     given = {"paired": False, "slow": False, "diagonal": False, "dtype": torch.float32, "device": "cpu"}
-    limit = launch.MAX_PASS_SIZE
     assert launch.explain_unsupported_pass(Form(source=Source.RELU), limit, **given) is None
     assert launch.explain_unsupported_pass(Form(heads=2), 2 * limit, **given) is None
-    assert str(limit) in launch.explain_unsupported_pass(Form(), limit + 1, **given)
+    assert str(limit + 1) in launch.explain_unsupported_pass(Form(), limit + 1, **given)
 
 
 def test_directions_and_beta_may_come_with_the_drive(kernels, monkeypatch):
