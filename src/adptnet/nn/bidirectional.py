@@ -15,7 +15,7 @@ from ..ops._torch_state import without_autocast
 from ..recurrence.projections import Dense
 from ..recurrence.projections.base import apply_map
 from ..spec import ModuleSpec, check_kind, reset_from_spec, spec
-from .layer import LayerSpec
+from .adpt_layer import LayerSpec
 from .mixer import MixerSpec
 from .packing import check_padded
 

@@ -13,9 +13,9 @@ from .._validate import check_lengths, make_validity_mask
 from ..errors import InputError, SpecError
 from ..ops._fx import Proxy, record_call
 from ..spec import ModuleSpec, check_size, reject_unknown, reset_from_spec, spec, suggest_name
+from .adpt_layer import LayerSpec
 from .bidirectional import BidirectionalSpec
 from .block import BlockSpec, Norm, NormName, ResidualBlock
-from .layer import LayerSpec
 from .mixer import MixerSpec
 from .packing import check_padded
 from .states import LayerStates, make_initial_states, split_states

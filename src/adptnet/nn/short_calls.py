@@ -34,6 +34,7 @@ from ..ops.adpt_layer import (
     VectorSource,
 )
 from ..ops.adpt_scan import Form
+from ..ops.products import has_bfloat16_products
 from ..recurrence.beta import Beta
 from ..recurrence.drive import EMA, LRU, ZOH, Drive, Gain
 from ..recurrence.drive.drive import is_scaling_faster
@@ -223,6 +224,7 @@ def prepare_layer(layer: nn.Module, watch: ModuleWatch) -> PreparedLayer | str:
         or form.norm_epsilon is not None,
         "memory=": spec.memory is not None,
         "start=": cell.start is not None,
+        "phase=": form.phased,
         "rope=": drive.rope is not None,
         f"gain={spec.gain}": type(drive.gain) is not Gain or type(drive.gain.spec) not in (EMA, LRU, ZOH),
         "a replaced module": type(drive) is not Drive
@@ -343,7 +345,7 @@ def run_short_call(layer: nn.Module, x: Tensor, state: ADPTState | None) -> tupl
     Returns:
         The outputs and the state; None if the call must take the general path, which also reports wrong arguments.
     """
-    if torch.compiler.is_compiling() or not _gpu.is_cpu(x.device):
+    if torch.compiler.is_compiling() or not _gpu.is_cpu(x.device) or has_bfloat16_products():
         return None
     if not (state is None or isinstance(state, ADPTState)):
         return None

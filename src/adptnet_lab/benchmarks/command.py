@@ -18,11 +18,13 @@ from ..paper import svg
 from . import checks, machine, report, result_files, summary_figure
 from .benchmark import Benchmark, Size, parse_size
 from .goals import Measurements, judge_goals
+from .gpu import run_gpu
 from .suite import BENCHMARKS
 from .timing import time_interleaved
 
 __all__ = ["Bench", "run"]
 
+GPU = "gpu"
 REPEATS, FAST_REPEATS = 7, 3
 SECONDS = 20.0  # per size: longer than most disturbances of a shared machine
 
@@ -38,7 +40,8 @@ class Bench:
     """
 
     benchmarks: Positional[tuple[str, ...]] = ()
-    """Benchmarks to measure; all if none is named. --list shows them."""
+    """Benchmarks to measure; all but `gpu` if none is named. --list shows them. `gpu` checks and times the GPU kernels
+    on this card and writes gpu.json; it is measured alone."""
     list: bool = False
     """Show the benchmarks and measure nothing."""
     fast: bool = False
@@ -53,6 +56,8 @@ class Bench:
     """Numbers of threads to measure with."""
     output: Path = Path("runs/bench")
     """Folder of the results."""
+    minutes: float = 10.0
+    """Time limit of `gpu`: no measurement starts after it."""
 
 
 def run(options: Bench) -> None:
@@ -65,9 +70,13 @@ def run(options: Bench) -> None:
         InputError: A benchmark, a size or a number is not valid.
         WrongResultError: An operation disagrees with its reference; the other benchmarks were measured.
     """
+    if options.benchmarks == (GPU,):
+        run_gpu(options.output, options.minutes)
+        return
     if options.list:
         for name, benchmark in BENCHMARKS.items():
             print(f"{name}: {benchmark.about}\n  sizes {'; '.join(map(str, benchmark.sizes))}")
+        print(f"{GPU}: the GPU kernels against their references, then against other layers, on this card")
         return
     chosen = {name: _find_benchmark(name) for name in options.benchmarks or BENCHMARKS}
     sizes = [parse_size(size) for size in options.sizes]
@@ -102,6 +111,8 @@ def run(options: Bench) -> None:
 
 
 def _find_benchmark(name: str) -> Benchmark:
+    if name == GPU:
+        raise InputError("gpu is measured alone: adptnet bench gpu.")
     if name not in BENCHMARKS:
         raise InputError(f"there is no benchmark {name!r}.{suggest_name(name, BENCHMARKS)}")
     return BENCHMARKS[name]
