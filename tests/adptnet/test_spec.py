@@ -31,7 +31,7 @@ def whole_models():
     yield layer
     yield nn.LayerSpec(cells.ReLURNN(5))
     yield nn.BidirectionalSpec(layer)
-    yield nn.StackSpec(nn.BidirectionalSpec(layer), num_layers=2, dropout=0.1)
+    yield nn.StackSpec(nn.BidirectionalSpec(layer), depth=2, dropout=0.1)
     yield nn.BlockSpec(layer, norm="rms", prenorm=False, glu=False)
     yield nn.ModelSpec(nn.BlockSpec(layer), depth=2, vocabulary=7)
     yield nn.ModelSpec(nn.BlockSpec(layer), input_size=3, output_size=2, head="mean")
@@ -192,7 +192,7 @@ def test_errors_name_what_is_wrong_in_a_spec(text, message):
         (lambda: nn.SequenceModel(ADPTNet.paper(4).spec, vocabulary=3, input_size=3), "pass one of them"),
         (lambda: nn.SequenceModel(ADPTNet.paper(4).spec, input_size=3), "pass output_size="),
         (lambda: nn.SequenceModel(ADPTNet.paper(4).spec, vocabulary=3, head="tokens"), "Perhaps you meant 'token'"),
-        (lambda: nn.Stack(ADPTNet.paper(4).spec, 0), "num_layers must be an integer >= 1"),
+        (lambda: nn.Stack(ADPTNet.paper(4).spec, 0), "depth must be an integer >= 1"),
     ],
 )
 def test_what_cannot_be_built_is_rejected_with_the_fix(make, message):

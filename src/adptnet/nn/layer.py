@@ -6,13 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from .. import solvers
 from .._typing import Device, DType
 from .._validate import check_dtype, check_finite, check_lengths, make_validity_mask
-from ..cells import ADPTSpec, ADPTState, Cell, CellSpec
+from ..cells import ADPTSpec, ADPTState, Cell, CellSpec, from_torch
 from ..cells.spec import axes as adpt_axes
 from ..errors import IncompatibleError, InputError, NotConvergedWarning, SpecError
 from ..ops._backends import Backend, note_run
@@ -25,6 +24,7 @@ from ..recurrence.projections.base import apply_map
 from ..recurrence.spectra import SpectrumSpec, Timescales
 from ..solvers import Result, Return, Sequential, Solution, Solver
 from ..solvers.adjoints import Adjoint, Unrolled
+from ..solvers.named import as_adjoint, as_solver
 from ..solvers.parallel import Parallel
 from ..spec import ModuleSpec, check_kind, reject_unknown, reset_from_spec, spec
 from .packing import check_padded, run_packed, run_ragged
@@ -45,8 +45,8 @@ class LayerSpec(ModuleSpec):
 
     Attributes:
         cell: The cell, which defines one step.
-        readout: Map from the state to the output. If not given: the identity where the state is as wide as the layer, a
-            dense map otherwise.
+        readout: Map from the output of the cell to that of the layer. If not given: none where the cell's output is as
+            wide as the layer, a dense map otherwise.
         batch_first: True for (batch, time, width), False for (time, batch, width).
     """
 
@@ -81,8 +81,9 @@ class RecurrentLayer(Streamable, abc.ABC):
 
     Args:
         cell: The cell.
-        width: Features of inputs and outputs.
-        readout: The map from the cell's output to `width`; None for the identity, or a dense map if the sizes differ.
+        width: Features of the inputs; and of the outputs, if there is a read-out.
+        readout: The map from the cell's output to `width`. If None: a dense map if there is a spec and the sizes differ,
+            otherwise none.
         spec: The spec of the layer; None if it was made from a cell.
         solver: The default solver; `Sequential()` if None.
         adjoint: The default adjoint; that of the solver if None.
@@ -98,8 +99,8 @@ class RecurrentLayer(Streamable, abc.ABC):
         readout: ProjectionSpec | None,
         *,
         spec: LayerSpec | None,
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
+        solver: Solver | str | None = None,
+        adjoint: Adjoint | str | None = None,
         batch_first: bool = True,
     ):
         super().__init__()
@@ -109,11 +110,11 @@ class RecurrentLayer(Streamable, abc.ABC):
         self.readout: Projection | None = None
         self._readout = readout
         shown = cell.output_size or cell.state_size
-        if readout is not None or shown != width:
+        if readout is not None or (spec is not None and shown != width):
             like = next(cell.parameters(), torch.empty(0))
             self.readout = (readout or Dense()).build(shown, width, device=like.device, dtype=like.dtype)
-        self.solver: Solver = _check_solver(solver, Sequential())
-        self.adjoint = adjoint
+        self.solver: Solver = Sequential() if solver is None else as_solver(solver)
+        self.adjoint = as_adjoint(adjoint)
         self.batch_first = batch_first
 
     @property
@@ -121,25 +122,32 @@ class RecurrentLayer(Streamable, abc.ABC):
         """State dimension."""
         return self.cell.state_size
 
+    @property
+    def output_size(self) -> int:
+        """Features of the output: `width`, or those of the cell if it is shown without a read-out."""
+        return self.width if self.readout is not None else self.cell.output_size or self.cell.state_size
+
     def forward(
         self,
         x: Tensor | PackedSequence,
-        state: ADPTState | None = None,
+        state: Any = None,
         *,
         lengths: Tensor | None = None,
         reset: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         dt: Tensor | None = None,
         beta: Tensor | None = None,
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
+        solver: Solver | str | None = None,
+        adjoint: Adjoint | str | None = None,
     ) -> tuple[Any, ADPTState]:
         """Run the layer along a sequence.
 
         Args:
             x: (batch, time, width); (time, batch, width) if not `batch_first`; (time, width) for one sequence; or a
                 `PackedSequence`, for which the output is packed too.
-            state: The state that an earlier call returned; the initial state by default. Gradients flow through it.
+            state: The state that an earlier call returned; the initial state by default. Gradients flow through it. A
+                tensor (batch, state_size) is a state at position 0, and so is the hidden state of a wrapped module or
+                function in its own structure, such as (h, c).
             lengths: (batch,) true lengths of right-padded sequences. Outputs past the end are zero, the returned state
                 is that of the last valid step, and values in the padding have no effect.
             reset: bool, shaped as `x` without features. True at t means that a new sequence begins at t.
@@ -147,8 +155,8 @@ class RecurrentLayer(Streamable, abc.ABC):
                 (1, total, width). The state in and out has one row per sequence.
             dt: Length of each step relative to the usual one, shaped as `reset`: for irregular sampling.
             beta: (batch,) a β for each sequence, in place of the layer's own.
-            solver: The solver for the states; the layer's own by default.
-            adjoint: The method of differentiation; the layer's own by default.
+            solver: The solver for the states, or its name, such as "deer"; the layer's own by default.
+            adjoint: The method of differentiation, or its name; the layer's own by default.
 
         Returns:
             The outputs, with shape and dtype of `x`, and the state after the last step.
@@ -185,13 +193,13 @@ class RecurrentLayer(Streamable, abc.ABC):
         return outputs.transpose(0, 1) if is_time_first else outputs, final
 
     def step(
-        self, x: Tensor, state: ADPTState | None = None, *, dt: Tensor | None = None, beta: Tensor | None = None
+        self, x: Tensor, state: Any = None, *, dt: Tensor | None = None, beta: Tensor | None = None
     ) -> tuple[Tensor, ADPTState]:
         """Run one step, with the same result as `forward`. The cost does not depend on the position.
 
         Args:
             x: (batch, width), or (width,) for one sequence.
-            state: The state that an earlier call returned; the initial state by default.
+            state: As in `forward`.
             dt: (batch,) length of the step, as in `forward`.
             beta: (batch,) a β for each sequence, as in `forward`.
 
@@ -216,15 +224,15 @@ class RecurrentLayer(Streamable, abc.ABC):
     def solve(
         self,
         x: Tensor,
-        state: ADPTState | None = None,
+        state: Any = None,
         *,
-        solver: Solver | None = None,
+        solver: Solver | str | None = None,
         guess: Tensor | None = None,
         lengths: Tensor | None = None,
         reset: Tensor | None = None,
         dt: Tensor | None = None,
         beta: Tensor | None = None,
-        adjoint: Adjoint | None = None,
+        adjoint: Adjoint | str | None = None,
     ) -> Solution:
         """Run the layer and return the states themselves with information about the solver.
 
@@ -249,14 +257,14 @@ class RecurrentLayer(Streamable, abc.ABC):
         if x.dim() == 3 and not self.batch_first:
             x, reset, dt = x.transpose(0, 1), _to_batch_first(reset), _to_batch_first(dt)
         self._check_finite(x, lengths)
-        return _check_solver(solver, self.solver)(
+        return (self.solver if solver is None else as_solver(solver))(
             self.cell.with_arguments(dt=dt, beta=beta),
             x,
-            _as_state(state),
+            self._as_state(state),
             guess=guess,
             lengths=lengths,
             reset=reset,
-            adjoint=adjoint or self.adjoint,
+            adjoint=as_adjoint(adjoint) or self.adjoint,
         )
 
     def initial_state(self, batch: int, *, device: Device = None, dtype: DType = None) -> ADPTState:
@@ -303,25 +311,35 @@ class RecurrentLayer(Streamable, abc.ABC):
         self,
         cell: Cell,
         x: Tensor,
-        state: ADPTState | None,
+        state: Any,
         lengths: Tensor | None,
         reset: Tensor | None,
-        solver: Solver | None,
-        adjoint: Adjoint | None,
+        solver: Solver | str | None,
+        adjoint: Adjoint | str | None,
     ) -> tuple[Tensor, ADPTState]:
-        solver = _check_solver(solver, self.solver)
+        solver = self.solver if solver is None else as_solver(solver)
+        adjoint = as_adjoint(adjoint) or self.adjoint
         if x.is_meta:  # only shapes are computed, and all solvers return the same ones
             solver, adjoint = Sequential(), Unrolled()
-        solution = solver(cell, x, _as_state(state), lengths=lengths, reset=reset, adjoint=adjoint or self.adjoint)
+        solution = solver(cell, x, self._as_state(state), lengths=lengths, reset=reset, adjoint=adjoint)
         _warn_unless_converged(solution)
         with without_autocast(x.device):
             shown = self.cell.output(solution.states)
             outputs = shown if self.readout is None else apply_map(self.readout, shown)
         return outputs.to(x.dtype), ADPTState(solution.final, solution.position)
 
-    def _step_in_torch(self, x: Tensor, state: ADPTState | None) -> tuple[Tensor, ADPTState]:
+    def _as_state(self, state: Any) -> ADPTState | None:
+        """Return a state that a user passed as an `ADPTState`, at position 0 if it has none."""
+        if state is None or isinstance(state, ADPTState):
+            return state
+        if isinstance(state, tuple) and len(state) == 2 and getattr(state[1], "dtype", None) == torch.int64:
+            return ADPTState(*state)  # a state that passed through a generic pytree
+        flat = self.cell.ravel(state)
+        return ADPTState(flat, torch.zeros(flat.shape[:-1], dtype=torch.int64, device=flat.device))
+
+    def _step_in_torch(self, x: Tensor, state: Any) -> tuple[Tensor, ADPTState]:
         """Run one step in operations of torch alone, which programs without adptnet have too."""
-        before = self.initial_state(x.shape[0]) if state is None else state
+        before = self._as_state(state) or self.initial_state(x.shape[0])
         inputs = x.to(before.state.dtype).unsqueeze(-2)
         drive = self.cell.prepare(inputs, before.position.unsqueeze(-1)).squeeze(-2)
         after = self.cell.step(before.state, drive)
@@ -382,30 +400,15 @@ def _to_batch_first(values: Tensor | None) -> Tensor | None:
     return values.transpose(0, 1)
 
 
-def _as_state(state: Any) -> ADPTState | None:
-    if state is None or isinstance(state, ADPTState):
-        return state
-    if isinstance(state, tuple) and len(state) == 2 and all(isinstance(part, Tensor) for part in state):
-        return ADPTState(*state)  # a state that passed through a generic pytree
-    raise InputError(
-        f"state must be the ADPTState an earlier call returned; got {type(state).__name__}. "
-        "Pass layer.initial_state(batch)._replace(state=...) to start from given values."
-    )
-
-
-def _check_solver(solver: Solver | None, default: Solver) -> Solver:
-    if solver is None:
-        return default
-    if not isinstance(solver, Solver):
-        name = getattr(solver, "__name__", "")
-        known = name if getattr(solvers, name, None) is solver else "Sequential"
-        raise InputError(f"solver={solver!r}: must be a solver object. Pass solver=solvers.{known}().")
-    return solver
-
-
-def _check_width(width: int | None, axes: Iterable[str]) -> int:
-    """Return `width`. Raise `SpecError` if it is missing or passed under the name that another library has for it."""
+def _check_width(width: int | None, more: tuple[Any, ...], axes: Iterable[str]) -> int:
+    """Return `width`. Raise `SpecError` if it is missing, has another name, or is one of several positional arguments."""
     gru = "adptnet.nn.ADPTRNN(input_size, hidden_size) has the arguments of nn.GRU"
+    if more:
+        call = f"({', '.join(map(str, (width, *more)))})"
+        raise SpecError(
+            f"ADPTNet{call}: ADPTNet has one positional argument, its width, the features in and out. Pass "
+            f"ADPTNet({width}, state_size={more[0]}) for a state of another size, or adptnet.nn.ADPTRNN{call}: {gru}."
+        )
     for name in axes:
         if name in ("d_model", "dim", "embed_dim", "features", "hidden_size", "input_size"):
             raise SpecError(f"ADPTNet has no argument {name!r}. Pass width=, the features in and out; {gru}.")
@@ -432,14 +435,16 @@ class ADPTNet(RecurrentLayer):
     200 steps, the gain `LRU`, an input gate, and β = 1. `ADPTNet.paper` has the defaults of the paper.
 
     Args:
-        width: Features in and out.
+        width: Features in and out, the only positional argument.
+        more: Not used: raises `SpecError` with the call to type.
         timescales: The shortest and the longest timescale of the state, in steps; (0.5, 200) if not given.
         length: Number of steps of your sequences, in place of `timescales`: half a step to twice the length.
         beta: Strength of the non-linearity: 0 for a linear model, about 1 or more for state tracking. A number, or
             `TrainableBeta(...)`.
         state_size: State dimension; `width` if not given.
-        spectrum: The eigenvalues of the recurrence, in place of `timescales`, for every other choice.
-        solver: Default solver of a call; sequential if not given.
+        spectrum: The eigenvalues of the recurrence, in place of `timescales`, for every other choice. This and every
+            other component may be given by name, such as spectrum="linspace" or gain="ema", for its default settings.
+        solver: Default solver of a call, or its name, such as "deer"; sequential if not given.
         adjoint: Default method of differentiation.
         batch_first: True for `x` of shape (batch, time, width), False for (time, batch, width).
         device: Device of the parameters.
@@ -456,20 +461,20 @@ class ADPTNet(RecurrentLayer):
     def __init__(
         self,
         width: int | None = None,
-        *,
+        *more: Any,
         timescales: tuple[float, float] | None = None,
         length: int | None = None,
         beta: BetaValue = 1.0,
         state_size: int | None = None,
         spectrum: SpectrumSpec | None = None,
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
+        solver: Solver | str | None = None,
+        adjoint: Adjoint | str | None = None,
         batch_first: bool = True,
         device: Device = None,
         dtype: DType = None,
         **axes: Any,
     ):
-        width = _check_width(width, axes)
+        width = _check_width(width, more, axes)
         gain = LRU() if axes.get("memory") is None else EMA()
         axes = {"gain": gain, "gate": SoftplusGate(), **axes}
         spectrum = choose_spectrum(timescales, length, spectrum)
@@ -480,9 +485,9 @@ class ADPTNet(RecurrentLayer):
     def paper(
         cls,
         width: int | None = None,
-        *,
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
+        *more: Any,
+        solver: Solver | str | None = None,
+        adjoint: Adjoint | str | None = None,
         batch_first: bool = True,
         device: Device = None,
         dtype: DType = None,
@@ -494,6 +499,7 @@ class ADPTNet(RecurrentLayer):
 
         Args:
             width: Features in and out.
+            more: As for `ADPTNet`.
             solver: As for `ADPTNet`.
             adjoint: As for `ADPTNet`.
             batch_first: As for `ADPTNet`.
@@ -502,12 +508,12 @@ class ADPTNet(RecurrentLayer):
             axes: `state_size`, `beta`, `spectrum` and the other components, whose defaults are those of
                 `cells.ADPTSpec`.
         """
-        layer, width = cls.__new__(cls), _check_width(width, axes)
+        layer, width = cls.__new__(cls), _check_width(width, more, axes)
         layer._setup(_make_spec(width, batch_first, **axes), solver, adjoint, device, dtype)
         return layer
 
     def _setup(
-        self, spec: LayerSpec, solver: Solver | None, adjoint: Adjoint | None, device: Device, dtype: DType
+        self, spec: LayerSpec, solver: Solver | str | None, adjoint: Adjoint | str | None, device: Device, dtype: DType
     ) -> None:
         RecurrentLayer.__init__(
             self,
@@ -530,14 +536,14 @@ def _make_spec(width: int, batch_first: bool, **axes: Any) -> LayerSpec:
 
 
 def choose_spectrum(
-    timescales: tuple[float, float] | None = None, length: int | None = None, spectrum: SpectrumSpec | None = None
-) -> SpectrumSpec:
+    timescales: tuple[float, float] | None = None, length: int | None = None, spectrum: SpectrumSpec | str | None = None
+) -> SpectrumSpec | str:
     """Return the spectrum that one of three arguments describes, or the default if none is given.
 
     Args:
         timescales: The shortest and the longest timescale, in steps.
         length: The number of steps of a sequence.
-        spectrum: The spectrum itself.
+        spectrum: The spectrum itself, or its name.
 
     Raises:
         SpecError: More than one of them is given, or a value is invalid.
@@ -564,24 +570,39 @@ def choose_spectrum(
 class Recurrent(RecurrentLayer):
     """A recurrent layer around any other cell, with the interface of `ADPTNet`: `Recurrent(cells.ReLURNN(width=64))`.
 
+    Around the spec of a cell, the output has the features of the input, by a read-out if needed. Around a cell itself or a
+    module of `torch.nn`, the output is the hidden state as it is, such as 32 features of `nn.GRUCell(16, 32)`, unless
+    `readout` is given. Such a layer has no spec; save its state dict.
+
     Args:
-        cell: The spec of a cell; or a cell itself, such as `cells.from_torch(nn.GRUCell(64, 64))`. A layer around a
-            cell has no spec; save its state dict.
-        readout: Map from the state to the output; see `LayerSpec`.
-        solver, adjoint, batch_first, device, dtype: See `ADPTNet`.
+        cell: The spec of a cell; a cell, such as `cells.from_function(step, state_size=64, input_size=16)`; or an
+            `nn.GRUCell`, a whole `nn.GRU` or another recurrent module of `torch.nn`.
+        readout: Map from the output of the cell to as many features as the input has; see `LayerSpec`.
+        batch_first: True for (batch, time, width), False for (time, batch, width). If not given, that of a whole
+            `nn.GRU`, and True otherwise.
+        solver, adjoint, device, dtype: See `ADPTNet`.
     """
 
     def __init__(
         self,
-        cell: CellSpec | Cell,
+        cell: CellSpec | nn.Module,
         *,
         readout: ProjectionSpec | None = None,
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
-        batch_first: bool = True,
+        solver: Solver | str | None = None,
+        adjoint: Adjoint | str | None = None,
+        batch_first: bool | None = None,
         device: Device = None,
         dtype: DType = None,
     ):
+        if batch_first is None:
+            batch_first = bool(getattr(cell, "batch_first", True))
+        if isinstance(cell, nn.RNNCellBase | nn.RNNBase):
+            cell = from_torch(cell)
+        if isinstance(cell, nn.Module) and not isinstance(cell, Cell):
+            raise InputError(
+                f"Recurrent takes the spec of a cell or a cell; got {type(cell).__name__}. Pass cells.from_torch(module) "
+                "for a module with the signature of nn.GRUCell, or cells.from_function(step, state_size=n)."
+            )
         spec = None if isinstance(cell, Cell) else LayerSpec(cell, readout, batch_first)
         if isinstance(cell, Cell):
             built = cell if device is None and dtype is None else cell.to(device=device, dtype=dtype)
@@ -592,3 +613,12 @@ class Recurrent(RecurrentLayer):
         super().__init__(
             built, built.input_size, readout, spec=spec, solver=solver, adjoint=adjoint, batch_first=batch_first
         )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        # Layers around a cell once had a dense read-out where the sizes differ: their state dicts still load.
+        weight = state_dict.get(f"{prefix}readout.weight")
+        if self.spec is None and self.readout is None and isinstance(weight, Tensor):
+            sizes = self.cell.output_size or self.cell.state_size, self.width
+            self._readout = Dense()
+            self.readout = self._readout.build(*sizes, device=weight.device, dtype=weight.dtype)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)

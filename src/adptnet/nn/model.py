@@ -15,6 +15,7 @@ from ..ops._fx import Proxy, record_call
 from ..spec import ModuleSpec, check_size, reject_unknown, reset_from_spec, spec, suggest_name
 from .bidirectional import BidirectionalSpec
 from .block import BlockSpec, Norm, NormName, ResidualBlock
+from .given import choose_depth, find_spec, make_layer, place
 from .layer import LayerSpec
 from .mixer import MixerSpec
 from .packing import check_padded
@@ -48,6 +49,7 @@ class ModelSpec(ModuleSpec):
     head: HeadName = "token"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "block", find_spec(self.block))
         if not isinstance(self.block, (BlockSpec, SwiGLUBlockSpec)):
             raise SpecError(f"ModelSpec(block={type(self.block).__name__}): must be a BlockSpec(layer.spec).")
         check_size(self, depth=self.depth)
@@ -80,9 +82,10 @@ class SequenceModel(Streamable):
     """A model from tokens or real-valued vectors to logits, with the state of every layer.
 
     Args:
-        block: The spec of every block, such as `presets.text(64)` or `BlockSpec(layer.spec)`; or the spec of a layer,
-            `layer.spec`, for a `SwiGLUBlockSpec` with RMS norm around it.
-        depth: Number of blocks. The argument of a `Stack` is `num_layers`.
+        block: The spec of every block, such as `presets.text(64)` or `BlockSpec(layer.spec)`; or a layer or its spec,
+            for a `SwiGLUBlockSpec` with RMS norm around it. The weights of a layer are copied into each block, as
+            `nn.TransformerEncoder` does; pass `layer.spec` for weights of their own.
+        depth: Number of blocks. The name `num_layers` is accepted too.
         vocabulary, input_size, output_size, head: See `ModelSpec`.
         norm, dropout: In place of those of the block; see `SwiGLUBlockSpec`.
         device: Device of the parameters.
@@ -91,7 +94,7 @@ class SequenceModel(Streamable):
 
     def __init__(
         self,
-        block: BlockSpec | SwiGLUBlockSpec | LayerSpec | BidirectionalSpec | MixerSpec,
+        block: BlockSpec | SwiGLUBlockSpec | LayerSpec | BidirectionalSpec | MixerSpec | nn.Module,
         *,
         depth: int = 1,
         vocabulary: int | None = None,
@@ -102,15 +105,27 @@ class SequenceModel(Streamable):
         dropout: float | None = None,
         device: Device = None,
         dtype: DType = None,
-        **unknown: Any,
+        **others: Any,
     ):
+        depth = choose_depth("SequenceModel", depth, others)
         known = ("depth", "vocabulary", "input_size", "output_size", "head", "norm", "dropout")
-        reject_unknown("SequenceModel", unknown, known, num_layers="depth", layer="block")
-        if not isinstance(block, (BlockSpec, SwiGLUBlockSpec)):
-            block = SwiGLUBlockSpec(block, expansion=2)
+        reject_unknown("SequenceModel", others, known, layer="block", vocab_size="vocabulary")
+        given = make_layer(block)
+        described = find_spec(given)
+        is_block = isinstance(described, (BlockSpec, SwiGLUBlockSpec))
+        spec: Any = described if is_block else SwiGLUBlockSpec(described, expansion=2)
         changed = {name: value for name, value in (("norm", norm), ("dropout", dropout)) if value is not None}
-        block = dataclasses.replace(block, **changed)  # type: ignore[arg-type]
-        self._setup(ModelSpec(block, depth, vocabulary, input_size, output_size, head), device, dtype)
+        if changed and is_block and isinstance(given, nn.Module):
+            raise SpecError(f"the block that you passed has its own {' and '.join(changed)}. Pass block.spec instead.")
+        spec = dataclasses.replace(spec, **changed)
+        self._setup(ModelSpec(spec, depth, vocabulary, input_size, output_size, head), device, dtype)
+        if isinstance(given, nn.Module):
+            for i, block in enumerate(self.blocks):
+                own: Any = place(given, described, device, dtype)
+                if is_block:
+                    self.blocks[i] = own
+                else:
+                    block.layer = own
 
     def _setup(self, spec: ModelSpec, device: Device, dtype: DType) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A stack of layers, like `num_layers` of `nn.GRU`."""
+"""A stack of layers, like an `nn.GRU` with several."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from .._typing import Device, DType
 from ..ops._fx import Proxy, record_call
 from ..spec import ModuleSpec, check_fraction, check_size, reject_unknown, reset_from_spec, spec
 from .bidirectional import BidirectionalSpec, check_layer
+from .given import choose_depth, make_layer, place
 from .layer import LayerSpec
 from .mixer import MixerSpec
 from .packing import check_padded
@@ -23,17 +24,19 @@ class StackSpec(ModuleSpec):
 
     Attributes:
         layer: A recurrent layer, a bidirectional layer, or a mixer.
-        num_layers: Number of layers.
+        depth: Number of layers.
         dropout: Dropout probability between layers.
     """
 
+    renamed_fields = {"num_layers": "depth"}
+
     layer: LayerSpec | BidirectionalSpec | MixerSpec
-    num_layers: int = 1
+    depth: int = 1
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
         check_layer(self, self.layer)
-        check_size(self, num_layers=self.num_layers)
+        check_size(self, depth=self.depth)
         check_fraction(self, below="at 1 nothing would pass", dropout=self.dropout)
 
     @property
@@ -41,15 +44,16 @@ class StackSpec(ModuleSpec):
         return self.layer.width
 
     def build(self, *, device: Device = None, dtype: DType = None) -> "Stack":
-        return Stack(self.layer, self.num_layers, dropout=self.dropout, device=device, dtype=dtype)
+        return Stack(self.layer, self.depth, dropout=self.dropout, device=device, dtype=dtype)
 
 
 class Stack(Streamable):
     """A stack of layers: (batch, time, width) in and out, with a tuple of states.
 
     Args:
-        layer: The spec of every layer, `layer.spec`.
-        num_layers: Number of layers, as in `nn.GRU`. The argument of a `SequenceModel` is `depth`.
+        layer: The spec of every layer; or a layer, whose weights are copied into each place, as
+            `nn.TransformerEncoder` does.
+        depth: Number of layers. The name `num_layers`, as in `nn.GRU`, is accepted too.
         dropout: Dropout probability between layers.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
@@ -57,19 +61,21 @@ class Stack(Streamable):
 
     def __init__(
         self,
-        layer: LayerSpec | BidirectionalSpec | MixerSpec,
-        num_layers: int = 1,
+        layer: LayerSpec | BidirectionalSpec | MixerSpec | nn.Module,
+        depth: int = 1,
         *,
         dropout: float = 0.0,
         device: Device = None,
         dtype: DType = None,
-        **unknown: Any,
+        **others: Any,
     ):
-        reject_unknown("Stack", unknown, ("num_layers", "dropout", "device", "dtype"), depth="num_layers")
+        depth = choose_depth("Stack", depth, others)
+        reject_unknown("Stack", others, ("depth", "dropout", "device", "dtype"))
         super().__init__()
-        self.spec = StackSpec(layer, num_layers, dropout)
-        self.width = layer.width
-        self.layers = nn.ModuleList(layer.build(device=device, dtype=dtype) for _ in range(num_layers))
+        layer = make_layer(layer)
+        self.spec = StackSpec(layer, depth, dropout)  # type: ignore[arg-type]  # replaced by its spec
+        self.width = self.spec.width
+        self.layers = nn.ModuleList(place(layer, self.spec.layer, device, dtype) for _ in range(depth))
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, state: tuple[Any, ...] | None = None, **run: Any) -> tuple[Tensor, LayerStates]:
