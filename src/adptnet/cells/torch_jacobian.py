@@ -130,7 +130,7 @@ def _differentiate_gru(layer: LayerWeights, state: Vector, inputs: Tensor) -> _D
     for weight, new_scale in ((layer.weight_hh, by_new * reset), (layer.weight_ih, by_new)):
         reset_weight, update_weight, new_weight = weight.chunk(3)
         terms.append([(by_update, update_weight), (new_scale, new_weight), (by_reset, reset_weight)])
-    return _Derivative(*terms, carried=update)
+    return _Derivative(terms[0], terms[1], carried=update)
 
 
 def _differentiate_lstm(layer: LayerWeights, state: Vector, inputs: Tensor) -> _Derivative:

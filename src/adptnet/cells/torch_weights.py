@@ -1,6 +1,6 @@
 """The layers inside a module of `torch.nn`, and one step of each as plain tensor operations."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,14 +36,16 @@ def list_layers(module: nn.Module) -> list[LayerWeights]:
         module: An `nn.RNNCell`, `nn.GRUCell` or `nn.LSTMCell`, or an `nn.RNN`, `nn.GRU` or `nn.LSTM`.
     """
     if isinstance(module, nn.RNNBase):
-        return [
-            LayerWeights(module.mode, *(getattr(module, f"{name}_l{k}", None) for name in LayerWeights._fields[1:]))
-            for k in range(module.num_layers)
-        ]
+        return [_read_layer(module, module.mode, f"_l{k}") for k in range(module.num_layers)]
     kind = "LSTM" if isinstance(module, nn.LSTMCell) else "GRU"
     if isinstance(module, nn.RNNCell):
         kind = f"RNN_{module.nonlinearity.upper()}"
-    return [LayerWeights(kind, *(getattr(module, name) for name in LayerWeights._fields[1:]))]
+    return [_read_layer(module, kind, "")]
+
+
+def _read_layer(module: nn.Module, kind: str, suffix: str) -> LayerWeights:
+    weights: list[Any] = [getattr(module, f"{name}{suffix}", None) for name in LayerWeights._fields[1:]]
+    return LayerWeights(kind, *weights)
 
 
 def advance(layer: LayerWeights, state: Tensor, inputs: Tensor) -> Tensor:

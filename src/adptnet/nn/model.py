@@ -1,7 +1,7 @@
 """A sequence model: encoder, residual blocks and head."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
@@ -15,6 +15,7 @@ from ..ops._fx import Proxy, record_call
 from ..spec import ModuleSpec, check_size, reject_unknown, reset_from_spec, spec, suggest_name
 from .bidirectional import BidirectionalSpec
 from .block import BlockSpec, Norm, NormName, ResidualBlock
+from .generation import EARLIER_NAMES, Generation, Stop, generate
 from .given import choose_depth, find_spec, make_layer, place
 from .layer import LayerSpec
 from .mixer import MixerSpec
@@ -214,46 +215,56 @@ class SequenceModel(Streamable):
         """Reinitialize all parameters in place, as the constructor does."""
         reset_from_spec(self, self.spec)
 
-    @torch.no_grad()
     def generate(
         self,
         prompt: Tensor,
-        steps: int,
+        max_new_tokens: int = 20,
         *,
+        do_sample: bool = True,
         temperature: float = 1.0,
         top_k: int | None = None,
+        top_p: float | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        stop: Stop | None = None,
+        pad_token_id: int | None = None,
         generator: torch.Generator | None = None,
+        **unknown: Any,
     ) -> Tensor:
-        """Sample `steps` tokens that continue `prompt`. The cost per token does not grow with the length.
+        """Return `prompt` and tokens that continue it. The cost per token does not grow with the length.
+
+        The arguments are those of transformers, but tokens are sampled by default.
 
         Args:
             prompt: (batch, time) tokens, at least one per sequence.
-            steps: Number of tokens to add.
+            max_new_tokens: Number of tokens to add, unless all sequences end before.
+            do_sample: False takes the most likely token.
             temperature: Logits are divided by it before sampling; 0 takes the most likely token.
             top_k: Sample among the k most likely tokens only.
+            top_p: Sample only among the most likely tokens whose probabilities first add up to p.
+            eos_token_id: A token, or several, that ends a sequence.
+            stop: A sequence of tokens, or several, that ends a sequence; or a function of the tokens so far, (batch, time),
+                that returns which sequences end, (batch,) bool.
+            pad_token_id: The token after the end of a sequence; the first of `eos_token_id` by default, 0 without any.
             generator: Random number generator.
 
         Returns:
-            (batch, time + steps) tokens, the prompt first.
+            (batch, time + n) tokens, the prompt first; n is `max_new_tokens`, or less if all sequences ended.
+
+        Raises:
+            InputError: The model is not from tokens to the same tokens, or an argument is out of range.
+            SpecError: An argument is unknown; the message suggests the right name.
         """
+        known = ("do_sample", "temperature", "top_k", "top_p", "eos_token_id", "stop", "pad_token_id", "generator")
+        reject_unknown("generate", unknown, ("max_new_tokens", *known), **EARLIER_NAMES)
         spec = self.spec
         if spec.vocabulary is None or spec.head != "token" or spec.output_size != spec.vocabulary:
             raise InputError(
                 f"generate needs a model from tokens to the same tokens; this one has vocabulary={spec.vocabulary}, "
                 f'output_size={spec.output_size}, head={spec.head!r}. Build it with vocabulary=..., head="token".'
             )
-        if prompt.dim() != 2 or prompt.shape[1] < 1:
-            raise InputError(f"prompt is (batch, time) with at least one token each; got shape {tuple(prompt.shape)}.")
-        if not temperature >= 0 or (top_k is not None and top_k < 1):
-            raise InputError(f"temperature={temperature}, top_k={top_k}: temperature must be >= 0, top_k >= 1.")
         with evaluation_mode(self):
-            stream = self.streaming(len(prompt))
-            logits, stream.state = self(prompt)
-            tokens, last = [prompt], logits[:, -1]
-            for _ in range(steps):
-                tokens.append(_sample(last, temperature, top_k, generator))
-                last = stream(tokens[-1].squeeze(-1))
-        return torch.cat(tokens, 1)
+            options = max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id, stop, pad_token_id, generator
+            return generate(self, prompt, Generation(*options))
 
     def _decode(self, y: Tensor, lengths: Tensor | None) -> Tensor:
         keep = None if lengths is None else make_validity_mask(lengths, y.shape[1])
@@ -277,16 +288,6 @@ class SequenceModel(Streamable):
             raise InputError(f"the model takes (batch, time, {self.spec.input_size}); got shape {tuple(x.shape)}.")
         if x.shape[1] == 0 and self.spec.head != "token":
             raise InputError(f"head={self.spec.head!r} needs at least one step; got shape {tuple(x.shape)}.")
-
-
-def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    if temperature == 0:
-        return logits.argmax(-1, keepdim=True)
-    if top_k is not None:
-        floor = logits.topk(min(top_k, logits.shape[-1]), -1).values[..., -1:]
-        logits = logits.masked_fill(logits < floor, -torch.inf)
-    above = logits - logits.amax(-1, keepdim=True)  # at most 0, so that no temperature overflows
-    return torch.multinomial((above / temperature).softmax(-1), 1, generator=generator)
 
 
 @contextmanager
