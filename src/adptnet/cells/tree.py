@@ -16,7 +16,7 @@ __all__ = ["Layout"]
 class Layout(NamedTuple):
     """The structure of a pytree and the shape of each of its tensors, without batch dimensions."""
 
-    structure: pytree.TreeSpec
+    template: Any  # a pytree of the same structure. A TreeSpec itself could not be copied
     shapes: tuple[tuple[int, ...], ...]
 
     @classmethod
@@ -35,7 +35,7 @@ class Layout(NamedTuple):
             parts.append(leaf.detach() if isinstance(leaf, Tensor) else torch.zeros(leaf))
         if not parts:
             raise IncompatibleError(f"state={template!r} holds no tensors. Pass sizes, e.g. state={{'h': 64, 'c': 64}}.")
-        layout = cls(structure, tuple(tuple(part.shape) for part in parts))
+        layout = cls(pytree.tree_unflatten([0] * len(parts), structure), tuple(tuple(part.shape) for part in parts))
         dtypes = [leaf.dtype for leaf in leaves if isinstance(leaf, Tensor)]
         dtype = dtypes[0] if dtypes else torch.get_default_dtype()
         return layout, torch.cat([part.reshape(-1).to(dtype) for part in parts])
@@ -56,7 +56,13 @@ class Layout(NamedTuple):
             if not isinstance(leaf, Tensor) or leaf.dim() < leading:
                 given = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
                 raise InputError(f"prepare must return tensors (batch, time, ...); got {given}.")
-        return cls(structure, tuple(tuple(leaf.shape[leading:]) for leaf in leaves))
+        shapes = tuple(tuple(leaf.shape[leading:]) for leaf in leaves)
+        return cls(pytree.tree_unflatten([0] * len(leaves), structure), shapes)
+
+    @property
+    def structure(self) -> pytree.TreeSpec:
+        """The structure of the pytree."""
+        return pytree.tree_structure(self.template)
 
     @property
     def size(self) -> int:
@@ -66,7 +72,7 @@ class Layout(NamedTuple):
     @property
     def is_tensor(self) -> bool:
         """Whether the pytree is a single tensor."""
-        return self.structure.is_leaf()
+        return self.template == 0
 
     def ravel(self, tree: Any, leading: torch.Size | None) -> Tensor:
         """Return a pytree as one tensor (*leading, size).

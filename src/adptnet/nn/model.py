@@ -145,7 +145,7 @@ class SequenceModel(Streamable):
         self.decoder = nn.Linear(width, spec.output_size, device=device, dtype=dtype)
 
     def forward(
-        self, x: Tensor, state: tuple[Any, ...] | None = None, *, lengths: Tensor | None = None, **run: Any
+        self, x: Tensor, state: Any = None, *, lengths: Tensor | None = None, **run: Any
     ) -> tuple[Tensor, LayerStates]:
         """Return logits and the states of all layers.
 
@@ -176,7 +176,7 @@ class SequenceModel(Streamable):
             leaving.append(after)
         return self._decode(y, lengths), LayerStates(leaving)
 
-    def step(self, x: Tensor, state: tuple[Any, ...] | None = None) -> tuple[Tensor, LayerStates]:
+    def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, LayerStates]:
         """Run one step.
 
         Args:

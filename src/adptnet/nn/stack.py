@@ -78,7 +78,7 @@ class Stack(Streamable):
         self.layers = nn.ModuleList(place(layer, self.spec.layer, device, dtype) for _ in range(depth))
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, state: tuple[Any, ...] | None = None, **run: Any) -> tuple[Tensor, LayerStates]:
+    def forward(self, x: Tensor, state: Any = None, **run: Any) -> tuple[Tensor, LayerStates]:
         """Run all layers along a sequence.
 
         Args:
@@ -93,7 +93,7 @@ class Stack(Streamable):
             return record_call(self, x, state, run)
         return self._run_layers(lambda layer: lambda y, s: layer(y, s, **run), x, state)
 
-    def step(self, x: Tensor, state: tuple[Any, ...] | None = None) -> tuple[Tensor, LayerStates]:
+    def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, LayerStates]:
         """Run one step on (batch, width).
 
         Args:
@@ -116,7 +116,7 @@ class Stack(Streamable):
         """Reinitialize all parameters in place, as the constructor does."""
         reset_from_spec(self, self.spec)
 
-    def _run_layers(self, method: Any, x: Tensor, state: tuple[Any, ...] | None) -> tuple[Tensor, LayerStates]:
+    def _run_layers(self, method: Any, x: Tensor, state: Any) -> tuple[Tensor, LayerStates]:
         check_padded(x)
         entering = split_states(self.layers, state)
         leaving = []
