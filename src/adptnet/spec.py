@@ -302,8 +302,8 @@ def _decode(value: Any, where: str, depth: int = 1) -> Any:
         _import_specs()
     if not isinstance(name, str) or name not in _registry:
         raise SpecError(
-            f"{where} has the type {_repr(name)}, which is unknown here.{suggest_name(str(name), _registry)} If it is your "
-            "own, import its module first; on the command line: adptnet --import MODULE COMMAND ..."
+            f"{where} has the type {_repr(name)}, which is unknown here.{suggest_name(str(name), _registry)} If it is "
+            "your own, import its module first; on the command line: adptnet --import MODULE COMMAND ..."
         )
     kind = _registry[name]
     renamed = {kind.renamed_fields.get(field, field): item for field, item in value.items()}

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from ..cells import Cell
 from ..errors import IncompatibleError, InputError
 from ..nn.layer import ADPTNet, RecurrentLayer
-from ..solvers.problem import resolve_system
 from ..solvers import DEER, ConvDEER, ForwardDEER, Jacobi, KoopmanDEER, Picard, QuasiDEER, Sequential, Solver
+from ..solvers.problem import resolve_system
 from .definition import define_step
 
 __all__ = ["Verification", "verify"]

@@ -156,8 +156,8 @@ class Cell(nn.Module, abc.ABC):
         """
         if not isinstance(state, Tensor):
             raise InputError(
-                f"the state is a {type(state).__name__}; {type(self).__name__} takes a tensor (batch, {self.state_size}), "
-                "or the ADPTState that an earlier call returned."
+                f"the state is a {type(state).__name__}; {type(self).__name__} takes a tensor "
+                f"(batch, {self.state_size}), or the ADPTState that an earlier call returned."
             )
         return state
 

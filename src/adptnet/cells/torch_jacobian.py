@@ -7,8 +7,8 @@ With the rows of a weight W scaled by a vector s written as s W, and the gates n
 - `LSTMCell`, on the state (h, c): ∂c'/∂h = c f (1 - f) W_hf + g i (1 - i) W_hi + i (1 - g²) W_hg, ∂c'/∂c = diag(f),
   ∂h'/∂h = tanh(c') o (1 - o) W_ho + k ∂c'/∂h and ∂h'/∂c = diag(k f) with k = o (1 - tanh² c').
 
-The derivatives with respect to the input x have W_i in place of W_h and no diagonal matrices; in the GRU, W_in without r.
-Of several layers, each takes h' of the layer below as x: the Jacobian is block lower triangular.
+The derivatives with respect to the input x have W_i in place of W_h and no diagonal matrices; in the GRU, W_in
+without r. Of several layers, each takes h' of the layer below as x: the Jacobian is block lower triangular.
 """
 
 from typing import NamedTuple

@@ -34,7 +34,9 @@ class Layout(NamedTuple):
                 check_size(owner, state=leaf)
             parts.append(leaf.detach() if isinstance(leaf, Tensor) else torch.zeros(leaf))
         if not parts:
-            raise IncompatibleError(f"state={template!r} holds no tensors. Pass sizes, e.g. state={{'h': 64, 'c': 64}}.")
+            raise IncompatibleError(
+                f"state={template!r} holds no tensors. Pass sizes, e.g. state={{'h': 64, 'c': 64}}."
+            )
         layout = cls(pytree.tree_unflatten([0] * len(parts), structure), tuple(tuple(part.shape) for part in parts))
         dtypes = [leaf.dtype for leaf in leaves if isinstance(leaf, Tensor)]
         dtype = dtypes[0] if dtypes else torch.get_default_dtype()
@@ -72,7 +74,7 @@ class Layout(NamedTuple):
     @property
     def is_tensor(self) -> bool:
         """Whether the pytree is a single tensor."""
-        return self.template == 0
+        return isinstance(self.template, int)
 
     def ravel(self, tree: Any, leading: torch.Size | None) -> Tensor:
         """Return a pytree as one tensor (*leading, size).

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -313,7 +313,8 @@ def _wrap_module(module: nn.Module, state: Any, input_size: int | None) -> Cell:
     if state is None:
         if input_size is None:
             raise IncompatibleError(
-                f"{name} has no attribute input_size. Pass input_size=, or its hidden state: state=64 or state=(64, 64)."
+                f"{name} has no attribute input_size. Pass input_size=, or the sizes of its hidden state: "
+                "state=64 or state=(64, 64)."
             )
         state = _probe_state(module, input_size)
     first = next(iter(pytree.tree_leaves(state)), None)
@@ -334,18 +335,22 @@ def _probe_state(module: nn.Module, input_size: int) -> Any:
     except Exception as error:
         raise IncompatibleError(
             f"from_torch called {type(module).__name__} on an input of shape {tuple(x.shape)}, then again with the "
-            f"hidden state that it returned, and it raised {type(error).__name__}: {error}. Pass the sizes of the hidden "
-            "state, e.g. state=64 or state=(64, 64), or write cells.from_function(lambda state, input: ..., state=...)."
+            f"hidden state that it returned, and it raised {type(error).__name__}: {error}. Pass the sizes of the "
+            "hidden state, e.g. state=64 or state=(64, 64), or write cells.from_function(lambda state, input: ..., state=...)."
         ) from error
     finally:
         for part, training in modes:
             part.training = training
     leaves, structure = pytree.tree_flatten(after)
     shapes = [getattr(leaf, "shape", None) for leaf in leaves]
-    if not leaves or structure != pytree.tree_structure(again) or not all(s and len(s) == 2 and s[0] == 1 for s in shapes):
+    if (
+        not leaves
+        or structure != pytree.tree_structure(again)
+        or not all(s and len(s) == 2 and s[0] == 1 for s in shapes)
+    ):
         raise IncompatibleError(
-            f"{type(module).__name__} returned {_describe(after)} for an input of shape {tuple(x.shape)}. A module with the "
-            "signature of nn.GRUCell returns its next hidden state: a tensor (batch, n), or a tuple of them. Write "
+            f"{type(module).__name__} returned {_describe(after)} for an input of shape {tuple(x.shape)}. A module with "
+            "the signature of nn.GRUCell returns its next hidden state: a tensor (batch, n), or a tuple of them. Write "
             "cells.from_function(lambda state, input: ..., state=...) for another."
         )
     return pytree.tree_unflatten([leaf.shape[-1] for leaf in leaves], structure)
@@ -375,8 +380,8 @@ def from_function(
     """Wrap any `function(state, input) -> state` as a cell.
 
     A state of several tensors is a tuple, a dictionary or any other pytree:
-    `from_function(step, state={"h": 64, "c": 64})`. Solvers see one flat tensor; `cell.unravel(solution.states)` returns
-    the states in the structure of the function, and `state=` of a call takes either form.
+    `from_function(step, state={"h": 64, "c": 64})`. Solvers see one flat tensor; `cell.unravel(solution.states)`
+    returns the states in the structure of the function, and `state=` of a call takes either form.
 
     Parameters that depend on the input, but not on the state, are computed for all steps in parallel by `prepare`.
 
@@ -388,8 +393,8 @@ def from_function(
         input_size: Features of the input; None if any number is accepted.
         state: In place of `state_size`, a pytree with the size of each tensor; or with a tensor as the initial state of
             one sequence, of any shape. The initial state is zero where a size is given.
-        prepare: Called with the inputs of all steps, (batch, time, input_size); returns a tensor (batch, time, ...) or a
-            pytree of them, of which `function` gets the rows as its second argument. Each step must depend on its own
+        prepare: Called with the inputs of all steps, (batch, time, input_size); returns a tensor (batch, time, ...) or
+            a pytree of them, of which `function` gets the rows as its second argument. Each step must depend on its own
             input only. Needs `input_size`.
 
     Raises:
@@ -469,10 +474,14 @@ class FunctionCell(Cell):
             self.prepared = Layout.of_values(values, 2)
 
     def initial_state(self, batch: int, *, device: Device = None, dtype: DType = None) -> Tensor:
-        if getattr(self, "initial", None) is None:
+        start: Any = getattr(self, "initial", None)
+        if start is None:
             return super().initial_state(batch, device=device, dtype=dtype)
-        start: Tensor = self.initial
-        return start.to(device=device or self.device or start.device, dtype=dtype or self.dtype).repeat(batch, 1)
+        return (
+            cast(Tensor, start)
+            .to(device=device or self.device or start.device, dtype=dtype or self.dtype)
+            .repeat(batch, 1)
+        )
 
     def prepare(self, inputs: Tensor, position: Positions) -> Tensor:
         _check_precision(self)

@@ -35,8 +35,8 @@ class Generation:
             raise InputError(f"generate(max_new_tokens={count!r}): must be a number of tokens, an integer >= 0.")
         if not self.temperature >= 0 or (k is not None and k < 1) or (p is not None and not 0 < p <= 1):
             raise InputError(
-                f"temperature={self.temperature}, top_k={k}, top_p={p}: temperature must be >= 0, top_k >= 1, and top_p "
-                "in (0, 1]."
+                f"temperature={self.temperature}, top_k={k}, top_p={p}: temperature must be >= 0, top_k >= 1, and "
+                "top_p in (0, 1]."
             )
 
     @property

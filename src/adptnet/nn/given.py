@@ -57,8 +57,8 @@ def find_spec(layer: Any) -> Any:
     if isinstance(layer, RecurrentLayer) and layer.spec is None:
         if layer.output_size != layer.width:
             raise SpecError(
-                f"this layer maps {layer.width} to {layer.output_size} features, and a block or stack needs as many out "
-                "as in. Pass Recurrent(cell, readout=projections.Dense())."
+                f"this layer maps {layer.width} to {layer.output_size} features, and a block or stack needs as many "
+                "out as in. Pass Recurrent(cell, readout=projections.Dense())."
             )
         return LayerSpec(GivenCell(layer.width, layer.cell), layer._readout, layer.batch_first)
     spec = getattr(layer, "spec", None)
@@ -66,7 +66,7 @@ def find_spec(layer: Any) -> Any:
 
 
 def place(layer: Any, spec: Any, device: Device, dtype: DType) -> Any:
-    """Return a new module for a place in a container: a copy of a layer with its weights, or a module built from a spec.
+    """Return a new module for a place in a container: a copy of a layer with its weights, or one built from a spec.
 
     Args:
         layer: What a user passed: a layer or its spec.

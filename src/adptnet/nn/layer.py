@@ -82,8 +82,8 @@ class RecurrentLayer(Streamable, abc.ABC):
     Args:
         cell: The cell.
         width: Features of the inputs; and of the outputs, if there is a read-out.
-        readout: The map from the cell's output to `width`. If None: a dense map if there is a spec and the sizes differ,
-            otherwise none.
+        readout: The map from the cell's output to `width`. If None: a dense map if there is a spec and the sizes
+            differ, otherwise none.
         spec: The spec of the layer; None if it was made from a cell.
         solver: The default solver; `Sequential()` if None.
         adjoint: The default adjoint; that of the solver if None.
@@ -401,7 +401,7 @@ def _to_batch_first(values: Tensor | None) -> Tensor | None:
 
 
 def _check_width(width: int | None, more: tuple[Any, ...], axes: Iterable[str]) -> int:
-    """Return `width`. Raise `SpecError` if it is missing, has another name, or is one of several positional arguments."""
+    """Return `width`. Raise `SpecError` if it is missing, has another name, or is not the only positional argument."""
     gru = "adptnet.nn.ADPTRNN(input_size, hidden_size) has the arguments of nn.GRU"
     if more:
         call = f"({', '.join(map(str, (width, *more)))})"
@@ -477,8 +477,8 @@ class ADPTNet(RecurrentLayer):
         width = _check_width(width, more, axes)
         gain = LRU() if axes.get("memory") is None else EMA()
         axes = {"gain": gain, "gate": SoftplusGate(), **axes}
-        spectrum = choose_spectrum(timescales, length, spectrum)
-        layer = _make_spec(width, batch_first, state_size=state_size, beta=beta, spectrum=spectrum, **axes)
+        chosen = choose_spectrum(timescales, length, spectrum)
+        layer = _make_spec(width, batch_first, state_size=state_size, beta=beta, spectrum=chosen, **axes)
         self._setup(layer, solver, adjoint, device, dtype)
 
     @classmethod
@@ -537,8 +537,8 @@ def _make_spec(width: int, batch_first: bool, **axes: Any) -> LayerSpec:
 
 def choose_spectrum(
     timescales: tuple[float, float] | None = None, length: int | None = None, spectrum: SpectrumSpec | str | None = None
-) -> SpectrumSpec | str:
-    """Return the spectrum that one of three arguments describes, or the default if none is given.
+) -> Any:
+    """Return the spectrum that one of three arguments describes, or the default if none is given; text as it is.
 
     Args:
         timescales: The shortest and the longest timescale, in steps.
@@ -570,8 +570,8 @@ def choose_spectrum(
 class Recurrent(RecurrentLayer):
     """A recurrent layer around any other cell, with the interface of `ADPTNet`: `Recurrent(cells.ReLURNN(width=64))`.
 
-    Around the spec of a cell, the output has the features of the input, by a read-out if needed. Around a cell itself or a
-    module of `torch.nn`, the output is the hidden state as it is, such as 32 features of `nn.GRUCell(16, 32)`, unless
+    Around the spec of a cell, the output has the features of the input, by a read-out if needed. Around a cell itself or
+    a module of `torch.nn`, the output is the hidden state as it is, such as 32 features of `nn.GRUCell(16, 32)`, unless
     `readout` is given. Such a layer has no spec; save its state dict.
 
     Args:
@@ -600,8 +600,8 @@ class Recurrent(RecurrentLayer):
             cell = from_torch(cell)
         if isinstance(cell, nn.Module) and not isinstance(cell, Cell):
             raise InputError(
-                f"Recurrent takes the spec of a cell or a cell; got {type(cell).__name__}. Pass cells.from_torch(module) "
-                "for a module with the signature of nn.GRUCell, or cells.from_function(step, state_size=n)."
+                f"Recurrent takes the spec of a cell or a cell; got {type(cell).__name__}. Pass "
+                "cells.from_torch(module) for a module with the signature of nn.GRUCell, or cells.from_function(step, state_size=n)."
             )
         spec = None if isinstance(cell, Cell) else LayerSpec(cell, readout, batch_first)
         if isinstance(cell, Cell):

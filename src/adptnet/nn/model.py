@@ -242,8 +242,8 @@ class SequenceModel(Streamable):
             top_k: Sample among the k most likely tokens only.
             top_p: Sample only among the most likely tokens whose probabilities first add up to p.
             eos_token_id: A token, or several, that ends a sequence.
-            stop: A sequence of tokens, or several, that ends a sequence; or a function of the tokens so far, (batch, time),
-                that returns which sequences end, (batch,) bool.
+            stop: A sequence of tokens, or several, that ends a sequence; or a function of the tokens so far, (batch,
+                time), that returns which sequences end, (batch,) bool.
             pad_token_id: The token after the end of a sequence; the first of `eos_token_id` by default, 0 without any.
             generator: Random number generator.
 

@@ -1,6 +1,7 @@
 """A stack of layers, like an `nn.GRU` with several."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -28,7 +29,7 @@ class StackSpec(ModuleSpec):
         dropout: Dropout probability between layers.
     """
 
-    renamed_fields = {"num_layers": "depth"}
+    renamed_fields: ClassVar[Mapping[str, str]] = {"num_layers": "depth"}
 
     layer: LayerSpec | BidirectionalSpec | MixerSpec
     depth: int = 1

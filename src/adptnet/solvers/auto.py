@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..cells.base import ADPTState, Cell
+from ..cells.base import Cell
 from ..cells.spec import ADPTSpec
 from ..cells.structure import choose_scan, find_eigenvalues
 from ..ops._backends import Backend, note_run

@@ -3,13 +3,12 @@
 import abc
 import dataclasses
 import enum
-
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..cells.base import ADPTState, Cell
+from ..cells.base import Cell
 from .adjoints import Adjoint
 from .fixed_point import History
 
@@ -42,7 +41,8 @@ class Solution:
         residual: (batch,), max |f(s_{t-1}) - s_t|.
         converged_steps: (batch,) int64, the number of leading steps that have converged.
         solver: The solver that was used.
-        cell: The cell. `solution.cell.unravel(solution.states)` has the structure of the module or function that it wraps.
+        cell: The cell. `solution.cell.unravel(solution.states)` has the structure of the module or function that it
+            wraps.
         history: The residuals of each iteration; None for solvers that do not iterate.
     """
 

@@ -30,7 +30,9 @@ def as_solver(solver: Any) -> Solver:
         return choose(solver, {kind.__name__: kind for kind in _SOLVERS}, "solver")
     if not isinstance(solver, Solver):
         known = [kind.__name__ for kind in _SOLVERS if kind is solver]
-        raise InputError(f"solver={solver!r}: must be a solver object. Pass solver=solvers.{(*known, 'Sequential')[0]}().")
+        raise InputError(
+            f"solver={solver!r}: must be a solver object. Pass solver=solvers.{(*known, 'Sequential')[0]}()."
+        )
     return solver
 
 

@@ -1,7 +1,6 @@
 """Base class of the parallel-in-time solvers: input handling, failure policies and attaching gradients."""
 
 import abc
-
 from typing import Any
 
 import torch

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..cells.base import ADPTState, Cell
+from ..cells.base import Cell
 from ..cells.structure import choose_scan
 from ..errors import InputError
 from ..ops._backends import REFERENCE, Backend, note_run

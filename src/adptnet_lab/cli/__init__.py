@@ -136,8 +136,8 @@ def _overview() -> str:
             "",
             *(f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items()),
             "",
-            "`adptnet COMMAND --help` lists the options of a command. `--import MODULE` makes the specs of a module of your",
-            "own known, which a run was trained with.",
+            "`adptnet COMMAND --help` lists the options of a command. `--import MODULE` imports a module of",
+            "your own, whose specs a run was trained with.",
         ]
     )
 

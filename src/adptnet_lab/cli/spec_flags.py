@@ -166,8 +166,8 @@ def make_layer(name: str, width: int) -> Any:
     """Return the spec of a layer or of a spiking network.
 
     Args:
-        name: One of `known_layers` or `known_networks`; or of your own: "module:Name", or the name of an entry point in the
-            group `adptnet.layers` or `adptnet.cells`. It is the spec of a cell or mixer, or a function of the width.
+        name: One of `known_layers` or `known_networks`; or of your own: "module:Name", or the name of an entry point in
+            the group `adptnet.layers` or `adptnet.cells`. It is the spec of a cell or mixer, or a function of the width.
         width: Its width.
 
     Raises:
@@ -183,7 +183,8 @@ def make_layer(name: str, width: int) -> Any:
     made = LayerSpec(made) if isinstance(made, CellSpec) else made
     if not isinstance(made, (*typing.get_args(typing.get_type_hints(BlockSpec)["layer"]), SpikingModelSpec)):
         raise InputError(
-            f"{name}({width}) is a {type(made).__name__}. It must be the spec of a cell, layer or mixer, marked with @spec."
+            f"{name}({width}) is a {type(made).__name__}. It must be the spec of a cell, layer or mixer, marked "
+            "with @spec."
         )
     return made
 

@@ -69,7 +69,8 @@ def get_task(name: str) -> type[Task]:
     """Return the class of the task called `name`, e.g. `get_task("word-problem")("S5", length=16)`.
 
     Args:
-        name: Name of the task; or of your own: "module:Name", or the name of an entry point in the group `adptnet.tasks`.
+        name: Name of the task; or of your own: "module:Name", or the name of an entry point in the group
+            `adptnet.tasks`.
 
     Raises:
         InputError: There is none; the message suggests the nearest name.

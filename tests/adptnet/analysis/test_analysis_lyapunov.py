@@ -459,7 +459,7 @@ def test_wrong_types_and_devices_are_explained():
     layer, x = ADPTNet.paper(4), torch.randn(2, 30, 4)
     with pytest.raises(InputError, match="the state is a list"):
         lyapunov_exponents(henon, state=[0.1, 0.1], steps=20)
-    with pytest.raises(IncompatibleError, match="bidirectional nn.GRU needs the whole sequence"):
+    with pytest.raises(IncompatibleError, match=r"bidirectional nn\.GRU needs the whole sequence"):
         lyapunov_exponents(nn.GRU(4, 3, bidirectional=True), x)
     with pytest.raises(InputError, match=r"steps=100.0.*an integer >= 1"):
         lyapunov_exponents(henon, state=torch.zeros(2), steps=100.0)

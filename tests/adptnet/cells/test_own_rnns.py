@@ -1,4 +1,4 @@
-"""RNNs that people have: whole modules of torch, modules with the signature of its cells, and states of several tensors."""
+"""RNNs that users have: whole modules of torch, modules with the signature of its cells, states of several tensors."""
 
 import copy
 
@@ -162,7 +162,9 @@ def test_dropout_between_layers_is_rejected_in_training_only():
     assert_close(solvers.DEER()(module, x).outputs, module(x)[0].transpose(0, 1), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("bad", [(0,), (1, BATCH, HIDDEN), (2, BATCH, HIDDEN + 1), (BATCH, HIDDEN), (2, 1, BATCH, HIDDEN)])
+@pytest.mark.parametrize(
+    "bad", [(0,), (1, BATCH, HIDDEN), (2, BATCH, HIDDEN + 1), (BATCH, HIDDEN), (2, 1, BATCH, HIDDEN)]
+)
 def test_a_hidden_state_of_another_shape_is_rejected(bad):
     with pytest.raises(InputError, match=r"nn.GRU takes \(2, batch, 5\), or the flat \(batch, 10\)"):
         Recurrent(nn.GRU(INPUT, HIDDEN, 2))(torch.randn(STEPS, BATCH, INPUT), torch.zeros(bad))

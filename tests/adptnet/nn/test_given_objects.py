@@ -1,4 +1,4 @@
-"""Objects where they fit: layers in place of specs, tensors as states, text for common choices, names of other libraries."""
+"""Layers in place of specs, tensors as states, text for common choices, and names of other libraries."""
 
 import copy
 
@@ -84,7 +84,7 @@ def test_containers_take_recurrent_modules_without_a_spec(make):
     assert_close(stack(x)[0], layer(layer(x)[0])[0], rtol=0, atol=1e-6)
     model = SequenceModel(given, depth=2, vocabulary=5)
     tokens = torch.randint(5, (2, 7))
-    whole, state = model(tokens)
+    whole, _ = model(tokens)
     logits, _ = model.step(tokens[:, 6], model(tokens[:, :6])[1])
     assert_close(logits, whole[:, 6], rtol=0, atol=1e-5)
     before = [p.clone() for p in model.blocks[1].layer.parameters()]
@@ -160,7 +160,9 @@ def test_a_tensor_is_a_state_at_the_first_position():
     state = layer.initial_state(3)._replace(state=h)
     for run in (layer, layer.solve, lambda y, s: layer.step(y[:, 0], s), lambda y, s: layer(y, s, solver="deer")):
         found, expected = run(x, h), run(x, state)
-        for own, its in zip(*((r.states, r.final) if hasattr(r, "final") else r for r in (found, expected)), strict=True):
+        for own, its in zip(
+            *((r.states, r.final) if hasattr(r, "final") else r for r in (found, expected)), strict=True
+        ):
             assert_close(own, its, rtol=0, atol=0)
     assert_close(layer(x[0], h[0])[0], layer(x[:1], h[:1])[0][0])
     assert torch.autograd.grad(layer(x, h)[0].sum(), h)[0].abs().sum() > 0
@@ -188,7 +190,17 @@ def test_text_chooses_what_the_class_of_this_name_does():
     assert adpt.nn.ADPTRNN(4, 5, spectrum="timescales").spec.cell.spectrum == adpt.spectra.Timescales()
     assert ADPTNet.paper(WIDTH, conjugate="diagonal", beta=0).spec.cell.conjugate == adpt.conjugates.Diagonal()
     assert LayerSpec(cells.GRU(3, 4), readout="dense").readout == projections.Dense()
-    for name in ("sequential", "auto", "DEER", "quasi-deer", "forward_deer", "ConvDEER", "koopman deer", "jacobi", "picard"):
+    for name in (
+        "sequential",
+        "auto",
+        "DEER",
+        "quasi-deer",
+        "forward_deer",
+        "ConvDEER",
+        "koopman deer",
+        "jacobi",
+        "picard",
+    ):
         solver = ADPTNet(WIDTH, solver=name).solver
         assert type(solver) is type(getattr(solvers, repr(solver).partition("(")[0])())
         assert_close(layer(x, solver=name)[0], layer(x)[0], rtol=0, atol=1e-5)
@@ -202,7 +214,10 @@ def test_text_chooses_what_the_class_of_this_name_does():
     ("call", "message"),
     [
         (lambda: ADPTNet(4, gain="foo"), r"ADPTSpec\(gain='foo'\) is unknown. Pass one of 'ema', 'lru', 'zoh'"),
-        (lambda: ADPTNet(4, projection="low-rank"), r"LowRank has required arguments. Pass projection=LowRank\(\.\.\.\)"),
+        (
+            lambda: ADPTNet(4, projection="low-rank"),
+            r"LowRank has required arguments. Pass projection=LowRank\(\.\.\.\)",
+        ),
         (lambda: ADPTNet(4, solver="newton"), r"solver='newton' is unknown. Pass one of 'auto', 'convdeer', 'deer'"),
         (lambda: ADPTNet(4)(torch.randn(1, 2, 4), solver=""), "solver='' is unknown"),
         (lambda: ADPTNet(4)(torch.randn(1, 2, 4), adjoint="exact"), "'checkpointed', 'implicit', 'unrolled'"),

@@ -1,4 +1,4 @@
-"""Tasks and layers of one's own on the command line: module:Name, entry points, and runs that were trained with them."""
+"""Tasks and layers of one's own on the command line: module:Name, entry points, and runs trained with them."""
 
 import importlib.metadata
 import sys
