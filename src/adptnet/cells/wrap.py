@@ -336,7 +336,8 @@ def _probe_state(module: nn.Module, input_size: int) -> Any:
         raise IncompatibleError(
             f"from_torch called {type(module).__name__} on an input of shape {tuple(x.shape)}, then again with the "
             f"hidden state that it returned, and it raised {type(error).__name__}: {error}. Pass the sizes of the "
-            "hidden state, e.g. state=64 or state=(64, 64), or write cells.from_function(lambda state, input: ..., state=...)."
+            "hidden state, e.g. state=64 or state=(64, 64), or write "
+            "cells.from_function(lambda state, input: ..., state=...)."
         ) from error
     finally:
         for part, training in modes:
@@ -350,8 +351,8 @@ def _probe_state(module: nn.Module, input_size: int) -> Any:
     ):
         raise IncompatibleError(
             f"{type(module).__name__} returned {_describe(after)} for an input of shape {tuple(x.shape)}. A module with "
-            "the signature of nn.GRUCell returns its next hidden state: a tensor (batch, n), or a tuple of them. Write "
-            "cells.from_function(lambda state, input: ..., state=...) for another."
+            "the signature of nn.GRUCell returns its next hidden state: a tensor (batch, n), or a tuple of them. "
+            "Write cells.from_function(lambda state, input: ..., state=...) for another."
         )
     return pytree.tree_unflatten([leaf.shape[-1] for leaf in leaves], structure)
 

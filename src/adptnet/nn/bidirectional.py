@@ -171,8 +171,8 @@ def check_layer(owner: ModuleSpec, layer: object) -> None:
     layer = find_spec(layer)
     if not isinstance(layer, (LayerSpec, BidirectionalSpec, MixerSpec)):
         raise SpecError(
-            f"{type(owner).__name__}(layer={type(layer).__name__}): must be a LayerSpec, BidirectionalSpec or MixerSpec, "
-            "or a layer. Pass e.g. ADPTNet(64)."
+            f"{type(owner).__name__}(layer={type(layer).__name__}): must be a LayerSpec, BidirectionalSpec or "
+            "MixerSpec, or a layer. Pass e.g. ADPTNet(64)."
         )
     object.__setattr__(owner, "layer", layer)
     if isinstance(layer, LayerSpec):

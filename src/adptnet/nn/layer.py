@@ -570,9 +570,9 @@ def choose_spectrum(
 class Recurrent(RecurrentLayer):
     """A recurrent layer around any other cell, with the interface of `ADPTNet`: `Recurrent(cells.ReLURNN(width=64))`.
 
-    Around the spec of a cell, the output has the features of the input, by a read-out if needed. Around a cell itself or
-    a module of `torch.nn`, the output is the hidden state as it is, such as 32 features of `nn.GRUCell(16, 32)`, unless
-    `readout` is given. Such a layer has no spec; save its state dict.
+    Around the spec of a cell, the output has the features of the input, by a read-out if needed. Around a cell
+    itself or a module of `torch.nn`, the output is the hidden state as it is, such as 32 features of
+    `nn.GRUCell(16, 32)`, unless `readout` is given. Such a layer has no spec; save its state dict.
 
     Args:
         cell: The spec of a cell; a cell, such as `cells.from_function(step, state_size=64, input_size=16)`; or an
@@ -601,7 +601,8 @@ class Recurrent(RecurrentLayer):
         if isinstance(cell, nn.Module) and not isinstance(cell, Cell):
             raise InputError(
                 f"Recurrent takes the spec of a cell or a cell; got {type(cell).__name__}. Pass "
-                "cells.from_torch(module) for a module with the signature of nn.GRUCell, or cells.from_function(step, state_size=n)."
+                "cells.from_torch(module) for a module with the signature of nn.GRUCell, or "
+                "cells.from_function(step, state_size=n) for a function."
             )
         spec = None if isinstance(cell, Cell) else LayerSpec(cell, readout, batch_first)
         if isinstance(cell, Cell):

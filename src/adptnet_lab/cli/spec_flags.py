@@ -167,7 +167,7 @@ def make_layer(name: str, width: int) -> Any:
 
     Args:
         name: One of `known_layers` or `known_networks`; or of your own: "module:Name", or the name of an entry point in
-            the group `adptnet.layers` or `adptnet.cells`. It is the spec of a cell or mixer, or a function of the width.
+            the group `adptnet.layers` or `adptnet.cells`. It is the class of a spec, or a function of the width.
         width: Its width.
 
     Raises:
