@@ -350,8 +350,8 @@ def _probe_state(module: nn.Module, input_size: int) -> Any:
         or not all(s and len(s) == 2 and s[0] == 1 for s in shapes)
     ):
         raise IncompatibleError(
-            f"{type(module).__name__} returned {_describe(after)} for an input of shape {tuple(x.shape)}. A module with "
-            "the signature of nn.GRUCell returns its next hidden state: a tensor (batch, n), or a tuple of them. "
+            f"{type(module).__name__} returned {_describe(after)} for an input of shape {tuple(x.shape)}. A module "
+            "with the signature of nn.GRUCell returns its next hidden state: a tensor (batch, n), or a tuple of them. "
             "Write cells.from_function(lambda state, input: ..., state=...) for another."
         )
     return pytree.tree_unflatten([leaf.shape[-1] for leaf in leaves], structure)
