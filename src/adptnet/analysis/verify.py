@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from ..cells import Cell
 from ..errors import IncompatibleError, InputError
-from ..nn.layer import ADPTNet, RecurrentLayer
+from ..nn.adpt_layer import ADPTNet
+from ..nn.layer import RecurrentLayer
 from ..solvers import DEER, ConvDEER, ForwardDEER, Jacobi, KoopmanDEER, Picard, QuasiDEER, Sequential, Solver
 from ..solvers.problem import resolve_system
 from .definition import define_step

@@ -15,8 +15,8 @@ from ..ops._torch_state import without_autocast
 from ..recurrence.projections import Dense
 from ..recurrence.projections.base import apply_map
 from ..spec import ModuleSpec, check_kind, reset_from_spec, spec
+from .adpt_layer import LayerSpec
 from .given import find_spec, make_layer, place
-from .layer import LayerSpec
 from .mixer import MixerSpec
 from .packing import check_padded
 

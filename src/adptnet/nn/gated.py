@@ -13,10 +13,10 @@ from ..errors import InputError, SpecError
 from ..ops._fx import Proxy, record_call
 from ..optim import NoDecay
 from ..spec import check_kind, check_size, reset_from_spec, spec
+from .adpt_layer import LayerSpec
 from .bidirectional import check_batch_first
 from .convolution import ShortConvolution
 from .given import find_spec
-from .layer import LayerSpec
 from .mixer import MixerSpec, Steps
 from .packing import check_padded, run_ragged
 from .streaming import Streamable

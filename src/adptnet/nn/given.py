@@ -10,7 +10,8 @@ from .._typing import Device, DType
 from ..cells import Cell, CellSpec
 from ..errors import SpecError
 from ..spec import Spec
-from .layer import LayerSpec, Recurrent, RecurrentLayer
+from .adpt_layer import LayerSpec, Recurrent
+from .layer import RecurrentLayer
 
 __all__ = ["choose_depth", "find_spec", "make_layer", "place"]
 

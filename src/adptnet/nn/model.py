@@ -13,11 +13,11 @@ from .._validate import check_lengths, make_validity_mask
 from ..errors import InputError, SpecError
 from ..ops._fx import Proxy, record_call
 from ..spec import ModuleSpec, check_size, reject_unknown, reset_from_spec, spec, suggest_name
+from .adpt_layer import LayerSpec
 from .bidirectional import BidirectionalSpec
 from .block import BlockSpec, Norm, NormName, ResidualBlock
 from .generation import EARLIER_NAMES, Generation, Stop, generate
 from .given import choose_depth, find_spec, make_layer, place
-from .layer import LayerSpec
 from .mixer import MixerSpec
 from .packing import check_padded
 from .states import LayerStates, make_initial_states, split_states

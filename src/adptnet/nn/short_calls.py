@@ -23,8 +23,18 @@ from ..cells.adpt import ADPTCell
 from ..cells.base import ADPTState
 from ..ops import _build, _gpu, adpt_layer
 from ..ops._torch_state import can_bypass_dispatcher, is_autocast_enabled
-from ..ops.adpt_layer import Evaluated, GateWeights, LayerCall, LayerVectors, LayerWeights, TrainingCall
+from ..ops.adpt_layer import (
+    Evaluated,
+    GateWeights,
+    LayerCall,
+    LayerVectors,
+    LayerWeights,
+    LinearizedVectors,
+    TrainingCall,
+    VectorSource,
+)
 from ..ops.adpt_scan import Form
+from ..ops.products import has_bfloat16_products
 from ..recurrence.beta import Beta
 from ..recurrence.drive import EMA, LRU, ZOH, Drive, Gain
 from ..recurrence.drive.drive import is_scaling_faster
@@ -116,8 +126,10 @@ class PreparedLayer:
         in_dtype = all(t.dtype == weights.input_weight.dtype for t in sources)
         closed = TiedGain.find_parameters(cell.spectrum, cell.drive.gain) if in_dtype else None
         self._parameters = closed if cell.beta.parameter is None else None
-        source = Evaluated() if self._parameters is None else TiedGain(cell.drive.gain, vectors.beta)
-        self._training = TrainingCall(form, weights, source)
+        tied = self._parameters
+        self._source: VectorSource = Evaluated() if tied is None else TiedGain(cell.drive.gain, vectors.beta, len(tied))
+        self._linearized: LinearizedVectors | None = None  # at the values of the parameters that `call` has copied
+        self._training = TrainingCall(form, weights, self._source)
         directions = sum(t.numel() for t in weights.directions)
         readout_size = 0 if weights.readout_weight is None else weights.readout_weight.numel()
         self._work = weights.input_weight.numel() + directions + readout_size
@@ -138,8 +150,7 @@ class PreparedLayer:
         """Run the layer, see `LayerCall.run`; evaluate vectors again if their parameters have changed."""
         outputs = self.call.run(x, initial, final)
         while outputs is None:
-            with torch.no_grad():
-                self.call.set_vectors(self._evaluate())
+            self._update_vectors()
             outputs = self.call.run(x, initial, final)
         return outputs
 
@@ -155,9 +166,27 @@ class PreparedLayer:
         """
         weights = self._weights
         scale_weight = weights.input_bias is None and weights.gate is None and is_scaling_faster(x)
-        sources = self._evaluate() if self._parameters is None else self._parameters
-        states, final = self._training.run(x, initial, sources, scale_weight=scale_weight)
+        sources, at = self._parameters, None
+        if sources is None:
+            sources = self._evaluate()
+        else:
+            at = self._linearize(sources)
+        states, final = self._training.run(x, initial, sources, at, scale_weight=scale_weight)
         return states if self._readout is None else apply_map(self._readout, states), final
+
+    def _update_vectors(self) -> None:
+        with torch.no_grad():
+            self.call.set_vectors(self._evaluate())
+        self._linearized = None
+
+    def _linearize(self, sources: list[Tensor]) -> LinearizedVectors:
+        """Return the vectors at the present values of their sources, evaluated again only if these have changed."""
+        if not self.call.is_current():
+            self._update_vectors()
+        if self._linearized is None:
+            with torch.no_grad():
+                self._linearized = self._source.linearize(sources)
+        return self._linearized
 
     def _evaluate(self) -> LayerVectors:
         cell, form = self._cell, self._form
@@ -186,6 +215,8 @@ def prepare_layer(layer: nn.Module, watch: ModuleWatch) -> PreparedLayer | None:
         return None
     form = cell.recurrence.form
     if form.directions_in_drive or form.dot is not None or form.norm_epsilon is not None or cell.start is not None:
+        return None
+    if form.phased:
         return None
     if type(drive) is not Drive or type(drive.gate) not in (NoneType, Gate) or drive.rope is not None:
         return None
@@ -298,7 +329,7 @@ def run_short_call(layer: nn.Module, x: Tensor, state: ADPTState | None) -> tupl
     Returns:
         The outputs and the state; None if the call must take the general path, which also reports wrong arguments.
     """
-    if torch.compiler.is_compiling() or not _gpu.is_cpu(x.device):
+    if torch.compiler.is_compiling() or not _gpu.is_cpu(x.device) or has_bfloat16_products():
         return None
     if not (state is None or isinstance(state, ADPTState)):
         return None

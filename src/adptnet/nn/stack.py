@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from .._typing import Device, DType
 from ..ops._fx import Proxy, record_call
 from ..spec import ModuleSpec, check_fraction, check_size, reject_unknown, reset_from_spec, spec
+from .adpt_layer import LayerSpec
 from .bidirectional import BidirectionalSpec, check_layer
 from .given import choose_depth, make_layer, place
-from .layer import LayerSpec
 from .mixer import MixerSpec
 from .packing import check_padded
 from .states import LayerStates, make_initial_states, split_states

@@ -33,6 +33,7 @@ COMMANDS = {
     "export": Command("cli.export", "Export", "Write a trained model as an ONNX or torch.export program."),
     "kernels": Command("cli.kernels", "Kernels", "Compile the kernels now, or show what executes each operation."),
     "bench": Command("benchmarks.command", "Bench", "Measure operations, layers and solvers against stated goals."),
+    "benchmark": Command("benchmarks.models.command", "Benchmark", "Train any model on a suite, beside known models."),
     "data": Command("cli.data", "Data", "List, fetch and verify the data sets that tasks read."),
     "cochlea": Command("cli.cochlea", "Listen", "Convert wav files to spikes in the layout of SHD and SSC."),
     "reproduce": Command("paper.reproduce", "Reproduce", "Run experiments of the paper by their labels."),

@@ -23,8 +23,8 @@ from adptnet.cells import ADPTSpec, CellSpec, SlowMemory, SpikingADPT
 from adptnet.cells.spiking import NeuronSpec
 from adptnet.errors import AdptnetError, InputError, SpecError
 from adptnet.nn import GatedSpec, SpikingModelSpec, SwiGLUBlockSpec, spiking_adpt_for_speech
+from adptnet.nn.adpt_layer import LayerSpec
 from adptnet.nn.block import BlockSpec
-from adptnet.nn.layer import LayerSpec
 from adptnet.nn.model import ModelSpec
 from adptnet.nn.presets import PRESETS
 from adptnet.nn.spiking_layer import spiking_adpt

@@ -16,6 +16,7 @@ from .mad import (
     MadNoisyRecall,
     MadSelectiveCopying,
 )
+from .multi_query_recall import MultiQueryRecall
 from .parity import Parity
 from .selective_copy import SelectiveCopy
 from .sequential_image import SequentialImage
@@ -35,6 +36,7 @@ TASKS: dict[str, type[Task]] = {
     "mad-in-context-recall": MadInContextRecall,
     "mad-noisy-recall": MadNoisyRecall,
     "mad-fuzzy-recall": MadFuzzyRecall,
+    "mqar": MultiQueryRecall,
     "sequential-image": SequentialImage,
     "event-frames": EventFrames,
     "text": Text,
@@ -46,6 +48,7 @@ _PRESETS: dict[type[Task], str] = {
     SelectiveCopy: "recall",
     WordProblem: "tracking",
     Parity: "tracking",
+    MultiQueryRecall: "recall",
     MadSelectiveCopying: "recall",
     MadInContextRecall: "recall",
     MadNoisyRecall: "recall",
