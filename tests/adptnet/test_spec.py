@@ -217,3 +217,9 @@ def test_two_specs_of_one_name_are_rejected():
         @spec
         class Linspace(Spec):
             pass
+
+
+def test_an_error_about_a_huge_value_stays_readable():
+    with pytest.raises(IncompatibleError, match=r"^ADPTSpec\(beta=\(0.5, .* characters left out\) .*heads=") as raised:
+        ADPTNet(8, beta=(0.5,) * 1_000_000)
+    assert len(str(raised.value)) < 5000

@@ -101,7 +101,8 @@ def plane(spec, module, source):
         raw.append(y.reshape(direction.heads, -1))
     pairs = []
     for key, value in zip(*raw, strict=True):
-        key, value = (v / v.norm() if v.any() else v for v in (key, value))
+        soft = getattr(direction, "softness", 0.0) * source.norm()
+        key, value = (v / (v @ v + soft**2).sqrt() if v.any() else v for v in (key, value))
         if direction.dot is not None:
             across = key - (key @ value) * value
             key = math.sqrt(1 - direction.dot**2) * across / across.norm() + direction.dot * value

@@ -26,8 +26,7 @@ class LocalErrors(NamedTuple):
     """Differences between the transition matrices of the solvers at every step of a trajectory, (batch, time).
 
     The first five are matrix norms, the paper's terms. The others are norms of the difference applied to the entering
-    state s. With an input-driven phase P, Λ̄ and M stand for P Λ̄ and P M; Conv-DEER uses the matrix of 2-by-2 blocks
-    nearest to P Λ̄.
+    state s. With an input-driven phase P, Λ̄, M and diag M stand for P Λ̄, P M and P diag M.
     """
 
     similarity: Tensor  # ε^sim = ‖Λ̄ - M‖
@@ -66,15 +65,18 @@ def local_errors(
     if cell.start is not None:
         start = cell.start.dense().to(eigen.dtype)
         eigen = start @ eigen @ start.mT
-    pairs = cell.spec.spectrum.is_complex or cell.phase is not None
+    pairs = cell.spec.spectrum.is_complex
     parts: list[LocalErrors] = []
     for chunk in iterate_chunks(trajectory):
         states, full = chunk.entering, chunk.jacobians
         conjugate = cell.conjugate(states, chunk.drive).dense().expand_as(full)
         phase = split_drive(cell.evaluate(), chunk.drive).phase
         constant = eigen.expand_as(full) if phase is None else phase.mm(eigen)
-        linear_part = constant if phase is None or cell.start is not None else nearest_blocks(constant, True).dense()
-        quasi, forward = (nearest_blocks(matrices, pairs).dense() for matrices in (full, conjugate))
+        quasi = nearest_blocks(full, pairs or phase is not None).dense()
+        if phase is None:
+            forward = nearest_blocks(conjugate, pairs).dense()
+        else:
+            forward = phase.mm(nearest_blocks(phase.transpose().mm(conjugate), pairs).dense())
         parts.append(
             LocalErrors(
                 similarity=_spectral_norm(constant - conjugate),
@@ -82,10 +84,10 @@ def local_errors(
                 forward=_spectral_norm(forward - constant),
                 diagonal=_spectral_norm(conjugate - forward),
                 derivative_diagonal=_spectral_norm(quasi - forward),
-                conv_to_deer=_norm_on_state(linear_part - full, states),
+                conv_to_deer=_norm_on_state(constant - full, states),
                 forward_to_deer=_norm_on_state(forward - full, states),
                 quasi_to_deer=_norm_on_state(quasi - full, states),
-                conv_to_quasi=_norm_on_state(linear_part - quasi, states),
+                conv_to_quasi=_norm_on_state(constant - quasi, states),
                 forward_to_quasi=_norm_on_state(forward - quasi, states),
                 derivative_to_state=_norm_on_state(full - conjugate, states),
                 state_norm=states.norm(dim=-1),
@@ -145,7 +147,8 @@ def quadratic_basin(largest_exponent: float | Tensor, steps: int, lipschitz: flo
 def jacobian_lipschitz(system: Any, smallest_norm: float) -> float:
     """Return L(ρ), a Lipschitz constant of the Jacobian outside the ball of radius ρ = `smallest_norm`.
 
-    ‖J(x) - J(y)‖ ≤ L(ρ) ‖x - y‖ if the segment between x and y stays outside the ball of radius ρ, in each head. J is
+    ‖J(x) - J(y)‖ ≤ L(ρ) ‖x - y‖ if the segment between x and y stays outside the ball of radius ρ, in each head (as a
+    whole, for directions from the whole state). J is
     homogeneous of degree zero, so L(ρ) grows as 1/ρ and no constant holds for all states (deviations.md, point 15).
     With s the joint condition number of K and V, L(ρ) = 2rβ s (2 + (3β + 2/√3) s) / ρ (docs/explanation/bounds.md).
 

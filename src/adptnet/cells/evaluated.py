@@ -15,11 +15,11 @@ from ..ops.adpt_scan.packing import pack
 from ..ops.adpt_step import Pass
 from ..ops.products import has_bfloat16_products
 from ..recurrence import step as recurrence_step
-from ..recurrence.conjugates import Conjugate, RotatedBlocks, nearest_blocks
+from ..recurrence.conjugates import Conjugate, PhasedConjugate, RotatedBlocks, nearest_blocks
 from ..recurrence.jacobian import StepJacobian
 from ..recurrence.spectra import BlockDiagonal
 from ..recurrence.step import Parameters
-from ..solvers.transitions import BasisTransition, DenseTransition, DiagonalTransition, Transition
+from ..solvers.transitions import BasisTransition, DenseTransition, DiagonalTransition, PairTransition, Transition
 from .base import Cell
 from .dispatch import Recurrence, choose_scan, choose_step, run_scan
 from .structure import Structure, differentiate
@@ -113,15 +113,18 @@ class EvaluatedCell(Cell):
         parameters = self.evaluate()
         parts = recurrence_step.split_drive(parameters, drive)
         start, phase = parameters.start, parts.phase
-        if start is None:
-            return DiagonalTransition(recurrence_step.evaluate_linear_part(parameters, parts))
         eigen = recurrence_step.evaluate_eigenvalues(parameters, parts)
+        if start is None:
+            return _make_transition(eigen, phase)
         if phase is None:
             return BasisTransition(start.unsqueeze(0), DiagonalTransition(eigen))
         return DenseTransition(phase.mm(RotatedBlocks(eigen, start).dense()))
 
     def _forward_transition(self, state: Vector, drive: Tensor) -> Transition:
-        return DiagonalTransition(self.conjugate(state, drive).blocks())
+        operator = self.conjugate(state, drive)
+        if isinstance(operator, PhasedConjugate):
+            return _make_transition(operator.inner.blocks(), operator.phase)
+        return _make_transition(operator.blocks(), None)
 
     def jacobian(self, state: Vector, drive: Tensor) -> Matrix:
         """Return the derivative of the step with respect to the state, (..., state_size, state_size).
@@ -183,3 +186,12 @@ class EvaluatedCell(Cell):
         if not backend.is_kernel:
             return None
         return pack(self.evaluate(stacked=True), recurrence.form), recurrence.form
+
+
+def _make_transition(blocks: BlockDiagonal, phase: BlockDiagonal | None) -> Transition:
+    """Return the transition of a diagonal, or of P times it with a phase."""
+    if phase is None:
+        return DiagonalTransition(blocks)
+    if blocks.imag is not None:
+        return DiagonalTransition(phase.multiply(blocks))
+    return PairTransition(phase.pair_matrices() @ blocks.pair_matrices())

@@ -8,7 +8,7 @@ from .._typing import Device, DType
 from ..errors import IncompatibleError, SpecError
 from ..recurrence.beta import BetaValue, TrainableBeta, count_heads, is_zero
 from ..recurrence.conjugates import ConjugateSpec, Exact, Stateful, Taylor
-from ..recurrence.directions import DirectionSpec, FromInput, FromState
+from ..recurrence.directions import DirectionSpec, FromInput, FromState, FromWholeState
 from ..recurrence.drive import EMA, LRU, GainSpec, InputPhase, RoPE, SoftplusGate
 from ..recurrence.projections import Dense, Expand, Kronecker, LowParam, LowRank, ProjectionSpec
 from ..recurrence.projections.factored import square_factors
@@ -133,7 +133,7 @@ class ADPTSpec(CellSpec):
         reasons = {
             f"direction={self.direction}": not self.direction.keeps_lemmas and depends,
             "bias on K and V": self.projection.bias and depends,
-            "singular K and V": rank < self.size // self.heads and depends,
+            "singular K and V": rank < self.size // self.heads and depends and not self._has_soft_directions,
             "rotation_aware": self.rotation_aware and depends,
             "memory": self.memory is not None,
             f"conjugate={self.conjugate}": self.conjugate in (Stateful(), Taylor(2)),
@@ -175,6 +175,10 @@ class ADPTSpec(CellSpec):
             if value is not None:
                 check_kind(self, kind, example, **{name: value})
 
+    @property
+    def _has_soft_directions(self) -> bool:
+        return isinstance(self.direction, FromWholeState) and self.direction.softness > 0
+
     def _check_beta(self) -> None:
         values = self.beta.initial if isinstance(self.beta, TrainableBeta) else self.beta
         for value in values if isinstance(values, tuple) else (values,):
@@ -213,12 +217,13 @@ class ADPTSpec(CellSpec):
             )
         if isinstance(self.projection, (Kronecker, LowParam)):
             a, b = self.projection.factors
-            if a * b != self.size // self.heads:
-                where = "the state has size" if self.heads == 1 else f"each of {self.heads} heads has size"
+            size = self.direction.projected_size(self.size)
+            count = self.size // size
+            if a * b != size:
+                where = "the state has size" if count == 1 else f"each of {count} heads has size"
                 raise IncompatibleError(
                     f"{type(self.projection).__name__}(factors={(a, b)}) has size {a * b}, but {where} "
-                    f"{self.size // self.heads}. Pass factors={square_factors(self.size // self.heads)}, "
-                    f"or state_size={a * b * self.heads}."
+                    f"{size}. Pass factors={square_factors(size)}, or state_size={a * b * count}."
                 )
         if self.spectrum.is_complex and (self.size // self.heads) % 2:
             raise IncompatibleError(

@@ -178,6 +178,8 @@ def _masked_batch_norm(norm: nn.Module, x: Tensor, keep: Tensor) -> Tensor:
         normed: Tensor = norm(x.reshape(-1, x.shape[-1])).reshape(x.shape)
         return torch.where(inside, normed, 0.0)
     count = inside.sum()
+    if norm.training:  # one value has no variance; torch raises an error without a mask, too
+        torch._assert_async(count > 1, "a batch norm in training mode needs at least two valid steps; got one or none.")
     wide = x.to(compute_dtype(x.dtype))
     mean = torch.where(inside, wide, 0.0).sum((0, 1)) / count
     variance = torch.where(inside, (wide - mean).square(), 0.0).sum((0, 1)) / count

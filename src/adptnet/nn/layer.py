@@ -21,6 +21,7 @@ from ..recurrence.projections.base import apply_map
 from ..solvers import Result, Return, Sequential, Solution, Solver
 from ..solvers.adjoints import Adjoint, Unrolled
 from ..solvers.parallel import Parallel
+from ..solvers.problem import Trajectory
 from ..spec import reset_from_spec
 from .packing import check_padded, run_packed, run_ragged
 from .short_calls import run_short_call
@@ -273,8 +274,13 @@ class RecurrentLayer(Streamable, abc.ABC):
         solver = _check_solver(solver, self.solver)
         if x.is_meta:  # only shapes are computed, and all solvers return the same ones
             solver, adjoint = Sequential(), Unrolled()
-        solution = solver(cell, x, _as_state(state), lengths=lengths, reset=reset, adjoint=adjoint or self.adjoint)
-        _warn_unless_converged(solution)
+        options: dict[str, Any] = {"lengths": lengths, "reset": reset, "adjoint": adjoint or self.adjoint}
+        solution: Trajectory | Solution
+        if type(solver) is Sequential:  # a subclass may solve in another way
+            solution = solver.run(cell, x, _as_state(state), **options)
+        else:
+            solution = solver(cell, x, _as_state(state), **options)
+            _warn_unless_converged(solution)
         with without_autocast(x.device):
             shown = self.cell.output(solution.states)
             outputs = shown if self.readout is None else apply_map(self.readout, shown)

@@ -38,7 +38,6 @@ __all__ = [
     "bound_radius",
     "conjugate",
     "evaluate_eigenvalues",
-    "evaluate_linear_part",
     "evaluate_plane",
     "jacobian",
     "split_drive",
@@ -174,19 +173,6 @@ def evaluate_eigenvalues(parameters: Parameters, parts: DriveParts) -> BlockDiag
         return parameters.blocks
     assert parameters.spectrum is not None
     return parameters.spectrum(parts.dt)
-
-
-def evaluate_linear_part(parameters: Parameters, parts: DriveParts) -> BlockDiagonal:
-    """Return the part of the step that does not depend on the state: Λ̄, or P Λ̄ with a phase.
-
-    Where the two eigenvalues of a pair differ, it is the matrix of 2-by-2 blocks nearest to P Λ̄.
-
-    Args:
-        parameters: The evaluated parameters.
-        parts: The parts of the drive at this step.
-    """
-    blocks = evaluate_eigenvalues(parameters, parts)
-    return blocks if parts.phase is None else parts.phase.multiply(blocks.pairs())
 
 
 def jacobian(parameters: Parameters, state: Tensor, drive: Tensor) -> StepJacobian | Conjugate | None:

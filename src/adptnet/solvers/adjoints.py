@@ -13,9 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from ..cells.base import Cell
 from ..cells.structure import make_step
 from ..errors import IncompatibleError, InputError
-from ..ops import _buffers
+from ..ops import _buffers, _gpu
 from ..ops._backends import Backend
 from ..ops._torch_state import separate_views
+from ..ops.adpt_step import DevicePass
 from ..ops.tolerance import Tolerance, largest, recent_scale, running_maximum_
 from .convergence_test import Contraction, allowed_drift, default_rtol, rounding_excess
 from .rounding import random_signs
@@ -357,6 +358,7 @@ class Backward:
         self.has_initial_gradient = system.initial.requires_grad or system.reset_state.requires_grad
         with torch.no_grad():
             self.system = system.detach(make_step(cell))
+            self.device_pass = _find_device_pass(cell, self.system)
 
     def solve(self, gradient: Tensor, states: Tensor) -> Tensor:
         """Return g from dL/dx, solved block by block from the last to the first.
@@ -467,15 +469,24 @@ class Backward:
         for start in range(times.start, times.stop, length):
             at = slice(start, min(start + length, times.stop))
             here = part.slice_steps(states, at.start, at.stop)
-            with torch.enable_grad():
-                point = here.entering_states(states[:, at]).detach().requires_grad_()
-                values = here.step(point, *here.step_inputs)
-                if not values.requires_grad:
-                    continue  # a step that does not depend on the state
-                (pulled,) = torch.autograd.grad(values, point, g[:, at], materialize_grads=True)
+            pulled = self._differentiate_steps(here, here.entering_states(states[:, at]), g[:, at])
+            if pulled is None:
+                continue  # a step that does not depend on the state
             if part.reset is not None:
                 pulled = pulled.masked_fill(part.reset[:, at].unsqueeze(-1), 0.0)
             to[:, start - times.start : at.stop - times.start] += pulled
+
+    def _differentiate_steps(self, part: System, entering: Tensor, g: Tensor) -> Tensor | None:
+        """Return J'g of every step, by a kernel if there is one; None if no step depends on the state."""
+        if self.device_pass is not None:
+            return self.device_pass.pull_back(entering, part.step_inputs[0], g)
+        with torch.enable_grad():
+            point = entering.detach().requires_grad_()
+            values = part.step(point, *part.step_inputs)
+            if not values.requires_grad:
+                return None
+            (pulled,) = torch.autograd.grad(values, point, g, materialize_grads=True)
+        return pulled
 
     def differentiable_gradient(
         self, gradient: Tensor, drive: Tensor, initial: Tensor, reset_state: Tensor, parameters: list[Tensor]
@@ -505,6 +516,15 @@ class Backward:
                 "step uses one from outside. Make it a parameter of an nn.Module and pass that to cells.from_function, "
                 "or pass adjoint=adjoints.Unrolled()."
             )
+
+
+def _find_device_pass(cell: Cell, system: System) -> DevicePass | None:
+    """Return the kernels for the step of a cell on a GPU; None if there are none."""
+    make_pass = cell.structure().newton_pass
+    if make_pass is None or not _gpu.is_gpu(system.initial.device) or len(system.step_inputs) != 1:
+        return None
+    found = make_pass(system.initial, system.step_inputs[0], diagonal=False)
+    return found if isinstance(found, DevicePass) else None
 
 
 class _SequentialRun(nn.Module):

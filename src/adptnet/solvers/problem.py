@@ -15,7 +15,15 @@ from .fixed_point import History
 from .system import System
 from .time_axis import ONE_PROCESS
 
-__all__ = ["Problem", "check_cell", "make_problem"]
+__all__ = ["Problem", "Trajectory", "check_cell", "make_problem"]
+
+
+class Trajectory(NamedTuple):
+    """The fields of a `Solution` that say nothing of how the solve went."""
+
+    states: Tensor  # (batch, time, state_size)
+    final: Tensor  # (batch, state_size)
+    position: Tensor  # (batch,)
 
 
 class Problem(NamedTuple):
@@ -87,6 +95,15 @@ class Problem(NamedTuple):
         last = (self.lengths - 1)[:, None, None].expand(-1, 1, states.shape[-1])
         return states.gather(1, last).squeeze(1)
 
+    def make_trajectory(self, states: Tensor) -> "Trajectory":
+        """Return the states as a `Solution` has them, without a batch dimension if the inputs had none.
+
+        Args:
+            states: (batch, time, state_size).
+        """
+        found = self.zero_padding(states), self.final_state(states), self.position
+        return Trajectory(*(found if self.batched else (values.squeeze(0) for values in found)))
+
     def make_solution(
         self,
         solver: Solver,
@@ -109,11 +126,8 @@ class Problem(NamedTuple):
             converged_steps: (batch,) int64, the number of leading steps that have converged.
             history: The residuals of each iteration; None for solvers that do not iterate.
         """
-        final, states = self.final_state(states), self.zero_padding(states)
         return Solution(
-            states=states if self.batched else states.squeeze(0),
-            final=final if self.batched else final.squeeze(0),
-            position=self.position if self.batched else self.position.squeeze(0),
+            **self.make_trajectory(states)._asdict(),
             results=results,
             iterations=iterations,
             residual=residual,

@@ -7,6 +7,7 @@ import adptnet
 from adptnet import directions, solvers, spectra
 from adptnet.ops import _backends, _gpu, adpt_step
 from adptnet.ops.adpt_scan import Constants, Form, RetractionKind, Source, launch
+from adptnet.ops.adpt_scan import reference as scan_reference
 from adptnet.ops.adpt_scan.packing import unpack
 from adptnet.ops.adpt_step import reference
 from adptnet.ops.tolerance import Tolerance
@@ -69,6 +70,53 @@ def test_a_pass_equals_the_specification(kernels, diagonal, batch, steps, size):
     options = {"bias": True, "retraction": RetractionKind.CAYLEY} if size == 5 else {}
     problem = make_problem(batch, steps, size, dtype=torch.float64, **options)
     check(problem, diagonal=diagonal, resets=steps > 1, recent=size > 1)
+
+
+def check_pull_back(problem):
+    """Compare J'g with autograd through the step in float64: at most 8 times the error of float32."""
+    drive, initial, constants, form = problem
+    entering, g = torch.randn(*drive.shape[:2], initial.shape[1]), torch.randn(*drive.shape[:2], initial.shape[1])
+
+    def specification(dtype):
+        parameters = unpack(Constants(*(None if t is None else t.to(dtype) for t in constants)), form)
+        point = entering.to(dtype).requires_grad_()
+        given = scan_reference._normalize_directions(drive.to(dtype), initial.shape[1], form)
+        return torch.autograd.grad(step(parameters, point, given), point, g.to(dtype))[0].double()
+
+    single = Constants(*(None if t is None else t.float() for t in constants))
+    found = adpt_step.DevicePass(single, form, False).pull_back(entering.float(), drive.float(), g.float())
+    exact, rounded = specification(torch.float64), specification(torch.float32)
+    allowed = 8 * max(
+        float((rounded - exact).abs().max()), torch.finfo(torch.float32).eps / 2 * float(exact.abs().max())
+    )
+    assert float((found - exact).abs().max()) <= allowed
+
+
+@pytest.mark.parametrize("name", ["exponential", "relu", "directions in drive", "norm, fixed dot"])
+def test_the_transposed_jacobian_equals_autograd(kernels, name):
+    for batch, steps, size, pairs in ((2, 1, 6, True), (1, 17, 5, False)):
+        check_pull_back(make_problem(batch, steps, size, pairs=pairs, dtype=torch.float64, **VARIANTS[name]))
+
+
+def test_gradients_of_a_parallel_solve_use_the_kernel(kernels, monkeypatch):
+    layer = adptnet.ADPTNet(3, dtype=torch.float32, beta=0.1, solver=solvers.ConvDEER())
+    x, reset = torch.randn(2, 4, 3, dtype=torch.float32), torch.zeros(2, 4, dtype=torch.bool)
+    reset[0, 2] = True
+    calls, pull_back = [], adpt_step.DevicePass.pull_back
+    monkeypatch.setattr(adpt_step.DevicePass, "pull_back", lambda *given: calls.append(1) or pull_back(*given))
+
+    def differentiate(emulated):
+        monkeypatch.setattr(_gpu, "_emulated", emulated)
+        layer.zero_grad(set_to_none=True)
+        layer(x, reset=reset)[0].square().sum().backward()
+        return {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+
+    expected = differentiate(False)
+    assert not calls
+    found = differentiate(True)
+    assert calls
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=2e-5 * float(value.abs().max()), rtol=0)
 
 
 NAMES = [name for name, given in VARIANTS.items() if not {"slow_memory", "rotates"} & given.keys()]

@@ -13,7 +13,7 @@ import torch
 import adptnet
 from adptnet._io import cache
 from adptnet.errors import BuildError, IncompatibleError
-from adptnet.ops import _buffers, _build, _trusted_files
+from adptnet.ops import _buffers, _build, _sources, _trusted_files
 from support.kernels import SOURCES, needs_compiler, run_python
 
 LAYER = "import torch, adptnet; layer = adptnet.ADPTNet.paper(5, beta=1.0); y, _ = layer(torch.randn(2, 7, 5)); "
@@ -140,7 +140,8 @@ PROGRAMS = {
 from adptnet.ops.adpt_scan import Factors, cpu
 for size, batch in ((1, 1), (13, 3), (12, 7)):
     for variant in VARIANTS.values():
-        if size % variant.get("heads", 1):
+        heads, phased = variant.get("heads", 1), "phased" in variant
+        if size % heads or (phased and size // heads % 2):
             continue
         for pairs in (False, True)[: 2 - size % 2]:
             drive, state, constants, form = make_problem(batch, 67, size, pairs=pairs, **variant)  # more than 64 rows
@@ -232,7 +233,8 @@ def run_with_sanitizer(operation, program, folder, *, sanitizer="address", scala
         pytest.skip(f"the compiler has no {sanitizer} sanitizer")
     checks = {"address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"], "thread": ["-fsanitize=thread"]}
     library = folder / f"{operation}.so"
-    shared_flags = [flag for flag in _build.FLAGS if flag != "-O2"]
+    shared_flags = [*_sources.compile_flags(operation), *_build.PLATFORM_FLAGS]
+    shared_flags.remove("-O2")
     command = [*compiler, *shared_flags, *flags, *checks[sanitizer], "-O1", "-g1", f"-DSCALAR={scalar}"]
     source = SOURCES / operation / "csrc" / "kernel.cpp"
     subprocess.run([*command, "-o", library, source], check=True, capture_output=True)

@@ -161,7 +161,15 @@ def test_a_run_that_was_asked_to_stop_resumes_to_the_same_bits(tmp_path, step):
     assert [s["step"] for s in json.loads((tmp_path / "cut" / "environment.json").read_text())] == [0, step + 1]
 
 
-def test_a_second_signal_of_another_kind_is_a_request_too_and_one_of_the_same_kind_acts():
+@pytest.fixture
+def interrupts():
+    """Ctrl-C has its usual effect, also if the tests run in the background of a shell, which ignores it there."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_second_signal_of_another_kind_is_a_request_too_and_one_of_the_same_kind_acts(interrupts):
     """Ctrl-C reaches the runs of a sweep, and so does the SIGTERM that the sweep sends them afterwards."""
     with catch_stop_signals() as request:
         signal.raise_signal(signal.SIGINT)

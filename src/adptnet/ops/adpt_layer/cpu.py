@@ -12,9 +12,9 @@ from ...errors import InputError
 from .. import _backends, _buffers, _build
 from .._structures import read_structure
 from ..adpt_scan import Form, RetractionKind
-from .form import GateValues, GateWeights, LayerVectors, LayerWeights
+from .form import DriveGradients, GateValues, LayerVectors, LayerWeights
 
-__all__ = ["LayerCall", "compute_gate_gradients", "has_kernel"]
+__all__ = ["LayerCall", "compute_drive_gradients", "has_kernel"]
 
 _SCALARS = {torch.float32: "float", torch.float64: "double"}
 
@@ -26,9 +26,9 @@ def _mirror() -> Any:
 
 
 @functools.cache
-def _gate_mirror() -> Any:
-    """Return the ctypes mirror of `struct GateGradients` in csrc/gate.h."""
-    return read_structure(Path(__file__).parent / "csrc" / "gate.h", "GateGradients")
+def _drive_mirror() -> Any:
+    """Return the ctypes mirror of `struct DriveGradients` in csrc/drive_gradients.h."""
+    return read_structure(Path(__file__).parent / "csrc" / "drive_gradients.h", "DriveGradients")
 
 
 def has_kernel(dtype: torch.dtype) -> bool:
@@ -176,52 +176,77 @@ def _negate_first_of_pairs(imag: Tensor | None) -> Tensor | None:
     return None if imag is None else torch.stack((-imag[::2], imag[1::2]), -1).flatten()
 
 
-def compute_gate_gradients(
-    to_drive: Tensor, gain: Tensor, weights: GateWeights, values: GateValues
-) -> tuple[Tensor, Tensor, GateWeights]:
-    """Return the gradients of the drive gain softplus(a) u with respect to u, the gain and the parameters of the gate.
+def compute_drive_gradients(
+    to_drive: Tensor, x: Tensor, gain: Tensor, weights: LayerWeights, values: GateValues | None, *, needs_x: bool
+) -> DriveGradients:
+    """Return the gradients of the drive gain softplus(a) u, or gain u without an input gate.
 
     Args:
-        to_drive: The gradient of the drive, (rows, n), contiguous as all other tensors.
+        to_drive: The gradient of the drive, (batch, steps, n).
+        x: The inputs, (batch, steps, width).
         gain: The gain, (n,).
-        weights: The parameters of the gate.
-        values: The values of the forward pass.
+        weights: The matrices.
+        values: The values of the gate in the forward pass.
+        needs_x: Whether to compute the gradient of the inputs.
 
     Raises:
-        InputError: A saved tensor has another shape or dtype than in the forward.
+        InputError: A saved tensor has another shape, dtype or device than in the forward.
     """
-    library = _declare_functions(_build.load("adpt_layer", _SCALARS[to_drive.dtype]))
-    tensors = [t.contiguous() for t in (to_drive, *values, gain, weights.down, weights.up)]
-    (rows, size), rank = to_drive.shape, len(weights.down)
-    whole, dtype = (rows, size), to_drive.dtype
-    shapes = [whole, whole, (rows, rank), whole, (size,), (rank, size), (size, rank)]
-    if [t.shape for t in tensors] != shapes or False in [t.dtype is dtype and t.is_cpu for t in tensors]:
+    batch, steps, width = x.shape
+    weight, bias, gate = weights.input_weight, weights.input_bias, weights.gate
+    rows, size, rank = batch * steps, gain.shape[0], 0 if gate is None else gate.down.shape[0]
+    if values is None or gate is None:
+        of_gate: tuple[Any, ...] = (None,) * 5
+        shapes: list[tuple[int, ...]] = []
+    else:
+        of_gate = *values, gate.down, gate.up
+        shapes = [(rows, size), (rows, rank), (rows, size), (rank, size), (size, rank)]
+    tensors = [
+        t if t is None or t.is_contiguous() else t.contiguous() for t in (to_drive, x, gain, weight, bias, *of_gate)
+    ]
+    dtype, present = to_drive.dtype, [t for t in tensors if t is not None]
+    shapes = [
+        (batch, steps, size),
+        (batch, steps, width),
+        (size,),
+        (size, width),
+        *[(size,)] * (bias is not None),
+        *shapes,
+    ]
+    if [t.shape for t in present] != shapes or False in [t.dtype is dtype and t.is_cpu for t in present]:
         raise InputError(
             "adpt_layer: saved tensors changed their shape, dtype or device before the backward. "
             "Check the saved-tensor hooks."
         )
-    to_u, to_gain = torch.empty_like(to_drive), torch.empty_like(gain)
-    to_weights = GateWeights(*map(torch.empty_like, weights))
-    results = to_u, to_gain, *to_weights
-    call = _gate_mirror()(rows, size, rank, *[t.data_ptr() for t in (*tensors, *results)])
-    workspace = _buffers.acquire(library.adpt_layer_gate_workspace(ctypes.byref(call)))
+    results = DriveGradients(
+        x=torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None,
+        gain=torch.empty_like(gain),
+        weight=torch.empty_like(weight),
+        bias=None if bias is None else torch.empty_like(bias),
+        gate=() if gate is None else tuple(map(torch.empty_like, gate)),
+    )
+    library = _declare_functions(_build.load("adpt_layer", _SCALARS[dtype]))
+    pointers = map(_address, (*tensors, *results[:4], *(results.gate or (None, None, None))))
+    call = _drive_mirror()(rows, width, size, rank, *pointers)
+    reference = ctypes.byref(call)
+    workspace = _buffers.acquire(library.adpt_layer_drive_workspace(reference))
     call.workspace = workspace.address
-    library.adpt_layer_gate_gradients(ctypes.byref(call))
+    library.adpt_layer_drive_backward(reference)
     _buffers.release(workspace)
-    return to_u, to_gain, to_weights
+    return results
 
 
 @functools.cache
 def _declare_functions(library: Any) -> Any:
     forward = library.adpt_layer_workspace, library.adpt_layer_forward, library.adpt_layer_is_current
-    gradients = library.adpt_layer_gate_workspace, library.adpt_layer_gate_gradients
+    backward = library.adpt_layer_drive_workspace, library.adpt_layer_drive_backward
     for mirror, layout, functions in (
         (_mirror(), library.adpt_layer_layout, forward),
-        (_gate_mirror(), library.adpt_layer_gate_layout, gradients),
+        (_drive_mirror(), library.adpt_layer_drive_layout, backward),
     ):
         layout.restype = ctypes.c_int64
         assert layout() == ctypes.sizeof(mirror)
         for function in functions:
             function.argtypes, function.restype = [ctypes.POINTER(mirror)], ctypes.c_int64
-    library.adpt_layer_gate_gradients.restype = None
+    library.adpt_layer_drive_backward.restype = None
     return library

@@ -6,7 +6,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Evaluated", "GateValues", "GateWeights", "LayerVectors", "LayerWeights", "LinearizedVectors", "VectorSource"]
+__all__ = [
+    "DriveGradients",
+    "Evaluated",
+    "GateValues",
+    "GateWeights",
+    "LayerVectors",
+    "LayerWeights",
+    "LinearizedVectors",
+    "VectorSource",
+]
 
 
 class GateWeights(NamedTuple):
@@ -51,6 +60,16 @@ class LayerVectors(NamedTuple):
     gain_real: Tensor  # (n,)
     gain_imag: Tensor | None
     beta: Tensor | None  # (heads,); None without a rotation
+
+
+class DriveGradients(NamedTuple):
+    """Gradients of a drive; None where there is no such tensor."""
+
+    x: Tensor | None
+    gain: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    gate: tuple[Tensor, ...]  # as in `GateWeights`; empty without a gate
 
 
 class LinearizedVectors(NamedTuple):

@@ -1,12 +1,7 @@
 """Drive and recurrence of a layer as one autograd function, for short calls in training on a CPU.
 
 The values are those of the layer's modules called one by one: B x, the gain, and `adpt_scan`, whose kernels run both
-directions. With g the gradient of the drive gain ⊙ (B x + b) and G = g' x, the gradients are
-
-    B: gain ⊙ G (row by row)    b: gain ⊙ Σ g    gain: Σ_j G_ij B_ij + b_i Σ g_i    x: (gain ⊙ g) B
-
-With an input gate, the drive is gain ⊙ softplus(U D' u + c) ⊙ u with u = B x + b. Its kernel (`csrc/gate.h`) computes
-the gradient of u, from which those of B, b and x follow.
+directions. The gradients of the drive are in `csrc/drive_gradients.h`.
 """
 
 from collections.abc import Sequence
@@ -22,7 +17,7 @@ from ..adpt_scan import DENSE, Constants, Form
 from ..adpt_scan import cpu as adpt_scan_cpu
 from ..adpt_scan._autograd import run_cpu_backward
 from . import reference
-from .cpu import compute_gate_gradients
+from .cpu import compute_drive_gradients
 from .form import GateValues, GateWeights, LayerVectors, LayerWeights, LinearizedVectors, VectorSource
 
 __all__ = ["TrainingCall"]
@@ -123,19 +118,17 @@ class _States(torch.autograd.Function):
         weights = training.unpack(tensors[:count])
         vectors = (training.source.linearize(tensors[count:]) if at is None else at).vectors
         batch, steps, width = x.shape
-        rows, matrix = x.reshape(-1, width), weights.input_weight
-        gated: tuple[Tensor, ...] = ()
+        gate, gated = weights.gate, ()
         if scale_weight:
-            drive = rows @ (vectors.gain_real * matrix.t())
-        else:
-            u = rows @ matrix.t()
+            drive = x @ (vectors.gain_real * weights.input_weight.t())
+        else:  # with the operations of the modules
+            u = functional.linear(x.reshape(-1, width), weights.input_weight)
             u = u if weights.input_bias is None else u + weights.input_bias
-            if weights.gate is not None:  # with the operations of the module
-                hidden = u @ weights.gate.down.t()
-                gated = GateValues(u, hidden, hidden @ weights.gate.up.t() + weights.gate.bias)
-                u = functional.softplus(gated.logits) * u
-            drive = vectors.gain_real * u
-        drive = drive.view(batch, steps, -1)
+            if gate is not None:
+                hidden = functional.linear(u, gate.down)
+                gated = u, hidden, functional.linear(hidden, gate.up).add_(gate.bias)
+                u = functional.softplus(gated[2]).mul_(u)
+            drive = (vectors.gain_real * u).view(batch, steps, -1)
         constants = Constants(
             vectors.real,
             vectors.imag,
@@ -185,31 +178,18 @@ class _States(torch.autograd.Function):
         to_real, to_imag, to_matrices, to_biases, to_beta = [
             None if t is None else next(remaining) for t in constants[:5]
         ]
-        flat: Any = to_drive.view(-1, to_drive.shape[-1])  # type: ignore[union-attr]
-        rows, matrix, bias = x.reshape(-1, x.shape[-1]), weights.input_weight, weights.input_bias
-        to_gate: tuple[Any, ...] = ()
-        if weights.gate is not None:
-            to_u, to_gain, to_gate = compute_gate_gradients(flat, gain, weights.gate, GateValues(*gated))
-            to_matrix, to_bias = to_u.t() @ rows, None if bias is None else to_u.sum(0)
-        else:
-            to_u, to_matrix, to_bias = flat, flat.t() @ rows, None if bias is None else flat.sum(0)
-            to_gain = (to_matrix * matrix).sum(1) if needs_vectors else None
-            to_gain = to_gain if bias is None or to_gain is None else to_gain.addcmul_(bias, to_bias)
-            to_matrix.mul_(gain.unsqueeze(-1))
-            to_bias = None if to_bias is None else to_bias * gain
-        to_x: Any = None
-        if needs[1]:
-            to_x = ((to_u if weights.gate is not None else to_u * gain) @ matrix).view(x.shape)
+        values = GateValues(*gated) if gated else None
+        to = compute_drive_gradients(to_drive, x, gain, weights, values, needs_x=needs[1])  # type: ignore[arg-type]
         to_sources: Sequence[Any] = (None,) * len(sources)
         if needs_vectors:
-            to_sources = training.source.pull_back(at, LayerVectors(to_real, to_imag, to_gain, None, to_beta))
+            to_sources = training.source.pull_back(at, LayerVectors(to_real, to_imag, to.gain, None, to_beta))
         return (
             None,
-            to_x,
+            to.x,
             to_state if needs[2] else None,
-            to_matrix if needs[3] else None,
-            to_bias if needs[4] else None,
-            *to_gate,
+            to.weight,
+            to.bias,
+            *to.gate,
             *_split(to_matrices, len(weights.directions)),
             *_split(to_biases, len(weights.direction_biases)),
             *to_sources,

@@ -49,26 +49,41 @@ class DevicePass:
     form: Form
     diagonal: bool
 
-    def __call__(self, states: Tensor, *system: Any, **options: Any) -> Pass:
-        """Run one pass; arguments as in `reference.newton_pass`.
+    def __call__(
+        self, states: Tensor, drive: Tensor, initial: Tensor, reset_state: Tensor, reset: Tensor | None, **options: Any
+    ) -> Pass:
+        """Run one pass.
 
         Args:
-            states: (batch, time, n), the iterate.
-            system: drive, initial, reset_state and reset.
+            states, drive, initial, reset_state, reset: As in `reference.newton_pass`.
             options: tolerance and recent.
         """
         from . import triton
 
-        return triton.newton_pass(states, *system, self.constants, self.form, diagonal=self.diagonal, **options)
+        recurrence: dict[str, Any] = {"constants": self.constants, "form": self.form, "diagonal": self.diagonal}
+        return triton.newton_pass(states, drive, initial, reset_state, reset, **recurrence, **options)
 
-    def iterate(self, guess: Tensor, *system: Any, **options: Any) -> Outcome | None:
+    def pull_back(self, entering: Tensor, drive: Tensor, gradient: Tensor) -> Tensor:
+        """Return J'g for every step, J the Jacobian of the step; see `triton.pull_back`.
+
+        Args:
+            entering, drive, gradient: As there.
+        """
+        from . import triton
+
+        return triton.pull_back(entering, drive, gradient, self.constants, self.form)
+
+    def iterate(
+        self, guess: Tensor, drive: Tensor, initial: Tensor, reset_state: Tensor, reset: Tensor | None, **options: Any
+    ) -> Outcome | None:
         """Iterate until all sequences have finished; see `triton.iterate`.
 
         Args:
             guess: (batch, time, n), the states to start from.
-            system: drive, initial, reset_state and reset.
+            drive, initial, reset_state, reset: As in `reference.newton_pass`.
             options: tolerance, recent and rules.
         """
         from . import triton
 
-        return triton.iterate(guess, *system, self.constants, self.form, diagonal=self.diagonal, **options)
+        recurrence: dict[str, Any] = {"constants": self.constants, "form": self.form, "diagonal": self.diagonal}
+        return triton.iterate(guess, drive, initial, reset_state, reset, **recurrence, **options)

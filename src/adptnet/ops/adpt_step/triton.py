@@ -14,6 +14,8 @@ state of the scan; peak, the recent scale; decay, its factor per step. DIAGONAL:
 Λ̄.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +24,7 @@ from torch import Tensor
 from .. import _gpu
 from ..adpt_scan.form import Constants, Form
 from ..adpt_scan.launch import check_constants
-from ..adpt_scan.triton.arithmetic import advance, apply_source, find_diagonal, multiply
+from ..adpt_scan.triton.arithmetic import advance, apply_source, differentiate_source, find_diagonal, multiply, retreat
 from ..adpt_scan.triton.memory import load_beta, load_vectors
 from ..tolerance import HALF_LIFE, Tolerance
 from .device import Outcome, Rules
@@ -36,6 +38,8 @@ __all__ = [
     "find_options",
     "iterate",
     "newton_pass",
+    "pull_back",
+    "pull_back_kernel",
     "summarize_kernel",
 ]
 
@@ -130,6 +134,77 @@ def evaluate_kernel(
     if DIAGONAL:
         found = find_diagonal(x, p, q, vectors, beta_value, numbers, within[None, :], RETRACTION, NORM, DOT, SIZE)
         tl.store(diagonal + into, found, mask)
+
+
+@triton.jit(do_not_specialize=["count"])
+def pull_back_kernel(
+    entering, drive, gradient, real, imag, weight, bias, beta, norm_weight, norm_bias, epsilon, threshold, dot, sine,
+    projections, pulled, count,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
+    PRECISION: tl.constexpr, BIASED: tl.constexpr, RETRACTION: tl.constexpr, PAIRS: tl.constexpr, SOURCE: tl.constexpr,
+    GIVEN: tl.constexpr, ROW_BETA: tl.constexpr, AWARE: tl.constexpr, NORM: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Write J'g of ROWS steps of one head, J the Jacobian of the step. `projections` is scratch memory."""
+    TOTAL: tl.constexpr = HEADS * SIZE
+    FEATURES: tl.constexpr = TOTAL * (3 if GIVEN else 1) + (1 if ROW_BETA else 0)
+    numbers = (epsilon, threshold, dot, sine)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    head = tl.program_id(1)
+    column, inner = tl.arange(0, PAD), tl.arange(0, INNER)
+    place, within, valid = head * SIZE + column, column < SIZE, row < count
+    mask = valid[:, None] & within[None, :]
+    at = row[:, None] * TOTAL + place[None, :]
+    scratch = projections + row[:, None] * (2 * TOTAL) + head * 2 * SIZE
+    x = tl.load(entering + at, mask, 0.0)
+    given = drive + row[:, None] * FEATURES + place[None, :]
+    if GIVEN:
+        p = tl.load(given + TOTAL, mask, 0.0)
+        q = tl.load(given + 2 * TOTAL, mask, 0.0)
+    else:
+        p = tl.zeros((ROWS, PAD), tl.float32)
+        q = tl.zeros((ROWS, PAD), tl.float32)
+        for part in range(0, SIZE, INNER):
+            among = part + inner
+            known = valid[:, None] & (among < SIZE)[None, :]
+            source = tl.load(entering + row[:, None] * TOTAL + head * SIZE + among[None, :], known, 0.0)
+            source = apply_source(source, numbers, SOURCE)
+            square = (among < SIZE)[:, None] & within[None, :]
+            transposed = weight + head * 2 * SIZE * SIZE + column[None, :] * SIZE + among[:, None]
+            p = tl.dot(source, tl.load(transposed, square, 0.0), p, input_precision=PRECISION)
+            q = tl.dot(source, tl.load(transposed + SIZE * SIZE, square, 0.0), q, input_precision=PRECISION)
+        if BIASED:
+            p += tl.load(bias + head * 2 * SIZE + column, within, 0.0)[None, :]
+            q += tl.load(bias + head * 2 * SIZE + SIZE + column, within, 0.0)[None, :]
+    u = tl.load(given, mask, 0.0)
+    g = tl.load(gradient + at, mask, 0.0)
+    vectors = load_vectors(real, imag, norm_weight, norm_bias, place, within, TOTAL, PAIRS, NORM)
+    beta_value = load_beta(drive, beta, row, 0, 1, head, valid, ROW_BETA, FEATURES)
+    g_x, g_p, g_q, _, _, _, _, _, _, _, _ = retreat(
+        x, p, q, u, g, vectors, beta_value, numbers, within[None, :], PAIRS, RETRACTION, AWARE, NORM, DOT, SIZE
+    )
+    tl.store(pulled + at, g_x, mask)
+    if not GIVEN:
+        tl.store(scratch + column[None, :], g_p, mask)
+        tl.store(scratch + SIZE + column[None, :], g_q, mask)
+        tl.debug_barrier()  # all of them are written
+        for start in range(0, SIZE, INNER):
+            into = start + inner
+            products = tl.zeros((ROWS, INNER), tl.float32)
+            for part in range(0, SIZE, INNER):
+                among = part + inner
+                known = valid[:, None] & (among < SIZE)[None, :]
+                square = (among < SIZE)[:, None] & (into < SIZE)[None, :]
+                untransposed = weight + head * 2 * SIZE * SIZE + among[:, None] * SIZE + into[None, :]
+                key_weight = tl.load(untransposed, square, 0.0)
+                value_weight = tl.load(untransposed + SIZE * SIZE, square, 0.0)
+                g_key = tl.load(scratch + among[None, :], known, 0.0)
+                g_value = tl.load(scratch + SIZE + among[None, :], known, 0.0)
+                products = tl.dot(g_key, key_weight, products, input_precision=PRECISION)
+                products = tl.dot(g_value, value_weight, products, input_precision=PRECISION)
+            some = valid[:, None] & (into < SIZE)[None, :]
+            of = row[:, None] * TOTAL + head * SIZE + into[None, :]
+            slope = differentiate_source(tl.load(entering + of, some, 0.0), numbers, SOURCE)
+            tl.store(pulled + of, tl.load(pulled + of, some, 0.0) + products * slope, some)
 
 
 @triton.jit
@@ -368,7 +443,7 @@ def converge_kernel(
     tl.store(prefixes + into, reached.to(tl.int64))
 
 
-def find_options(form: Form, size: int, device: torch.device) -> dict[str, object]:
+def find_options(form: Form, size: int, device: torch.device) -> dict[str, Any]:
     """Return the launch options of `evaluate_kernel`.
 
     Args:
@@ -397,6 +472,49 @@ def find_options(form: Form, size: int, device: torch.device) -> dict[str, objec
     }
 
 
+class _Arguments(NamedTuple):
+    """The parameters of a recurrence as the kernels take them; absent tensors are replaced by one not read."""
+
+    tensors: tuple[Tensor, ...]  # real, imag, weight, bias, beta, norm_weight, norm_bias
+    numbers: tuple[float, ...]  # epsilon, threshold, dot, sine
+    options: dict[str, Any]
+
+
+def _make_arguments(constants: Constants, form: Form, unread: Tensor) -> _Arguments:
+    ordered = [unread if t is None else t.contiguous() for t in check_constants(constants)]
+    real, imag, weight, bias, beta, *_, norm_weight, norm_bias = ordered
+    dot = 0.0 if form.dot is None else form.dot
+    numbers = (form.norm_epsilon or 0.0, form.spike_threshold, dot, (1 - dot**2) ** 0.5)
+    options = find_options(form, constants.real.shape[0], unread.device) | {
+        "BIASED": constants.bias is not None and not form.directions_in_drive,
+        "PAIRS": constants.imag is not None,
+    }
+    return _Arguments((real, imag, weight, bias, beta, norm_weight, norm_bias), numbers, options)
+
+
+def pull_back(entering: Tensor, drive: Tensor, gradient: Tensor, constants: Constants, form: Form) -> Tensor:
+    """Return J'g for every step, (batch, time, n), J the Jacobian of the step: one launch.
+
+    Args:
+        entering: (batch, time, n), the states that enter the steps.
+        drive: (batch, time, features).
+        gradient: (batch, time, n), g.
+        constants, form: As in `adpt_scan`.
+    """
+    entering, drive, gradient = (t.contiguous() for t in (entering, drive, gradient))
+    pulled = torch.empty_like(entering)
+    if not pulled.numel():
+        return pulled
+    batch, steps, size = entering.shape
+    tensors, numbers, options = _make_arguments(constants, form, drive)
+    projections = drive if form.directions_in_drive else drive.new_empty(batch, steps, 2 * size)
+    with torch.cuda.device_of(entering):
+        pull_back_kernel[(triton.cdiv(batch * steps, ROWS), form.heads)](
+            entering, drive, gradient, *tensors, *numbers, projections, pulled, batch * steps, **options
+        )
+    return pulled
+
+
 class _Passes:
     """The kernels of a pass with their arguments and workspace, for one system of equations."""
 
@@ -420,19 +538,15 @@ class _Passes:
         self.drive, self.initial, self.reset_state = (t.contiguous() for t in (drive, initial, reset_state))
         self.reset = self.drive if reset is None else reset.contiguous().view(torch.uint8)
         self.recent = self.drive if recent is None else recent.contiguous()
-        unread = self.drive
-        ordered = [unread if t is None else t.contiguous() for t in check_constants(constants)]
-        self.real, self.imag, weight, bias, beta, *_, norm_weight, norm_bias = ordered
-        self.constants = (self.real, self.imag, weight, bias, beta, norm_weight, norm_bias)
-        dot = 0.0 if form.dot is None else form.dot
-        self.numbers = (form.norm_epsilon or 0.0, form.spike_threshold, dot, (1 - dot**2) ** 0.5)
+        self.constants, self.numbers, options = _make_arguments(constants, form, self.drive)
+        self.real, self.imag = self.constants[:2]
         self.decay = 0.5 ** (1 / HALF_LIFE)
         self.relative, self.floor = tolerance.relative, tolerance.floor(drive.dtype)
         self.correction = new(shape)
-        self.diagonal = new(shape) if diagonal else unread
+        self.diagonal = new(shape) if diagonal else self.drive
         self.ends, self.peaks = new(self.batch, self.chunks, self.size), new(self.batch, self.chunks, self.size)
-        self.products = torch.empty_like(self.ends) if diagonal else unread
-        self.cuts = new(self.batch, self.chunks, dtype=torch.int32) if reset is not None else unread
+        self.products = torch.empty_like(self.ends) if diagonal else self.drive
+        self.cuts = new(self.batch, self.chunks, dtype=torch.int32) if reset is not None else self.drive
         self.measures = [new(self.batch, self.steps) for _ in range(4)]  # residual, excess, scale, move
         self.integers = drive.new_zeros(self.batch, 8, dtype=torch.int32)
         self.flags = {
@@ -441,8 +555,7 @@ class _Passes:
             "DIAGONAL": diagonal,
             "STATUS": 8,
         }
-        self.options = find_options(form, self.size, drive.device) | self.flags
-        self.options["BIASED"] = constants.bias is not None and not form.directions_in_drive
+        self.options = options | self.flags
         self.has_recent = recent is not None
 
     def run(self, states: Tensor, following: Tensor) -> None:

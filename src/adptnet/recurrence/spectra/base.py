@@ -58,6 +58,14 @@ class BlockDiagonal(NamedTuple):
         mean = self.real.unflatten(-1, (-1, 2)).mean(-1).repeat_interleave(2, -1)
         return BlockDiagonal(mean, torch.zeros_like(mean))
 
+    def pair_matrices(self) -> Tensor:
+        """Return the matrix of each pair of state dimensions, (*b, n / 2, 2, 2)."""
+        real = self.real.unflatten(-1, (-1, 2))
+        imag = torch.zeros_like(real) if self.imag is None else self.imag.unflatten(-1, (-1, 2))
+        first = torch.stack((real[..., 0], -imag[..., 0]), -1)
+        second = torch.stack((imag[..., 1], real[..., 1]), -1)
+        return torch.stack((first, second), -2)
+
     def multiply(self, other: "BlockDiagonal") -> "BlockDiagonal":
         """Return the product with another matrix of 2-by-2 blocks.
 

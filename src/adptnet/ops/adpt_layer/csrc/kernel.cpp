@@ -1,4 +1,5 @@
-// A short call of an ADPT layer in one go: drive, recurrence and read-out, for float and double. Forward only.
+// A short call of an ADPT layer in one go, without gradients: drive, recurrence and read-out, for float and double. With
+// gradients, the drive's are computed here (`drive_gradients.h`), those of the recurrence by adpt_scan.
 //
 // Weights are read as torch stores them, (out, in) in row-major order: packing them, as adpt_scan does, costs more
 // than a few steps. Nothing of the size of a matrix is kept between calls, so a weight that changed is always seen. The
@@ -17,7 +18,7 @@
 #include <algorithm>
 
 #include "../../adpt_scan/csrc/directions.h"
-#include "gate.h"
+#include "drive_gradients.h"
 
 // Arguments of a call; cpu.py reads the layout from here. A `void*` points to SCALAR, which is float or double.
 struct Layer {
@@ -233,16 +234,16 @@ EXPORT int64_t adpt_layer_workspace(const Layer* s) {
 // Return 1 if the layer was run, 0 if the evaluated vectors are out of date.
 EXPORT int64_t adpt_layer_forward(const Layer* s) { return run<SCALAR>(*s); }
 EXPORT int64_t adpt_layer_is_current(const Layer* s) { return is_current(*s); }
-EXPORT int64_t adpt_layer_gate_layout() { return sizeof(GateGradients); }
-EXPORT int64_t adpt_layer_gate_workspace(const GateGradients* s) {
+EXPORT int64_t adpt_layer_drive_layout() { return sizeof(DriveGradients); }
+EXPORT int64_t adpt_layer_drive_workspace(const DriveGradients* s) {
   Arena<SCALAR> memory = {nullptr, 0};
-  GradientMemory<SCALAR>().allocate(*s, memory);
+  DriveMemory<SCALAR>().allocate(*s, memory);
   return memory.used * sizeof(SCALAR);
 }
-EXPORT void adpt_layer_gate_gradients(const GateGradients* s) {
+EXPORT void adpt_layer_drive_backward(const DriveGradients* s) {
   Arena<SCALAR> memory = {static_cast<SCALAR*>(s->workspace), 0};
-  GradientMemory<SCALAR> at;
+  DriveMemory<SCALAR> at = {};
   at.allocate(*s, memory);
-  compute_gate_gradients<SCALAR>(*s, at);
+  differentiate_drive<SCALAR>(*s, at);
 }
 }
