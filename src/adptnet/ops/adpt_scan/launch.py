@@ -155,9 +155,7 @@ def explain_unsupported_pass(
     if slow:
         return "the Newton pass on GPUs does not support a slow memory."
     if form.linear:
-        return (
-            "the Newton pass on GPUs does not support a β that is fixed at zero, with which one linear scan is exact."
-        )
+        return "the Newton pass on GPUs does not support a β that is fixed at zero, with which one linear scan is exact."
     head = size // form.heads
     pad = max(16, 1 << (head - 1).bit_length())
     if head > MAX_PASS_SIZE or not _fits(PASS_BYTES * pad, torch.device(device)):
