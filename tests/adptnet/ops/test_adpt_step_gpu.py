@@ -192,7 +192,7 @@ def test_resets_guesses_blocks_and_complex_pairs(kernels, monkeypatch):
 
 
 def test_an_iteration_is_five_launches_and_a_solve_one_read(kernels, monkeypatch):
-    """The limits are those of the issue: six launches per iteration, one synchronization per solve."""
+    """The limits are six launches per iteration and one synchronization per solve."""
     launched = []
     names = ("evaluate_kernel", "summarize_kernel", "carry_kernel", "apply_kernel", "converge_kernel")
     for name in names:
@@ -210,7 +210,7 @@ def test_an_iteration_is_five_launches_and_a_solve_one_read(kernels, monkeypatch
     layer = adptnet.ADPTNet(3, dtype=torch.float32, beta=0.2)
     x = torch.randn(2, 5, 3, dtype=torch.float32)
     found, _, reads, _ = on_both(monkeypatch, layer, x, solvers.ConvDEER())
-    passes = kernels.FIRST_CHECK + 1  # with that of the guess
+    passes = kernels.FIRST_CHECK + 1  # one more evaluates the guess
     assert 1 < found.iterations.max() <= kernels.FIRST_CHECK
     assert reads == 1
     assert sorted(launched) == sorted(names * passes)
