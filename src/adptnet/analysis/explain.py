@@ -31,7 +31,7 @@ _TEXTS = {
     "forward": _SCAN,
     "backward": {
         **_SCAN,
-        "implicit": "a linear recurrence backwards in time, solved at the states that were found",
+        "implicit": "a linear recurrence backwards in time, linearized at the solution",
         "autograd": "autograd, through the operations of the forward pass",
         REFERENCE: "autograd, through a loop over time in eager PyTorch",
     },
@@ -82,7 +82,7 @@ class Explanation:
         lines = [self.call]
         for part, program in self.programs.items():
             lines += [f"  {part:10} {program.description}", f"  {'':10} because {program.reason}"]
-        for i, advice in enumerate(self.advice or ("Nothing is known that would be.",)):
+        for i, advice in enumerate(self.advice or ("No faster way is known.",)):
             lines.append(f"  {'' if i else 'faster':10} {advice}")
         return "\n".join(lines)
 
