@@ -177,9 +177,8 @@ class _States(torch.autograd.Function):
         found = run_cpu_backward(ctx.plan, gradient, leaves, states, projections, (True, needs[2], *present))
         to_drive, to_state, *others = found
         remaining = iter(others)
-        to_real, to_imag, to_matrices, to_biases, to_beta = [
-            None if t is None else next(remaining) for t in constants[:5]
-        ]
+        to_constants: list[Any] = [None if t is None else next(remaining) for t in constants[:5]]
+        to_real, to_imag, to_matrices, to_biases, to_beta = to_constants
         values = GateValues(*gated) if gated else None
         to = compute_drive_gradients(to_drive, x, gain, weights, values, needs_x=needs[1])  # type: ignore[arg-type]
         to_sources: Sequence[Any] = (None,) * len(sources)
