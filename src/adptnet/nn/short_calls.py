@@ -166,11 +166,8 @@ class PreparedLayer:
         """
         weights = self._weights
         scale_weight = weights.input_bias is None and weights.gate is None and is_scaling_faster(x)
-        sources, at = self._parameters, None
-        if sources is None:
-            sources = self._evaluate()
-        else:
-            at = self._linearize(sources)
+        at = None if self._parameters is None else self._linearize(self._parameters)
+        sources = self._evaluate() if self._parameters is None else self._parameters
         states, final = self._training.run(x, initial, sources, at, scale_weight=scale_weight)
         return states if self._readout is None else apply_map(self._readout, states), final
 

@@ -192,6 +192,7 @@ def compute_drive_gradients(
     """
     batch, steps, width = x.shape
     weight, bias, gate = weights.input_weight, weights.input_bias, weights.gate
+    assert weight is not None
     rows, size, rank = batch * steps, gain.shape[0], 0 if gate is None else gate.down.shape[0]
     if values is None or gate is None:
         of_gate: tuple[Any, ...] = (None,) * 5

@@ -27,7 +27,7 @@ class GateWeights(NamedTuple):
 
 
 class GateValues(NamedTuple):
-    """What the gradients of the input gate softplus(a) need from the forward pass."""
+    """Values of the forward pass that the gradients of the input gate softplus(a) need."""
 
     u: Tensor  # (rows, n)
     hidden: Tensor  # D' u, (rows, rank)

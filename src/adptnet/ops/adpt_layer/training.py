@@ -118,11 +118,13 @@ class _States(torch.autograd.Function):
         weights = training.unpack(tensors[:count])
         vectors = (training.source.linearize(tensors[count:]) if at is None else at).vectors
         batch, steps, width = x.shape
-        gate, gated = weights.gate, ()
+        matrix: Any = weights.input_weight
+        gate = weights.gate
+        gated: tuple[Tensor, ...] = ()
         if scale_weight:
-            drive = x @ (vectors.gain_real * weights.input_weight.t())
+            drive = x @ (vectors.gain_real * matrix.t())
         else:  # with the operations of the modules
-            u = functional.linear(x.reshape(-1, width), weights.input_weight)
+            u = functional.linear(x.reshape(-1, width), matrix)
             u = u if weights.input_bias is None else u + weights.input_bias
             if gate is not None:
                 hidden = functional.linear(u, gate.down)
@@ -175,9 +177,8 @@ class _States(torch.autograd.Function):
         found = run_cpu_backward(ctx.plan, gradient, leaves, states, projections, (True, needs[2], *present))
         to_drive, to_state, *others = found
         remaining = iter(others)
-        to_real, to_imag, to_matrices, to_biases, to_beta = [
-            None if t is None else next(remaining) for t in constants[:5]
-        ]
+        to_constants: list[Any] = [None if t is None else next(remaining) for t in constants[:5]]
+        to_real, to_imag, to_matrices, to_biases, to_beta = to_constants
         values = GateValues(*gated) if gated else None
         to = compute_drive_gradients(to_drive, x, gain, weights, values, needs_x=needs[1])  # type: ignore[arg-type]
         to_sources: Sequence[Any] = (None,) * len(sources)
@@ -217,7 +218,7 @@ def _differentiate_reference(
         x, state, *tensors = leaves
         weights = training.unpack(tensors[: training.weight_count])
         vectors = training.source.evaluate(tensors[training.weight_count :])
-        initial = x.new_zeros(x.shape[0], weights.input_weight.shape[0]) if state is None else state
+        initial = x.new_zeros(x.shape[0], vectors.real.shape[0]) if state is None else state
         outputs = reference.adpt_layer(x, initial, training.form, weights, vectors)
         pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if g is not None]
         required = [t for t, need in zip(leaves, needed, strict=True) if need]

@@ -69,8 +69,8 @@ def _make_case(size: Size, fast: bool) -> Case:
     goals.append(
         Goal("Lorenz-63: ours / numpy", lambda f: f.cpu("Lorenz-63, ours") / f.cpu("Lorenz-63, numpy"), at_most=1.5)
     )
-    found = analysis.lyapunov_exponents(_lorenz, state=start, steps=looped, transient=0).exponents.sum()
-    numbers["Lorenz-63: difference of the sums"] = abs(float(found) - float(_run_in_numpy(start.numpy(), looped).sum()))
+    ours = analysis.lyapunov_exponents(_lorenz, state=start, steps=looped, transient=0).exponents.sum()
+    numbers["Lorenz-63: difference of the sums"] = abs(float(ours) - float(_run_in_numpy(start.numpy(), looped).sum()))
     goals.append(Goal("Lorenz-63: difference", lambda f: f.number("Lorenz-63: difference of the sums"), at_most=1e-8))
     goals.append(Goal("largest difference, float32", lambda f: f.number("largest difference, float32"), at_most=1e-6))
     return Case(sides, goals, numbers)
@@ -95,11 +95,12 @@ def _run_in_numpy(state: np.ndarray, steps: int, dt: float = 0.01) -> np.ndarray
     def field(at: np.ndarray) -> np.ndarray:
         x, y, z = at[:, 0]
         jacobian = np.array([[-10.0, 10.0, 0.0], [28 - z, -1.0, -x], [y, x, -8 / 3]])
-        moved = jacobian @ at
+        moved: np.ndarray = jacobian @ at
         moved[:, 0] = 10 * (y - x), x * (28 - z) - y, x * y - 8 / 3 * z
         return moved
 
-    at, total = np.concatenate((state[:, None], np.eye(3)), 1), np.zeros(3)  # the state, and the tangent vectors
+    at = np.concatenate((state[:, None], np.eye(3)), 1)  # the state, and the tangent vectors
+    total: np.ndarray = np.zeros(3)
     for _ in range(steps):
         a = field(at)
         b = field(at + dt / 2 * a)
@@ -107,7 +108,8 @@ def _run_in_numpy(state: np.ndarray, steps: int, dt: float = 0.01) -> np.ndarray
         at = at + dt / 6 * (a + 2 * b + 2 * c + field(at + dt * c))
         at[:, 1:], upper = np.linalg.qr(at[:, 1:])
         total += np.log(np.abs(np.diagonal(upper)))
-    return total / steps
+    mean: np.ndarray = total / steps
+    return mean
 
 
 def _make_sides(name: str, layer: ADPTNet, x: Tensor, few: int) -> list[Side]:

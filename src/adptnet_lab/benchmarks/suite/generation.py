@@ -49,10 +49,9 @@ class _GRULayer(nn.Module):
 def _make_case(size: Size, fast: bool) -> Case:
     torch.manual_seed(0)
     prompt = torch.randint(VOCABULARY, (size.batch, PROMPT))
-    models = {
-        name: SequenceModel(ADPTNet(size.state).spec, depth=DEPTH, vocabulary=VOCABULARY).eval()
-        for name in ("ADPTNet", "nn.GRU")
-    }
+    layer = ADPTNet(size.state).spec
+    assert layer is not None
+    models = {name: SequenceModel(layer, depth=DEPTH, vocabulary=VOCABULARY).eval() for name in ("ADPTNet", "nn.GRU")}
     for block in models["nn.GRU"].blocks:
         block.layer = _GRULayer(size.state)
     sides = [Side(name, partial(model.generate, prompt, size.steps)) for name, model in models.items()]
