@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # a spec builds a layer
 __all__ = ["RecurrentLayer"]
 
 _SHORT_CALL = Backend("adpt_layer", "the call is short, and the kernel supports this layer.")
+_SHORT_TRAINING_CALL = Backend("cpu", "the call is short, and drive and recurrence are one function of autograd.")
 
 
 class RecurrentLayer(Streamable, abc.ABC):
@@ -133,7 +134,7 @@ class RecurrentLayer(Streamable, abc.ABC):
         if plain and solver is None and adjoint is None and isinstance(x, Tensor) and self._is_plain_sequence(x):
             done = run_short_call(self, x, state)
             if done is not None:
-                note_run("forward", _SHORT_CALL)
+                note_run("forward", _SHORT_TRAINING_CALL if done[0].requires_grad else _SHORT_CALL)
                 return done
         if isinstance(x, PackedSequence):
             _check_exclusive("a PackedSequence", lengths=lengths, reset=reset, cu_seqlens=cu_seqlens)

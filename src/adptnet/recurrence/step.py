@@ -186,7 +186,9 @@ def jacobian(parameters: Parameters, state: Tensor, drive: Tensor) -> StepJacobi
     if parameters.memory is not None:
         return None
     parts, form = split_drive(parameters, drive), parameters.conjugate
-    if parameters.directions is None or not form.has_directions:
+    # directions of the input that are not part of the drive belong to a β of 0, where M = Λ̄
+    from_input = any(isinstance(m, Directions) and isinstance(m.spec, FromInput) for m in parameters.modules)
+    if parameters.directions is None or from_input or not form.has_directions:
         return _make_operator(parameters, state, parts)  # M does not depend on the state
     if type(form) not in (Exact, Product, Taylor) or form.planes > 1:
         return None  # a subclass may define another step
@@ -196,8 +198,6 @@ def jacobian(parameters: Parameters, state: Tensor, drive: Tensor) -> StepJacobi
     if not isinstance(module, Directions) or not module.is_stock():
         return None  # hooks and other modules are differentiated by autograd
     direction = module.spec
-    if isinstance(direction, FromInput):
-        return _make_operator(parameters, state, parts)  # β is fixed at 0, and M = Λ̄
     if type(direction) is not FromState or direction.heads > 1 or direction.dot is not None or direction.layer_norm:
         return None
     beta = parts.beta if parameters.beta is None else parameters.beta

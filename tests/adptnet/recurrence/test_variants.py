@@ -383,7 +383,17 @@ def test_log_step_has_an_entry_for_every_state_dimension():
     assert_close(spectra.Linspace().build(5).log_step(), spectra.Linspace().build(5).log_dt)
 
 
-@pytest.mark.parametrize("axes", [{}, {"direction": directions.FromInput(heads=2)}, {"rotation_aware": True}])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {},
+        {"direction": directions.FromInput(heads=2)},
+        {"rotation_aware": True},
+        {"conjugate": conjugates.Product(2)},
+        {"conjugate": conjugates.Taylor(2)},
+    ],
+    ids=repr,
+)
 def test_directions_from_the_input_are_not_computed_at_beta_zero(axes):
     axes = {"direction": directions.FromInput(), **axes}
     layer = ADPTNet.paper(6, beta=0.0, **axes)
@@ -394,6 +404,8 @@ def test_directions_from_the_input_are_not_computed_at_beta_zero(axes):
     assert_close(layer(x)[0], plain(x)[0], rtol=1e-14, atol=1e-15)
     for solver in (solvers.DEER(), solvers.ConvDEER()):
         assert_close(layer(x, solver=solver)[0], plain(x)[0])
+    state, one = torch.randn(2, 6, requires_grad=True), layer.cell.prepare(x, torch.arange(9))[:, 0]
+    assert_close(layer.cell.jacobian(state, one), torch.diag(layer.cell.spectrum().real).expand(2, 6, 6))
     rotated = ADPTNet.paper(6, beta=1.0, **axes)
     rotated.load_state_dict(layer.state_dict())
     given = layer(x, beta=torch.ones(2))[0]  # β of a call still rotates
