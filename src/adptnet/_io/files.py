@@ -42,10 +42,10 @@ def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
         path: The file.
         content: Its new content.
     """
-    private = _find_mode(Path(path)) is not None  # until the new file has the permissions of the old one
+    exists = _find_mode(Path(path)) is not None
 
     def create(name: str, flags: int) -> int:
-        return os.open(name, flags, 0o600 if private else 0o666)
+        return os.open(name, flags, 0o600 if exists else 0o666)  # the old file may be private
 
     with replace_file(path) as draft, open(draft, "xb", opener=create) as file:
         file.write(content)

@@ -3,13 +3,15 @@
 from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor, nn
+
 from .._typing import Device, DType
-from ..cells import ADPTSpec, Cell, CellSpec
+from ..cells import ADPTSpec, Cell, CellSpec, from_torch
 from ..cells.spec import axes as adpt_axes
 from ..errors import InputError, SpecError
 from ..recurrence.beta import BetaValue
 from ..recurrence.drive import EMA, LRU, SoftplusGate
-from ..recurrence.projections import ProjectionSpec
+from ..recurrence.projections import Dense, ProjectionSpec
 from ..recurrence.spectra import SpectrumSpec, Timescales
 from ..solvers import Solver
 from ..solvers.adjoints import Adjoint
@@ -28,8 +30,8 @@ class LayerSpec(ModuleSpec):
 
     Attributes:
         cell: The cell, which defines one step.
-        readout: Map from the state to the output. If not given: the identity where the state is as wide as the layer, a
-            dense map otherwise.
+        readout: Map from the output of the cell to that of the layer. If not given: none where the cell's output is as
+            wide as the layer, a dense map otherwise.
         batch_first: True for (batch, time, width), False for (time, batch, width).
     """
 
@@ -63,14 +65,16 @@ class ADPTNet(RecurrentLayer):
     200 steps, the gain `LRU`, an input gate, and β = 1. `ADPTNet.paper` has the defaults of the paper.
 
     Args:
-        width: Features in and out.
+        width: Features in and out, the only positional argument.
+        more: Not used: raises `SpecError` with the call to type.
         timescales: The shortest and the longest timescale of the state, in steps; (0.5, 200) if not given.
         length: Number of steps of your sequences, in place of `timescales`: half a step to twice the length.
         beta: Strength of the non-linearity: 0 for a linear model, about 1 or more for state tracking. A number, or
             `TrainableBeta(...)`.
         state_size: State dimension; `width` if not given.
-        spectrum: The eigenvalues of the recurrence, in place of `timescales`, for every other choice.
-        solver: Default solver of a call; sequential if not given.
+        spectrum: The eigenvalues of the recurrence, in place of `timescales`, for every other choice. This and every
+            other component may be given by name, such as spectrum="linspace" or gain="ema", for its default settings.
+        solver: Default solver of a call, or its name, such as "deer"; sequential if not given.
         adjoint: Default method of differentiation.
         batch_first: True for `x` of shape (batch, time, width), False for (time, batch, width).
         device: Device of the parameters.
@@ -87,33 +91,33 @@ class ADPTNet(RecurrentLayer):
     def __init__(
         self,
         width: int | None = None,
-        *,
+        *more: Any,
         timescales: tuple[float, float] | None = None,
         length: int | None = None,
         beta: BetaValue = 1.0,
         state_size: int | None = None,
         spectrum: SpectrumSpec | None = None,
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
+        solver: Solver | str | None = None,
+        adjoint: Adjoint | str | None = None,
         batch_first: bool = True,
         device: Device = None,
         dtype: DType = None,
         **axes: Any,
     ):
-        width = _check_width(width, axes)
+        width = _check_width(width, more, axes)
         gain = LRU() if axes.get("memory") is None else EMA()
         axes = {"gain": gain, "gate": SoftplusGate(), **axes}
-        spectrum = choose_spectrum(timescales, length, spectrum)
-        layer = _make_spec(width, batch_first, state_size=state_size, beta=beta, spectrum=spectrum, **axes)
+        chosen = choose_spectrum(timescales, length, spectrum)
+        layer = _make_spec(width, batch_first, state_size=state_size, beta=beta, spectrum=chosen, **axes)
         self._setup(layer, solver, adjoint, device, dtype)
 
     @classmethod
     def paper(
         cls,
         width: int | None = None,
-        *,
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
+        *more: Any,
+        solver: Solver | str | None = None,
+        adjoint: Adjoint | str | None = None,
         batch_first: bool = True,
         device: Device = None,
         dtype: DType = None,
@@ -125,6 +129,7 @@ class ADPTNet(RecurrentLayer):
 
         Args:
             width: Features in and out.
+            more: As for `ADPTNet`.
             solver: As for `ADPTNet`.
             adjoint: As for `ADPTNet`.
             batch_first: As for `ADPTNet`.
@@ -133,12 +138,12 @@ class ADPTNet(RecurrentLayer):
             axes: `state_size`, `beta`, `spectrum` and the other components, whose defaults are those of
                 `cells.ADPTSpec`.
         """
-        layer, width = cls.__new__(cls), _check_width(width, axes)
+        layer, width = cls.__new__(cls), _check_width(width, more, axes)
         layer._setup(_make_spec(width, batch_first, **axes), solver, adjoint, device, dtype)
         return layer
 
     def _setup(
-        self, spec: LayerSpec, solver: Solver | None, adjoint: Adjoint | None, device: Device, dtype: DType
+        self, spec: LayerSpec, solver: Solver | str | None, adjoint: Adjoint | str | None, device: Device, dtype: DType
     ) -> None:
         RecurrentLayer.__init__(
             self,
@@ -152,9 +157,15 @@ class ADPTNet(RecurrentLayer):
         )
 
 
-def _check_width(width: int | None, axes: Iterable[str]) -> int:
-    """Return `width`. Raise `SpecError` if it is missing or passed under the name that another library has for it."""
+def _check_width(width: int | None, more: tuple[Any, ...], axes: Iterable[str]) -> int:
+    """Return `width`. Raise `SpecError` if it is missing, has another name, or is not the only positional argument."""
     gru = "adptnet.nn.ADPTRNN(input_size, hidden_size) has the arguments of nn.GRU"
+    if more:
+        call = f"({', '.join(map(str, (width, *more)))})"
+        raise SpecError(
+            f"ADPTNet{call}: ADPTNet has one positional argument, its width, the features in and out. Pass "
+            f"ADPTNet({width}, state_size={more[0]}) for a state of another size, or adptnet.nn.ADPTRNN{call}: {gru}."
+        )
     for name in axes:
         if name in ("d_model", "dim", "embed_dim", "features", "hidden_size", "input_size"):
             raise SpecError(f"ADPTNet has no argument {name!r}. Pass width=, the features in and out; {gru}.")
@@ -172,14 +183,14 @@ def _make_spec(width: int, batch_first: bool, **axes: Any) -> LayerSpec:
 
 
 def choose_spectrum(
-    timescales: tuple[float, float] | None = None, length: int | None = None, spectrum: SpectrumSpec | None = None
-) -> SpectrumSpec:
-    """Return the spectrum that one of three arguments describes, or the default if none is given.
+    timescales: tuple[float, float] | None = None, length: int | None = None, spectrum: SpectrumSpec | str | None = None
+) -> Any:
+    """Return the spectrum that one of three arguments describes, or the default if none is given; text as it is.
 
     Args:
         timescales: The shortest and the longest timescale, in steps.
         length: The number of steps of a sequence.
-        spectrum: The spectrum itself.
+        spectrum: The spectrum itself, or its name.
 
     Raises:
         SpecError: More than one of them is given, or a value is invalid.
@@ -206,24 +217,40 @@ def choose_spectrum(
 class Recurrent(RecurrentLayer):
     """A recurrent layer around any other cell, with the interface of `ADPTNet`: `Recurrent(cells.ReLURNN(width=64))`.
 
+    Around the spec of a cell, the output has the features of the input, by a read-out if needed. Around a cell
+    itself or a module of `torch.nn`, the output is the hidden state as it is, such as 32 features of
+    `nn.GRUCell(16, 32)`, unless `readout` is given. Such a layer has no spec; save its state dict.
+
     Args:
-        cell: The spec of a cell; or a cell itself, such as `cells.from_torch(nn.GRUCell(64, 64))`. A layer around a
-            cell has no spec; save its state dict.
-        readout: Map from the state to the output; see `LayerSpec`.
-        solver, adjoint, batch_first, device, dtype: See `ADPTNet`.
+        cell: The spec of a cell; a cell, such as `cells.from_function(step, state_size=64, input_size=16)`; or an
+            `nn.GRUCell`, a whole `nn.GRU` or another recurrent module of `torch.nn`.
+        readout: Map from the output of the cell to as many features as the input has; see `LayerSpec`.
+        batch_first: True for (batch, time, width), False for (time, batch, width). If not given, that of a whole
+            `nn.GRU`, and True otherwise.
+        solver, adjoint, device, dtype: See `ADPTNet`.
     """
 
     def __init__(
         self,
-        cell: CellSpec | Cell,
+        cell: CellSpec | nn.Module,
         *,
         readout: ProjectionSpec | None = None,
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
-        batch_first: bool = True,
+        solver: Solver | str | None = None,
+        adjoint: Adjoint | str | None = None,
+        batch_first: bool | None = None,
         device: Device = None,
         dtype: DType = None,
     ):
+        if batch_first is None:
+            batch_first = bool(getattr(cell, "batch_first", True))
+        if isinstance(cell, nn.RNNCellBase | nn.RNNBase):
+            cell = from_torch(cell)
+        if isinstance(cell, nn.Module) and not isinstance(cell, Cell):
+            raise InputError(
+                f"Recurrent takes the spec of a cell or a cell; got {type(cell).__name__}. Pass "
+                "cells.from_torch(module) for a module with the signature of nn.GRUCell, or "
+                "cells.from_function(step, state_size=n) for a function."
+            )
         spec = None if isinstance(cell, Cell) else LayerSpec(cell, readout, batch_first)
         if isinstance(cell, Cell):
             built = cell if device is None and dtype is None else cell.to(device=device, dtype=dtype)
@@ -234,3 +261,12 @@ class Recurrent(RecurrentLayer):
         super().__init__(
             built, built.input_size, readout, spec=spec, solver=solver, adjoint=adjoint, batch_first=batch_first
         )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        # Layers around a cell once had a dense read-out where the sizes differ: their state dicts still load.
+        weight = state_dict.get(f"{prefix}readout.weight")
+        if self.spec is None and self.readout is None and isinstance(weight, Tensor):
+            sizes = self.cell.output_size or self.cell.state_size, self.width
+            self._readout = Dense()
+            self.readout = self._readout.build(*sizes, device=weight.device, dtype=weight.dtype)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from .. import solvers
 from .._typing import Device, DType
 from .._validate import check_dtype, check_finite, check_lengths, make_validity_mask
 from ..cells import ADPTState, Cell
@@ -20,6 +19,7 @@ from ..recurrence.projections import Dense, Projection, ProjectionSpec
 from ..recurrence.projections.base import apply_map
 from ..solvers import Result, Return, Sequential, Solution, Solver
 from ..solvers.adjoints import Adjoint, Unrolled
+from ..solvers.named import as_adjoint, as_solver
 from ..solvers.parallel import Parallel
 from ..solvers.problem import Trajectory
 from ..spec import reset_from_spec
@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # a spec builds a layer
 __all__ = ["RecurrentLayer"]
 
 _SHORT_CALL = Backend("adpt_layer", "the call is short, and the kernel supports this layer.")
+_SHORT_TRAINING_CALL = Backend("cpu", "the call is short, and drive and recurrence are one function of autograd.")
 
 
 class RecurrentLayer(Streamable, abc.ABC):
@@ -43,8 +44,9 @@ class RecurrentLayer(Streamable, abc.ABC):
 
     Args:
         cell: The cell.
-        width: Features of inputs and outputs.
-        readout: The map from the cell's output to `width`; None for the identity, or a dense map if the sizes differ.
+        width: Features of the inputs; and of the outputs, if there is a read-out.
+        readout: The map from the cell's output to `width`. If None: a dense map if there is a spec and the sizes
+            differ, otherwise none.
         spec: The spec of the layer; None if it was made from a cell.
         solver: The default solver; `Sequential()` if None.
         adjoint: The default adjoint; that of the solver if None.
@@ -60,8 +62,8 @@ class RecurrentLayer(Streamable, abc.ABC):
         readout: ProjectionSpec | None,
         *,
         spec: "LayerSpec | None",
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
+        solver: Solver | str | None = None,
+        adjoint: Adjoint | str | None = None,
         batch_first: bool = True,
     ):
         super().__init__()
@@ -71,11 +73,11 @@ class RecurrentLayer(Streamable, abc.ABC):
         self.readout: Projection | None = None
         self._readout = readout
         shown = cell.output_size or cell.state_size
-        if readout is not None or shown != width:
+        if readout is not None or (spec is not None and shown != width):
             like = next(cell.parameters(), torch.empty(0))
             self.readout = (readout or Dense()).build(shown, width, device=like.device, dtype=like.dtype)
-        self.solver: Solver = _check_solver(solver, Sequential())
-        self.adjoint = adjoint
+        self.solver: Solver = Sequential() if solver is None else as_solver(solver)
+        self.adjoint = as_adjoint(adjoint)
         self.batch_first = batch_first
 
     @property
@@ -83,25 +85,32 @@ class RecurrentLayer(Streamable, abc.ABC):
         """State dimension."""
         return self.cell.state_size
 
+    @property
+    def output_size(self) -> int:
+        """Features of the output: `width`, or those of the cell if it is shown without a read-out."""
+        return self.width if self.readout is not None else self.cell.output_size or self.cell.state_size
+
     def forward(
         self,
         x: Tensor | PackedSequence,
-        state: ADPTState | None = None,
+        state: Any = None,
         *,
         lengths: Tensor | None = None,
         reset: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         dt: Tensor | None = None,
         beta: Tensor | None = None,
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
+        solver: Solver | str | None = None,
+        adjoint: Adjoint | str | None = None,
     ) -> tuple[Any, ADPTState]:
         """Run the layer along a sequence.
 
         Args:
             x: (batch, time, width); (time, batch, width) if not `batch_first`; (time, width) for one sequence; or a
                 `PackedSequence`, for which the output is packed too.
-            state: The state that an earlier call returned; the initial state by default. Gradients flow through it.
+            state: The state that an earlier call returned; the initial state by default. Gradients flow through it. A
+                tensor (batch, state_size) is a state at position 0, and so is the hidden state of a wrapped module or
+                function in its own structure, such as (h, c).
             lengths: (batch,) true lengths of right-padded sequences. Outputs past the end are zero, the returned state
                 is that of the last valid step, and values in the padding have no effect.
             reset: bool, shaped as `x` without features. True at t means that a new sequence begins at t.
@@ -109,8 +118,8 @@ class RecurrentLayer(Streamable, abc.ABC):
                 (1, total, width). The state in and out has one row per sequence.
             dt: Length of each step relative to the usual one, shaped as `reset`: for irregular sampling.
             beta: (batch,) a β for each sequence, in place of the layer's own.
-            solver: The solver for the states; the layer's own by default.
-            adjoint: The method of differentiation; the layer's own by default.
+            solver: The solver for the states, or its name, such as "deer"; the layer's own by default.
+            adjoint: The method of differentiation, or its name; the layer's own by default.
 
         Returns:
             The outputs, with shape and dtype of `x`, and the state after the last step.
@@ -125,7 +134,7 @@ class RecurrentLayer(Streamable, abc.ABC):
         if plain and solver is None and adjoint is None and isinstance(x, Tensor) and self._is_plain_sequence(x):
             done = run_short_call(self, x, state)
             if done is not None:
-                note_run("forward", _SHORT_CALL)
+                note_run("forward", _SHORT_TRAINING_CALL if done[0].requires_grad else _SHORT_CALL)
                 return done
         if isinstance(x, PackedSequence):
             _check_exclusive("a PackedSequence", lengths=lengths, reset=reset, cu_seqlens=cu_seqlens)
@@ -147,13 +156,13 @@ class RecurrentLayer(Streamable, abc.ABC):
         return outputs.transpose(0, 1) if is_time_first else outputs, final
 
     def step(
-        self, x: Tensor, state: ADPTState | None = None, *, dt: Tensor | None = None, beta: Tensor | None = None
+        self, x: Tensor, state: Any = None, *, dt: Tensor | None = None, beta: Tensor | None = None
     ) -> tuple[Tensor, ADPTState]:
         """Run one step, with the same result as `forward`. The cost does not depend on the position.
 
         Args:
             x: (batch, width), or (width,) for one sequence.
-            state: The state that an earlier call returned; the initial state by default.
+            state: As in `forward`.
             dt: (batch,) length of the step, as in `forward`.
             beta: (batch,) a β for each sequence, as in `forward`.
 
@@ -178,15 +187,15 @@ class RecurrentLayer(Streamable, abc.ABC):
     def solve(
         self,
         x: Tensor,
-        state: ADPTState | None = None,
+        state: Any = None,
         *,
-        solver: Solver | None = None,
+        solver: Solver | str | None = None,
         guess: Tensor | None = None,
         lengths: Tensor | None = None,
         reset: Tensor | None = None,
         dt: Tensor | None = None,
         beta: Tensor | None = None,
-        adjoint: Adjoint | None = None,
+        adjoint: Adjoint | str | None = None,
     ) -> Solution:
         """Run the layer and return the states themselves with information about the solver.
 
@@ -211,14 +220,14 @@ class RecurrentLayer(Streamable, abc.ABC):
         if x.dim() == 3 and not self.batch_first:
             x, reset, dt = x.transpose(0, 1), _to_batch_first(reset), _to_batch_first(dt)
         self._check_finite(x, lengths)
-        return _check_solver(solver, self.solver)(
+        return (self.solver if solver is None else as_solver(solver))(
             self.cell.with_arguments(dt=dt, beta=beta),
             x,
-            _as_state(state),
+            self._as_state(state),
             guess=guess,
             lengths=lengths,
             reset=reset,
-            adjoint=adjoint or self.adjoint,
+            adjoint=as_adjoint(adjoint) or self.adjoint,
         )
 
     def initial_state(self, batch: int, *, device: Device = None, dtype: DType = None) -> ADPTState:
@@ -265,30 +274,40 @@ class RecurrentLayer(Streamable, abc.ABC):
         self,
         cell: Cell,
         x: Tensor,
-        state: ADPTState | None,
+        state: Any,
         lengths: Tensor | None,
         reset: Tensor | None,
-        solver: Solver | None,
-        adjoint: Adjoint | None,
+        solver: Solver | str | None,
+        adjoint: Adjoint | str | None,
     ) -> tuple[Tensor, ADPTState]:
-        solver = _check_solver(solver, self.solver)
+        solver = self.solver if solver is None else as_solver(solver)
+        adjoint = as_adjoint(adjoint) or self.adjoint
         if x.is_meta:  # only shapes are computed, and all solvers return the same ones
             solver, adjoint = Sequential(), Unrolled()
-        options: dict[str, Any] = {"lengths": lengths, "reset": reset, "adjoint": adjoint or self.adjoint}
+        options: dict[str, Any] = {"lengths": lengths, "reset": reset, "adjoint": adjoint}
         solution: Trajectory | Solution
         if type(solver) is Sequential:  # a subclass may solve in another way
-            solution = solver.run(cell, x, _as_state(state), **options)
+            solution = solver.run(cell, x, self._as_state(state), **options)
         else:
-            solution = solver(cell, x, _as_state(state), **options)
+            solution = solver(cell, x, self._as_state(state), **options)
             _warn_unless_converged(solution)
         with without_autocast(x.device):
             shown = self.cell.output(solution.states)
             outputs = shown if self.readout is None else apply_map(self.readout, shown)
         return outputs.to(x.dtype), ADPTState(solution.final, solution.position)
 
-    def _step_in_torch(self, x: Tensor, state: ADPTState | None) -> tuple[Tensor, ADPTState]:
+    def _as_state(self, state: Any) -> ADPTState | None:
+        """Return a state that a user passed as an `ADPTState`, at position 0 if it has none."""
+        if state is None or isinstance(state, ADPTState):
+            return state
+        if isinstance(state, tuple) and len(state) == 2 and getattr(state[1], "dtype", None) == torch.int64:
+            return ADPTState(*state)  # a state that passed through a generic pytree
+        flat = self.cell.ravel(state)
+        return ADPTState(flat, torch.zeros(flat.shape[:-1], dtype=torch.int64, device=flat.device))
+
+    def _step_in_torch(self, x: Tensor, state: Any) -> tuple[Tensor, ADPTState]:
         """Run one step in operations of torch alone, which programs without adptnet have too."""
-        before = self.initial_state(x.shape[0]) if state is None else state
+        before = self._as_state(state) or self.initial_state(x.shape[0])
         inputs = x.to(before.state.dtype).unsqueeze(-2)
         drive = self.cell.prepare(inputs, before.position.unsqueeze(-1)).squeeze(-2)
         after = self.cell.step(before.state, drive)
@@ -347,27 +366,6 @@ def _to_batch_first(values: Tensor | None) -> Tensor | None:
     if values.dim() != 2:
         raise InputError(f"reset and dt must be (time, batch), as x; got shape {tuple(values.shape)}.")
     return values.transpose(0, 1)
-
-
-def _as_state(state: Any) -> ADPTState | None:
-    if state is None or isinstance(state, ADPTState):
-        return state
-    if isinstance(state, tuple) and len(state) == 2 and all(isinstance(part, Tensor) for part in state):
-        return ADPTState(*state)  # a state that passed through a generic pytree
-    raise InputError(
-        f"state must be the ADPTState an earlier call returned; got {type(state).__name__}. "
-        "Pass layer.initial_state(batch)._replace(state=...) to start from given values."
-    )
-
-
-def _check_solver(solver: Solver | None, default: Solver) -> Solver:
-    if solver is None:
-        return default
-    if not isinstance(solver, Solver):
-        name = getattr(solver, "__name__", "")
-        known = name if getattr(solvers, name, None) is solver else "Sequential"
-        raise InputError(f"solver={solver!r}: must be a solver object. Pass solver=solvers.{known}().")
-    return solver
 
 
 def _check_no_dt(dt: Tensor | None) -> None:

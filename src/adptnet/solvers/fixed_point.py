@@ -17,6 +17,7 @@ from ..ops.adpt_step import Outcome, Rules
 from ..ops.tolerance import Tolerance
 from .convergence_test import Contraction, allowed_drift, rounding_excess
 from .iterates import EvaluatedIterate, Iterate, MeasuredIterate, MeasureFunction
+from .rounding import find_cancelling_steps, split_rows
 from .system import System
 from .transitions import Transition
 
@@ -183,6 +184,7 @@ class _NewtonLoop:
         self.rows: Tensor | None = None  # the remaining sequences; None for all
         self.start = 0  # the first remaining step
         self.iteration = 0
+        self.next_probe, self.pause = 1, 1  # when and how often rounding errors of f are measured
         self.kept: Tensor | None = None  # the states of dropped steps and sequences, allocated when needed
         self.progress = _Progress(batch, self.total, system, guess)
         self.is_finished = not batch or not steps or not limits.most
@@ -207,6 +209,7 @@ class _NewtonLoop:
     def test(self) -> None:
         """Test which steps have converged, and which sequences are finished."""
         at, sequences, limits = self.at, self.sequences, self.limits
+        self._allow_rounding()
         self.contraction.update(at.excess)
         self.error = self.contraction.error(at.next_change(), self.total)
         self._exclude_rounding()
@@ -228,15 +231,31 @@ class _NewtonLoop:
         may_stop = self.iteration >= limits.least
         self.stopped = ((self.done | is_rising) if may_stop else torch.zeros_like(finite)) | ~finite
 
+    def _allow_rounding(self) -> None:
+        """Raise the tolerances of steps whose residual no longer falls to the rounding error of f.
+
+        If that does not explain their residual, the next attempts are made after 2, 4, 8, ... iterations.
+        """
+        at, axis = self.at, self.at.system.axis
+        if self.iteration < self.next_probe:
+            return
+        found = find_cancelling_steps(self.contraction.mark_stagnating(at.excess), at.mark_settled())
+        if not bool(axis.maximum(at.residual.new_tensor(float(found is not None)))):
+            return
+        before = at.excess.clone()
+        at.allow_rounding(found)
+        helped = axis.maximum((at.excess < 0.5 * before).any().to(torch.uint8))
+        self.pause = 1 if bool(helped) else 2 * self.pause
+        self.next_probe = self.iteration + self.pause
+
     def _exclude_rounding(self) -> None:
         """Compare the error with accumulated rounding errors in sequences that are within tolerance, but whose error is
         not."""
-        within, axis = self.at.within_tolerance, self.at.system.axis
-        unsettled, drifting = ~within.all(1), ~(self.error <= self.slack).all(1)
-        flags = axis.maximum(torch.stack((unsettled, drifting)).to(torch.uint8)).bool()
-        rows = (~flags[0] & flags[1]).nonzero().squeeze(-1)
-        if len(rows):
-            move = self.at.next_change_beyond_rounding(rows, self.slack)
+        at, axis = self.at, self.at.system.axis
+        flags = (~at.within_tolerance.all(1), ~(self.error <= self.slack).all(1))
+        unsettled, drifting = axis.maximum(torch.stack(flags).to(torch.uint8)).bool()
+        for rows in split_rows((~unsettled & drifting).nonzero().squeeze(-1), self.total * self.shape[2]):
+            move = at.next_change_beyond_rounding(rows, self.slack)
             self.error[rows] = self.contraction.part(rows, 0).error(move, self.total)
 
     def drop(self) -> None:

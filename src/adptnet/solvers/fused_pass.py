@@ -15,7 +15,7 @@ from ..ops.tolerance import Tolerance
 from .damping import Damping
 from .iterates import MeasuredIterate, MeasureFunction
 from .linearizations import Linearization
-from .rounding import allow_rounding, find_cancelling_steps, select
+from .rounding import CancellingSteps, allow_rounding, select
 from .system import System
 from .transitions import Transition
 
@@ -131,14 +131,17 @@ class _FusedIterate(MeasuredIterate):
             tiles=tiles,
         )
         self.next, self.residual, self.excess, self.move = result.states, result.residual, result.excess, result.move
-        found = find_cancelling_steps(tolerance, result.residual, result.excess, result.scale)
-        if found is not None:
-            rows, at = found.rows, slice(None, found.steps)
-            values, allowed = allow_rounding(system, self.states, tolerance, found)
+        self.scale = result.scale
+        self.within_tolerance = self.excess <= 1  # False for NaN
+
+    def allow_rounding(self, found: CancellingSteps | None) -> None:
+        for part in [] if found is None else found.split(self.states.shape[2]):
+            rows, at = part.rows, slice(None, part.steps)
+            values, allowed = allow_rounding(self.system, self.states, self.tolerance, part)
             before, after = (each.index_select(0, rows)[:, at] for each in (self.states, self.next))
             self.excess[rows, at] = ((values - before).abs_() / allowed).amax(-1)
             self.move[rows, at] = ((after - before).abs_() / allowed).amax(-1)
-        self.within_tolerance = self.excess <= 1  # False for NaN
+        self.within_tolerance = self.excess <= 1
 
     def next_states(self, strength: Tensor) -> Tensor:
         return self.next
@@ -160,7 +163,7 @@ class _FusedIterate(MeasuredIterate):
     def part(self, rows: Tensor | None, start: int) -> "_FusedIterate":
         left = copy.copy(self)
         left.system = self.part_system(rows, start)
-        for name in ("states", "next", "residual", "excess", "move", "within_tolerance"):
+        for name in ("states", "next", "residual", "excess", "scale", "move", "within_tolerance"):
             every = getattr(self, name)[:, start:]
             setattr(left, name, every if rows is None else every.index_select(0, rows))
         return left

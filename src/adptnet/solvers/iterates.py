@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..ops.tolerance import Tolerance, largest
-from .rounding import allow_accumulated, allow_rounding, find_cancelling_steps, select
+from .rounding import CancellingSteps, allow_accumulated, allow_rounding, select
 from .system import System, chunk_length
 from .transitions import Transition
 
@@ -73,6 +73,7 @@ class MeasuredIterate(abc.ABC):
         states: (batch, time, n).
         residual: (batch, time), the largest residual of each step.
         excess: (batch, time), the same, each channel divided by its tolerance.
+        scale: (batch, time), the largest entry of each step, of its entering state and of f.
         within_tolerance: (batch, time) bool, whether the excess is at most 1.
     """
 
@@ -81,6 +82,7 @@ class MeasuredIterate(abc.ABC):
     states: Tensor
     residual: Tensor
     excess: Tensor
+    scale: Tensor
     within_tolerance: Tensor
 
     @abc.abstractmethod
@@ -90,6 +92,18 @@ class MeasuredIterate(abc.ABC):
         Args:
             strength: (batch,), the strength of the damping.
         """
+
+    @abc.abstractmethod
+    def allow_rounding(self, found: CancellingSteps | None) -> None:
+        """Raise the tolerances of some steps to the rounding error of f.
+
+        Args:
+            found: The steps; None if there are none in this process, but in another one.
+        """
+
+    def mark_settled(self) -> Tensor:
+        """Return whether each step is within tolerance relative to its largest entry, (batch, time)."""
+        return self.residual <= self.tolerance.relative * self.scale + self.tolerance.floor(self.scale.dtype)
 
     @abc.abstractmethod
     def next_change(self) -> Tensor:
@@ -196,10 +210,10 @@ class EvaluatedIterate(MeasuredIterate):
     ):
         self.system, self.states, self.update = system.axis.with_previous(system, states), states, update
         self.tolerance = tolerance
-        self.entering, self.values, self.residual, excess, self.allowed = measure_residual(
+        self.entering, self.values, self.residual, self.own_excess, self.scale, self.allowed = measure_residual(
             self.system, states, tolerance
         )
-        self.excess = self.system.axis.earlier_maximum(excess)
+        self.excess = self.system.axis.earlier_maximum(self.own_excess)
         self.within_tolerance = self.excess <= 1  # False for NaN
         self.linearize = linearize
         self._transition: Transition | None = None
@@ -215,6 +229,16 @@ class EvaluatedIterate(MeasuredIterate):
     def next_states(self, strength: Tensor) -> Tensor:
         self._change = None
         return self.update(self.transition, self.system, Iterate(self.states, self.entering, self.values), strength)
+
+    def allow_rounding(self, found: CancellingSteps | None) -> None:
+        if found is not None:
+            for part in found.split(self.states.shape[2]):
+                self.allowed[part.rows, : part.steps] = allow_rounding(self.system, self.states, self.tolerance, part)[
+                    1
+                ]
+            self.own_excess = _distance(self.system, self.values, self.states, self.allowed)[1]
+        self.excess = self.system.axis.earlier_maximum(self.own_excess)
+        self.within_tolerance = self.excess <= 1
 
     def next_change(self) -> Tensor:
         change = self._change = self._leading_change()
@@ -245,7 +269,18 @@ class EvaluatedIterate(MeasuredIterate):
     def part(self, rows: Tensor | None, start: int) -> "EvaluatedIterate":
         left = copy.copy(self)
         left.system, left._transition = self.part_system(rows, start), self.transition.part(rows, start)
-        for name in ("states", "entering", "values", "residual", "excess", "within_tolerance", "allowed"):
+        names = (
+            "states",
+            "entering",
+            "values",
+            "residual",
+            "own_excess",
+            "excess",
+            "scale",
+            "within_tolerance",
+            "allowed",
+        )
+        for name in names:
             values = getattr(self, name)[:, start:]
             setattr(left, name, values if rows is None else values.index_select(0, rows))
         if self._change is not None:
@@ -261,14 +296,12 @@ class Residual(NamedTuple):
     values: Tensor  # (batch, time, n), f of the entering states
     size: Tensor  # (batch, time), max |f(s_{t-1}) - s_t|
     excess: Tensor  # (batch, time), the same, each channel divided by its tolerance
+    scale: Tensor  # (batch, time), the largest entry of each step, of its entering state and of f
     allowed: Tensor  # (batch, time, n), the tolerances
 
 
 def measure_residual(system: System, states: Tensor, tolerance: Tolerance) -> Residual:
     """Return the residual of an iterate.
-
-    In steps that are within tolerance relative to their largest entry but not in some channel, the tolerances are raised
-    to the rounding error of f.
 
     Args:
         system: The equations.
@@ -280,11 +313,7 @@ def measure_residual(system: System, states: Tensor, tolerance: Tolerance) -> Re
     allowed = tolerance.allowed(values, system.reset, system.recent_scale)
     size, excess = _distance(system, values, states, allowed)
     scale = torch.maximum(largest(entering), largest(values))
-    found = None if torch.compiler.is_compiling() else find_cancelling_steps(tolerance, size, excess, scale)
-    if found is not None:
-        allowed[found.rows, : found.steps] = allow_rounding(system, states, tolerance, found)[1]
-        size, excess = _distance(system, values, states, allowed)
-    return Residual(entering, values, size, excess, allowed)
+    return Residual(entering, values, size, excess, scale, allowed)
 
 
 def _distance(system: System, values: Tensor, states: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,30 +16,42 @@ from ..ops.tolerance import Tolerance, largest, recent_scale
 from .system import System
 from .transitions import Transition
 
-__all__ = ["CancellingSteps", "allow_accumulated", "allow_rounding", "find_cancelling_steps", "measure_rounding"]
+__all__ = [
+    "PROBES",
+    "WORKING_SET",
+    "CancellingSteps",
+    "accumulate",
+    "allow_accumulated",
+    "allow_rounding",
+    "find_cancelling_steps",
+    "limit_accumulated",
+    "random_signs",
+    "select",
+    "split_rows",
+]
 
+WORKING_SET = 2**19  # state elements of the sequences that are treated at a time
 PROBES = 3  # perturbations of the argument of f, of which the largest change counts
 WALKS = 4  # random sums of rounding errors, whose root mean square is their expected size
-MARGIN = 8  # how many times its measured size a rounding error may be
+MARGIN = 16  # how many times its measured size a rounding error may be
 ACCUMULATED_MARGIN = 32  # the same for a sum of rounding errors, which later iterations do not remove but amplify
 LARGEST_ACCUMULATED = 32  # relative tolerances of the largest |f| since the last reset
 
 
-def random_signs(steps: int, size: int, like: Tensor, seed: int) -> Tensor:
-    """Return -1 or 1 for each step and channel, (steps, size).
+def random_signs(like: Tensor, seed: int, *, reverse: bool = False) -> Tensor:
+    """Return -1 or 1 for each step and channel, (time, n).
 
     They are the same at every call and counted from the last step, so that they depend neither on other sequences nor
     on how many leading steps have been dropped.
 
     Args:
-        steps: The number of steps.
-        size: The number of channels.
-        like: Determines dtype and device.
+        like: (batch, time, n), determines shape, dtype and device.
         seed: Selects the signs.
+        reverse: Count from the first step, where the last steps are dropped.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
-    signs = torch.randint(0, 2, (steps, size), generator=generator, dtype=like.dtype, device="cpu")
-    return signs.flip(0).mul_(2).sub_(1).to(like.device)
+    signs = torch.randint(0, 2, like.shape[1:], generator=generator, dtype=like.dtype, device="cpu")
+    return (signs if reverse else signs.flip(0)).mul_(2).sub_(1).to(like.device)
 
 
 def measure_rounding(function: Callable[[Tensor], Tensor], at: Tensor, values: Tensor) -> Tensor:
@@ -52,34 +64,40 @@ def measure_rounding(function: Callable[[Tensor], Tensor], at: Tensor, values: T
     """
     eps, change = torch.finfo(values.dtype).eps, torch.zeros_like(values)
     for seed in range(PROBES):
-        perturbed = random_signs(*at.shape[1:], at, seed).mul_(eps).add_(1).mul(at)
-        change = torch.maximum(change, function(perturbed).sub_(values).abs_())
+        perturbed = random_signs(at, seed).mul_(eps).add_(1).mul(at)
+        torch.maximum(change, function(perturbed).sub_(values).abs_(), out=change)
+        del perturbed
     return change
 
 
 class CancellingSteps(NamedTuple):
-    """The leading steps of some sequences in which only the tolerance of single channels is exceeded."""
+    """The leading steps of some sequences in which a residual may be the rounding error of f."""
 
     rows: Tensor  # indices of the sequences
     steps: int
     settled: Tensor  # (len(rows), steps) bool: whether the step and all before it are within tolerance as a whole
 
+    def split(self, size: int) -> "list[CancellingSteps]":
+        """Split the sequences, as `split_rows` does.
 
-def find_cancelling_steps(
-    tolerance: Tolerance, size: Tensor, excess: Tensor, scale: Tensor
-) -> CancellingSteps | None:
-    """Return the steps that are within tolerance relative to their largest entry, but not in every channel.
+        Args:
+            size: The state size.
+        """
+        rows = split_rows(self.rows, self.steps * size)
+        settled = self.settled.split(len(rows[0]))
+        return [CancellingSteps(each, self.steps, part) for each, part in zip(rows, settled, strict=True)]
 
-    Steps after one that is not within tolerance as a whole do not count: their states will still change.
+
+def find_cancelling_steps(suspected: Tensor, settled: Tensor) -> CancellingSteps | None:
+    """Return the settled steps of the sequences in which rounding errors are suspected, up to the last suspected step.
 
     Args:
-        tolerance: The tolerance of the residual.
-        size: (batch, time), the largest residual of each step.
-        excess: (batch, time), the same, each channel divided by its tolerance.
-        scale: (batch, time), the largest entry of each step, in its entering state and in f.
+        suspected: (batch, time) bool.
+        settled: (batch, time) bool, whether the step is within tolerance relative to its largest entry. Steps after one
+            that is not do not count, because their states will still change.
     """
-    settled = (size <= tolerance.relative * scale + tolerance.floor(scale.dtype)).cumprod(1).bool()
-    found = ((excess > 1) & settled).nonzero()
+    settled = settled.cumprod(1).bool()
+    found = (suspected & settled).nonzero()
     if not len(found):
         return None
     rows, steps = found[:, 0].unique(), int(found[:, 1].max()) + 1
@@ -91,8 +109,7 @@ def allow_rounding(
 ) -> tuple[Tensor, Tensor]:
     """Return f and the residual allowed in `found`, (len(rows), steps, n): the tolerance, or the rounding error of f.
 
-    A rounding error of the largest entry of a step is within tolerance, so this allows at most the relative tolerance of
-    that entry.
+    At most the relative tolerance of the largest entry of the step is allowed.
 
     Args:
         system: The equations.
@@ -110,13 +127,42 @@ def allow_rounding(
     return values, torch.where(found.settled.unsqueeze(-1), raised, allowed)
 
 
+def accumulate(rounding: Tensor, scan: Callable[[Tensor], Tensor], *, reverse: bool = False) -> Tensor:
+    """Return the expected size of the sum of rounding errors that a linear recurrence accumulates, (batch, time, n).
+
+    They are added up with random signs. Errors of one sign, which are no rounding errors, add up to far more.
+
+    Args:
+        rounding: (batch, time, n), the size of the rounding error of each step.
+        scan: Runs the linear recurrence. It may overwrite its argument.
+        reverse: Whether it runs from the last step to the first.
+    """
+    total = torch.zeros_like(rounding)
+    for seed in range(WALKS):
+        signs = random_signs(rounding, PROBES + seed, reverse=reverse)
+        errors = scan(signs.mul(rounding))
+        total.addcmul_(errors, errors)
+        del errors
+    return total.div_(WALKS).sqrt_()
+
+
+def limit_accumulated(accumulated: Tensor, scale: Tensor, rtol: float, slack: float) -> Tensor:
+    """Return the error allowed where rounding errors accumulate, (batch, time, n). The tensors are overwritten.
+
+    Args:
+        accumulated: (batch, time, n), the recent scale of their sum.
+        scale: (batch, time, n), the largest value of each channel since the last reset.
+        rtol: The relative tolerance.
+        slack: The number of tolerances that an error may be.
+    """
+    largest_error = scale.mul_(min(4 * slack, LARGEST_ACCUMULATED) * rtol)
+    return torch.minimum(accumulated.mul_(ACCUMULATED_MARGIN), largest_error, out=accumulated)
+
+
 def allow_accumulated(
     system: System, states: Tensor, transition: Transition, tolerance: Tolerance, slack: float
 ) -> Tensor:
-    """Return the error that accumulated rounding errors of f cause in each channel, (batch, time, n).
-
-    They are added up by the linear recurrence with random signs. Errors of one sign, which are no rounding errors, add up
-    to far more. The result is limited by the relative tolerance of the largest |f| of the channel since the last reset.
+    """Return the error of each channel that accumulated rounding errors of f explain, (batch, time, n).
 
     Args:
         system: The equations.
@@ -125,17 +171,22 @@ def allow_accumulated(
         tolerance: The tolerance of the residual.
         slack: The number of tolerances that an error may be.
     """
-    entering = system.entering_states(states)
+    entering, zero = system.entering_states(states), torch.zeros_like(system.initial)
     values = system.evaluate(entering)
     rounding = measure_rounding(system.evaluate, entering, values)
-    zero, total = torch.zeros_like(system.initial), torch.zeros_like(states)
-    for seed in range(WALKS):
-        signs = random_signs(*states.shape[1:], states, PROBES + seed)
-        total += system.axis.scan(transition, signs * rounding, zero, system.reset).square()
-    accumulated = recent_scale(total.div_(WALKS).sqrt_(), system.reset)
+    total = accumulate(rounding, lambda offset: system.axis.scan(transition, offset, zero, system.reset))
     scale = recent_scale(values, system.reset, system.recent_scale, half_life=math.inf)
-    limit = min(4 * slack, LARGEST_ACCUMULATED) * tolerance.relative
-    return torch.minimum(ACCUMULATED_MARGIN * accumulated, limit * scale)
+    return limit_accumulated(recent_scale(total, system.reset), scale, tolerance.relative, slack)
+
+
+def split_rows(rows: Tensor, elements: int) -> tuple[Tensor, ...]:
+    """Split the indices of sequences, so that the sequences of one part take little memory.
+
+    Args:
+        rows: Indices of the sequences.
+        elements: The number of elements of the states of a sequence.
+    """
+    return rows.split(max(1, WORKING_SET // max(1, elements))) if len(rows) else ()
 
 
 def select(system: System, rows: Tensor, steps: int | None = None) -> System:

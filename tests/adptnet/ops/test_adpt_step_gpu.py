@@ -192,7 +192,7 @@ def test_resets_guesses_blocks_and_complex_pairs(kernels, monkeypatch):
 
 
 def test_an_iteration_is_five_launches_and_a_solve_one_read(kernels, monkeypatch):
-    """The limits are those of the issue: six launches per iteration, one synchronization per solve."""
+    """The limits are six launches per iteration and one synchronization per solve."""
     launched = []
     names = ("evaluate_kernel", "summarize_kernel", "carry_kernel", "apply_kernel", "converge_kernel")
     for name in names:
@@ -210,7 +210,7 @@ def test_an_iteration_is_five_launches_and_a_solve_one_read(kernels, monkeypatch
     layer = adptnet.ADPTNet(3, dtype=torch.float32, beta=0.2)
     x = torch.randn(2, 5, 3, dtype=torch.float32)
     found, _, reads, _ = on_both(monkeypatch, layer, x, solvers.ConvDEER())
-    passes = kernels.FIRST_CHECK + 1  # with that of the guess
+    passes = kernels.FIRST_CHECK + 1  # one more evaluates the guess
     assert 1 < found.iterations.max() <= kernels.FIRST_CHECK
     assert reads == 1
     assert sorted(launched) == sorted(names * passes)
@@ -253,12 +253,13 @@ def test_unsupported_recurrences_run_the_eager_operations(kernels, monkeypatch):
         assert reason in backend.reason
 
 
-def test_heads_beyond_the_limit_have_no_pass(emulated_gpu):
+@pytest.mark.parametrize(("shared", "limit"), [(65536, 256), (101376, 512), (232448, 512)])
+def test_heads_beyond_the_limit_have_no_pass(emulated_gpu, monkeypatch, shared, limit):
+    monkeypatch.setattr(_gpu, "shared_memory", lambda device: shared)
     given = {"paired": False, "slow": False, "diagonal": False, "dtype": torch.float32, "device": "cpu"}
-    limit = launch.MAX_PASS_SIZE
     assert launch.explain_unsupported_pass(Form(source=Source.RELU), limit, **given) is None
     assert launch.explain_unsupported_pass(Form(heads=2), 2 * limit, **given) is None
-    assert str(limit) in launch.explain_unsupported_pass(Form(), limit + 1, **given)
+    assert str(limit + 1) in launch.explain_unsupported_pass(Form(), limit + 1, **given)
 
 
 def test_directions_and_beta_may_come_with_the_drive(kernels, monkeypatch):

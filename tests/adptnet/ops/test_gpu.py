@@ -234,6 +234,7 @@ COVERAGE = {
     "β = 0": (ADPTSpec(64, beta=0.0), "linear_scan"),
     "`Diagonal`": (ADPTSpec(64, beta=0.0, conjugate=Diagonal()), "linear_scan"),
     "`Product` of several planes": (ADPTSpec(64, conjugate=Product(2)), LOOP),
+    "directions from the whole state": (ADPTSpec(64, direction=directions.FromWholeState(heads=8)), LOOP),
     "phase from the input": (ADPTSpec(64, phase=InputPhase()), LOOP),
 }
 

@@ -63,7 +63,9 @@ if given["pass"]:
         launched = dict(num_warps=options.pop("num_warps"), num_stages=options.pop("num_stages"))
         found.append(measure(step.evaluate_kernel, options, **launched) | dict(pad=pad))
         pulled = {{name: value for name, value in options.items() if name in step.pull_back_kernel.arg_names}}
-        found.append(measure(step.pull_back_kernel, pulled, **launched) | dict(pad=pad))
+        pulled["SOME"] = max(1, min(step.ROWS, 512 // pad))
+        made = measure(step.pull_back_kernel, pulled, num_warps=min(8, launched["num_warps"]), num_stages=1)
+        found.append(made | dict(pad=pad))
         applied = shared | dict(TOTAL=pad, PAD=pad, LENGTH=step.LENGTH, DIAGONAL=True)
         launched = dict(num_warps=max(1, min(8, pad // 128)), num_stages=1)
         found.append(measure(step.apply_kernel, applied, **launched) | dict(pad=pad))

@@ -19,16 +19,13 @@ __all__ = ["LayerCall", "compute_drive_gradients", "has_kernel"]
 _SCALARS = {torch.float32: "float", torch.float64: "double"}
 
 
-@functools.cache
-def _mirror() -> Any:
-    """Return the ctypes mirror of `struct Layer` in csrc/kernel.cpp."""
-    return read_structure(Path(__file__).parent / "csrc" / "kernel.cpp", "Layer")
+_FILES = {"Layer": "kernel.cpp", "DriveGradients": "drive_gradients.h"}
 
 
 @functools.cache
-def _drive_mirror() -> Any:
-    """Return the ctypes mirror of `struct DriveGradients` in csrc/drive_gradients.h."""
-    return read_structure(Path(__file__).parent / "csrc" / "drive_gradients.h", "DriveGradients")
+def _mirror(name: str) -> Any:
+    """Return the ctypes mirror of a structure in csrc."""
+    return read_structure(Path(__file__).parent / "csrc" / _FILES[name], name)
 
 
 def has_kernel(dtype: torch.dtype) -> bool:
@@ -54,10 +51,11 @@ class LayerCall:
     """
 
     def __init__(self, form: Form, weights: LayerWeights, vectors: LayerVectors, sources: list[Tensor]):
-        self.dtype = weights.input_weight.dtype
+        size = vectors.real.shape[0]
+        width = size if weights.input_weight is None else weights.input_weight.shape[1]
+        self.dtype = next(iter(weights.tensors()), vectors.real).dtype
         library = _declare_functions(_build.load("adpt_layer", _SCALARS[self.dtype]))
         self._run, self._compare = library.adpt_layer_forward, library.adpt_layer_is_current
-        size, width = weights.input_weight.shape
         self.state_size = size
         self.input_size = width
         self.output_size = size if weights.readout_weight is None else weights.readout_weight.shape[0]
@@ -71,7 +69,7 @@ class LayerCall:
         source_addresses = _pointers(sources)
         source_bytes = (ctypes.c_int64 * len(sources))(*(t.nbytes for t in sources))
         self._arrays = directions, biases, source_addresses, source_bytes
-        self._call = _mirror()(
+        self._call = _mirror("Layer")(
             width=width,
             heads=form.heads,
             size=size // form.heads,
@@ -84,7 +82,7 @@ class LayerCall:
             and form.retraction in (RetractionKind.EXPONENTIAL, RetractionKind.CAYLEY),
             gate_rank=0 if weights.gate is None else weights.gate.down.shape[0],
             spike_threshold=form.spike_threshold,
-            input_weight=weights.input_weight.data_ptr(),
+            input_weight=_address(weights.input_weight),
             input_bias=_address(weights.input_bias),
             **({} if weights.gate is None else {f"gate_{k}": t.data_ptr() for k, t in weights.gate._asdict().items()}),
             directions=ctypes.addressof(directions),
@@ -227,7 +225,7 @@ def compute_drive_gradients(
     )
     library = _declare_functions(_build.load("adpt_layer", _SCALARS[dtype]))
     pointers = map(_address, (*tensors, *results[:4], *(results.gate or (None, None, None))))
-    call = _drive_mirror()(rows, width, size, rank, *pointers)
+    call = _mirror("DriveGradients")(rows, width, size, rank, *pointers)
     reference = ctypes.byref(call)
     workspace = _buffers.acquire(library.adpt_layer_drive_workspace(reference))
     call.workspace = workspace.address
@@ -241,8 +239,8 @@ def _declare_functions(library: Any) -> Any:
     forward = library.adpt_layer_workspace, library.adpt_layer_forward, library.adpt_layer_is_current
     backward = library.adpt_layer_drive_workspace, library.adpt_layer_drive_backward
     for mirror, layout, functions in (
-        (_mirror(), library.adpt_layer_layout, forward),
-        (_drive_mirror(), library.adpt_layer_drive_layout, backward),
+        (_mirror("Layer"), library.adpt_layer_layout, forward),
+        (_mirror("DriveGradients"), library.adpt_layer_drive_layout, backward),
     ):
         layout.restype = ctypes.c_int64
         assert layout() == ctypes.sizeof(mirror)

@@ -37,7 +37,7 @@ class GateValues(NamedTuple):
 class LayerWeights(NamedTuple):
     """Parameters that every call reads as they are. n is the state dimension, m that of a head."""
 
-    input_weight: Tensor  # (n, width)
+    input_weight: Tensor | None  # (n, width); None for the identity
     input_bias: Tensor | None  # (n,)
     directions: tuple[Tensor, ...]  # K and V of each head, each (m, m); empty without a rotation
     direction_biases: tuple[Tensor, ...]  # (m,) each; empty without biases

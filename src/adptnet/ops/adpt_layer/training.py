@@ -40,7 +40,7 @@ class TrainingCall:
 
     Args:
         form: The form of the recurrence: not `directions_in_drive`, `beta_in_drive`, `dot` or `norm_epsilon`.
-        weights: The matrices; the read-out is not used.
+        weights: The matrices, with an input projection; the read-out is not used.
         source: Evaluates the vectors, with a real gain.
     """
 

@@ -55,9 +55,7 @@ class Form(NamedTuple):
     rotation_aware: bool = False  # the drive is rotated with the state
     norm_epsilon: float | None = None  # ε of the LayerNorm on unit(K x) and unit(V x), if any; for one head
     linear: bool = False  # β is zero and needs no gradient: the directions have no effect and are not computed
-    phased: bool = (
-        False  # M x is rotated by a phase, cos φ and sin φ of each pair of neighbours, before any β in the drive
-    )
+    phased: bool = False  # the result of M is rotated by P; the drive holds cos φ, sin φ of each pair, before its β
 
     @property
     def has_products(self) -> bool:

@@ -77,7 +77,7 @@ class Launch(NamedTuple):
 
 MAX_HEAD_SIZE = 2048
 MAX_PASS_SIZE = 512  # of a head in a Newton pass: a larger tile of steps does not fit into registers
-PASS_BYTES = 128  # of shared memory in a Newton pass, per padded state dimension of a head
+PASS_BYTES = 128  # bytes of shared memory in a Newton pass, per padded state dimension of a head
 # Bytes of shared memory per block, at most, as reported by Triton 3.9.0 for every option of the kernels. Those of the
 # resident kernels are by `pad` and precision; with directions in the drive they need less than any GPU has.
 STREAMED = 24576
@@ -155,7 +155,7 @@ def explain_unsupported_pass(
     if slow:
         return "the Newton pass on GPUs does not support a slow memory."
     if form.linear:
-        return "the Newton pass on GPUs does not support a β that is fixed at zero, with which one linear scan is exact."
+        return "the Newton pass on GPUs does not support a β fixed at zero, with which one linear scan is exact."
     head = size // form.heads
     pad = max(16, 1 << (head - 1).bit_length())
     if head > MAX_PASS_SIZE or not _fits(PASS_BYTES * pad, torch.device(device)):

@@ -75,14 +75,16 @@ def evaluate_kernel(
     DOT: tl.constexpr, DIAGONAL: tl.constexpr, STATUS: tl.constexpr,
 ):  # fmt: skip
     """Write f(s) - s of ROWS steps of one head of a sequence, and diag M with DIAGONAL."""
-    sequence = tl.program_id(1).to(tl.int64)
+    tiles = tl.cdiv(steps, ROWS)
+    program = tl.program_id(0).to(tl.int64)
+    sequence = program // tiles
     if tl.load(stopped + sequence * STATUS) != 0:
         return
     TOTAL: tl.constexpr = HEADS * SIZE
     FEATURES: tl.constexpr = TOTAL * (3 if GIVEN else 1) + (1 if ROW_BETA else 0)
     numbers = (epsilon, threshold, dot, sine)
-    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    head = tl.program_id(2)
+    t = (program % tiles) * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(1)
     column = tl.arange(0, PAD)
     place, within = head * SIZE + column, column < SIZE
     valid = t < steps
@@ -140,71 +142,92 @@ def evaluate_kernel(
 def pull_back_kernel(
     entering, drive, gradient, real, imag, weight, bias, beta, norm_weight, norm_bias, epsilon, threshold, dot, sine,
     projections, pulled, count,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
-    PRECISION: tl.constexpr, BIASED: tl.constexpr, RETRACTION: tl.constexpr, PAIRS: tl.constexpr, SOURCE: tl.constexpr,
-    GIVEN: tl.constexpr, ROW_BETA: tl.constexpr, AWARE: tl.constexpr, NORM: tl.constexpr, DOT: tl.constexpr,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, SOME: tl.constexpr,
+    INNER: tl.constexpr, PRECISION: tl.constexpr, BIASED: tl.constexpr, RETRACTION: tl.constexpr, PAIRS: tl.constexpr,
+    SOURCE: tl.constexpr, GIVEN: tl.constexpr, ROW_BETA: tl.constexpr, AWARE: tl.constexpr, NORM: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
-    """Write J'g of ROWS steps of one head, J the Jacobian of the step. `projections` is scratch memory."""
+    """Write J'g of ROWS steps of one head, J the Jacobian of the step; all but the products for SOME steps at a time.
+
+    `projections`, (count, HEADS, 2, SIZE), is scratch memory: p and q, then their gradients.
+    """
     TOTAL: tl.constexpr = HEADS * SIZE
     FEATURES: tl.constexpr = TOTAL * (3 if GIVEN else 1) + (1 if ROW_BETA else 0)
     numbers = (epsilon, threshold, dot, sine)
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    tile = first + tl.arange(0, ROWS)
     head = tl.program_id(1)
     column, inner = tl.arange(0, PAD), tl.arange(0, INNER)
-    place, within, valid = head * SIZE + column, column < SIZE, row < count
-    mask = valid[:, None] & within[None, :]
-    at = row[:, None] * TOTAL + place[None, :]
-    scratch = projections + row[:, None] * (2 * TOTAL) + head * 2 * SIZE
-    x = tl.load(entering + at, mask, 0.0)
-    given = drive + row[:, None] * FEATURES + place[None, :]
-    if GIVEN:
-        p = tl.load(given + TOTAL, mask, 0.0)
-        q = tl.load(given + 2 * TOTAL, mask, 0.0)
-    else:
-        p = tl.zeros((ROWS, PAD), tl.float32)
-        q = tl.zeros((ROWS, PAD), tl.float32)
-        for part in range(0, SIZE, INNER):
-            among = part + inner
-            known = valid[:, None] & (among < SIZE)[None, :]
-            source = tl.load(entering + row[:, None] * TOTAL + head * SIZE + among[None, :], known, 0.0)
-            source = apply_source(source, numbers, SOURCE)
-            square = (among < SIZE)[:, None] & within[None, :]
-            transposed = weight + head * 2 * SIZE * SIZE + column[None, :] * SIZE + among[:, None]
-            p = tl.dot(source, tl.load(transposed, square, 0.0), p, input_precision=PRECISION)
-            q = tl.dot(source, tl.load(transposed + SIZE * SIZE, square, 0.0), q, input_precision=PRECISION)
-        if BIASED:
-            p += tl.load(bias + head * 2 * SIZE + column, within, 0.0)[None, :]
-            q += tl.load(bias + head * 2 * SIZE + SIZE + column, within, 0.0)[None, :]
-    u = tl.load(given, mask, 0.0)
-    g = tl.load(gradient + at, mask, 0.0)
-    vectors = load_vectors(real, imag, norm_weight, norm_bias, place, within, TOTAL, PAIRS, NORM)
-    beta_value = load_beta(drive, beta, row, 0, 1, head, valid, ROW_BETA, FEATURES)
-    g_x, g_p, g_q, _, _, _, _, _, _, _, _ = retreat(
-        x, p, q, u, g, vectors, beta_value, numbers, within[None, :], PAIRS, RETRACTION, AWARE, NORM, DOT, SIZE
-    )
-    tl.store(pulled + at, g_x, mask)
+    place, within, in_tile = head * SIZE + column, column < SIZE, tile < count
+    scratch = projections + tile[:, None] * (2 * TOTAL) + head * 2 * SIZE
+    corner = weight + head * 2 * SIZE * SIZE
     if not GIVEN:
-        tl.store(scratch + column[None, :], g_p, mask)
-        tl.store(scratch + SIZE + column[None, :], g_q, mask)
-        tl.debug_barrier()  # all of them are written
+        for start in range(0, SIZE, INNER):
+            into = start + inner
+            p = tl.zeros((ROWS, INNER), tl.float32)
+            q = tl.zeros((ROWS, INNER), tl.float32)
+            for part in range(0, SIZE, INNER):
+                among = part + inner
+                known = in_tile[:, None] & (among < SIZE)[None, :]
+                source = tl.load(entering + tile[:, None] * TOTAL + head * SIZE + among[None, :], known, 0.0)
+                source = apply_source(source, numbers, SOURCE)
+                square = (among < SIZE)[:, None] & (into < SIZE)[None, :]
+                transposed = corner + into[None, :] * SIZE + among[:, None]
+                p = tl.dot(source, tl.load(transposed, square, 0.0), p, input_precision=PRECISION)
+                q = tl.dot(source, tl.load(transposed + SIZE * SIZE, square, 0.0), q, input_precision=PRECISION)
+            if BIASED:
+                p += tl.load(bias + head * 2 * SIZE + into, into < SIZE, 0.0)[None, :]
+                q += tl.load(bias + head * 2 * SIZE + SIZE + into, into < SIZE, 0.0)[None, :]
+            some_columns = in_tile[:, None] & (into < SIZE)[None, :]
+            tl.store(scratch + into[None, :], p, some_columns)
+            tl.store(scratch + SIZE + into[None, :], q, some_columns)
+        tl.debug_barrier()  # all projections are written
+    vectors = load_vectors(real, imag, norm_weight, norm_bias, place, within, TOTAL, PAIRS, NORM)
+    for some in range(0, ROWS, SOME):
+        row = first + some + tl.arange(0, SOME)
+        valid = row < count
+        mask = valid[:, None] & within[None, :]
+        at = row[:, None] * TOTAL + place[None, :]
+        given = drive + row[:, None] * FEATURES + place[None, :]
+        saved = projections + row[:, None] * (2 * TOTAL) + head * 2 * SIZE + column[None, :]
+        if GIVEN:
+            p = tl.load(given + TOTAL, mask, 0.0)
+            q = tl.load(given + 2 * TOTAL, mask, 0.0)
+        else:
+            p = tl.load(saved, mask, 0.0)
+            q = tl.load(saved + SIZE, mask, 0.0)
+        x = tl.load(entering + at, mask, 0.0)
+        u = tl.load(given, mask, 0.0)
+        g = tl.load(gradient + at, mask, 0.0)
+        beta_value = load_beta(drive, beta, row, 0, 1, head, valid, ROW_BETA, FEATURES)
+        g_x, g_p, g_q, _, _, _, _, _, _, _, _ = retreat(
+            x, p, q, u, g, vectors, beta_value, numbers, within[None, :], PAIRS, RETRACTION, AWARE, NORM, DOT, SIZE
+        )
+        tl.store(pulled + at, g_x, mask)
+        if not GIVEN:
+            tl.store(saved, g_p, mask)
+            tl.store(saved + SIZE, g_q, mask)
+    if not GIVEN:
+        tl.debug_barrier()  # all gradients are written
         for start in range(0, SIZE, INNER):
             into = start + inner
             products = tl.zeros((ROWS, INNER), tl.float32)
             for part in range(0, SIZE, INNER):
                 among = part + inner
-                known = valid[:, None] & (among < SIZE)[None, :]
+                known = in_tile[:, None] & (among < SIZE)[None, :]
                 square = (among < SIZE)[:, None] & (into < SIZE)[None, :]
-                untransposed = weight + head * 2 * SIZE * SIZE + among[:, None] * SIZE + into[None, :]
+                untransposed = corner + among[:, None] * SIZE + into[None, :]
                 key_weight = tl.load(untransposed, square, 0.0)
                 value_weight = tl.load(untransposed + SIZE * SIZE, square, 0.0)
                 g_key = tl.load(scratch + among[None, :], known, 0.0)
                 g_value = tl.load(scratch + SIZE + among[None, :], known, 0.0)
                 products = tl.dot(g_key, key_weight, products, input_precision=PRECISION)
                 products = tl.dot(g_value, value_weight, products, input_precision=PRECISION)
-            some = valid[:, None] & (into < SIZE)[None, :]
-            of = row[:, None] * TOTAL + head * SIZE + into[None, :]
-            slope = differentiate_source(tl.load(entering + of, some, 0.0), numbers, SOURCE)
-            tl.store(pulled + of, tl.load(pulled + of, some, 0.0) + products * slope, some)
+            some_columns = in_tile[:, None] & (into < SIZE)[None, :]
+            of = tile[:, None] * TOTAL + head * SIZE + into[None, :]
+            slope = differentiate_source(tl.load(entering + of, some_columns, 0.0), numbers, SOURCE)
+            before = tl.load(pulled + of, some_columns, 0.0)
+            tl.store(pulled + of, before + products * slope, some_columns)
 
 
 @triton.jit
@@ -412,8 +435,8 @@ def converge_kernel(
             error = tl.load(move + at, mask, 0.0) * tl.maximum(limited / (1 - limited), 1.0)
             ok = ok & (error <= slack)
         else:
-            tl.store(rate + at, following * 0.0, mask)
-            tl.store(sure + at, ok.to(tl.uint8) * 0, mask)
+            tl.store(rate + at, tl.zeros_like(following), mask)
+            tl.store(sure + at, tl.zeros((BLOCK,), tl.uint8), mask)
         tl.store(now + at, following, mask)
         reached = tl.minimum(reached, tl.min(tl.where(mask & ~ok, t, steps), 0))
     value = tl.where(bad > 0, float("nan"), worst)
@@ -507,6 +530,7 @@ def pull_back(entering: Tensor, drive: Tensor, gradient: Tensor, constants: Cons
         return pulled
     batch, steps, size = entering.shape
     tensors, numbers, options = _make_arguments(constants, form, drive)
+    options |= {"SOME": max(1, min(ROWS, 512 // options["PAD"])), "num_warps": min(8, options["num_warps"])}
     projections = drive if form.directions_in_drive else drive.new_empty(batch, steps, 2 * size)
     with torch.cuda.device_of(entering):
         pull_back_kernel[(triton.cdiv(batch * steps, ROWS), form.heads)](
@@ -561,7 +585,7 @@ class _Passes:
     def run(self, states: Tensor, following: Tensor) -> None:
         """Write the next iterate, the measures of this one, and the workspace: four launches."""
         shared, size, chunks = self.flags, self.size, self.chunks
-        evaluate_kernel[(triton.cdiv(self.steps, ROWS), self.batch, self.options["HEADS"])](
+        evaluate_kernel[(self.batch * triton.cdiv(self.steps, ROWS), self.options["HEADS"])](
             states, self.drive, self.initial, self.reset_state, self.reset, self.integers, *self.constants,
             *self.numbers, self.correction, self.diagonal, self.steps, **self.options,
         )  # fmt: skip

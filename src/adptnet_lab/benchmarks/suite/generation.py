@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from adptnet.cells import ADPTState
-from adptnet.nn import SequenceModel, presets
+from adptnet.nn import ADPTNet, SequenceModel
 
 from ..benchmark import Benchmark, Case, Size
 from ..goals import Goal
@@ -50,7 +50,7 @@ def _make_case(size: Size, fast: bool) -> Case:
     torch.manual_seed(0)
     prompt = torch.randint(VOCABULARY, (size.batch, PROMPT))
     models = {
-        name: SequenceModel(presets.text(size.state), depth=DEPTH, vocabulary=VOCABULARY).eval()
+        name: SequenceModel(ADPTNet(size.state).spec, depth=DEPTH, vocabulary=VOCABULARY).eval()
         for name in ("ADPTNet", "nn.GRU")
     }
     for block in models["nn.GRU"].blocks:

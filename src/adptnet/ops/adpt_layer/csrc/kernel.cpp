@@ -27,8 +27,8 @@ struct Layer {
   int64_t gate_rank;                                                   // 0 without an input gate
   double spike_threshold;
   const void *x, *initial;                                             // initial: null for zeros
-  const void *input_weight, *input_bias, *gain_real, *gain_imag;       // (n, width) and (n); imaginary parts and
-  const void *real, *imag, *beta;                                      // biases may be null
+  const void *input_weight, *input_bias, *gain_real, *gain_imag;       // (n, width) and (n); imaginary parts, biases
+  const void *real, *imag, *beta;                                      // and the identity B: null
   const void *gate_down, *gate_up, *gate_bias;                         // (gate_rank, n), (n, gate_rank), (n)
   const void *const *directions, *const *direction_biases;             // (heads, 2): K and V of each head
   const void *readout_weight, *readout_bias;                           // (output_width, n); null for the identity
@@ -151,9 +151,12 @@ template <class T> void compute_drive(const Layer& s, T* hidden, T* logits) {
   const int64_t n = s.heads * s.size, rows = s.batch * s.steps;
   T* const drive = static_cast<T*>(s.drive);
   const T *real = static_cast<const T*>(s.gain_real), *imag = static_cast<const T*>(s.gain_imag);
-  multiply_unpacked<T>(rows, {static_cast<const T*>(s.x), s.width},
-                       {static_cast<const T*>(s.input_weight), static_cast<const T*>(s.input_bias), s.width, n},
-                       {drive, n});
+  if (s.input_weight)
+    multiply_unpacked<T>(rows, {static_cast<const T*>(s.x), s.width},
+                         {static_cast<const T*>(s.input_weight), static_cast<const T*>(s.input_bias), s.width, n},
+                         {drive, n});
+  else
+    std::memcpy(drive, s.x, rows * n * sizeof(T));
   if (s.gate_rank) {
     const Gate<T> gate = {static_cast<const T*>(s.gate_down), static_cast<const T*>(s.gate_up),
                           static_cast<const T*>(s.gate_bias), s.gate_rank, n};
