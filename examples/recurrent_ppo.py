@@ -3,12 +3,12 @@
 Two tasks that need memory: CartPole without its velocities, and naming the symbol shown two steps ago. Models are a
 block with ADPTNet, the same block with a GRU, and the ADPTNet block without memory (reset at every step).
 
-    python examples/recurrent_ppo.py                                            # all, one seed: about five minutes of CPU time
+    python examples/recurrent_ppo.py    # all, one seed: a few minutes of CPU time
     python examples/recurrent_ppo.py --task repeat-previous --model adptnet gru --seeds 0 1 2
 
-Prints the mean return of the last 100 episodes before each report; both tasks have a largest return, which is printed
-too. A rollout of `STEPS` steps is one sequence per environment: the policy runs along it in one call per update, from the
-state that it had at its first step.
+Prints the mean return of the last 100 episodes before each report, and the largest possible return. A
+rollout of `STEPS` steps is one sequence per environment: the policy runs along it in one call per update, from the state
+that it had at its first step.
 """
 
 import argparse
