@@ -7,8 +7,8 @@ block with ADPTNet, the same block with a GRU, and the ADPTNet block without mem
     python examples/recurrent_ppo.py --task repeat-previous --model adptnet gru --seeds 0 1 2
 
 Prints the mean return of the last 100 episodes before each report, and the largest possible return. A
-rollout of `STEPS` steps is one sequence per environment: the policy runs along it in one call per update, from the state
-that it had at its first step.
+rollout of `STEPS` steps is one sequence per environment: the policy runs along it in one call per update, from the
+state that it had at its first step.
 """
 
 import argparse
