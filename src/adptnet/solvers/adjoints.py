@@ -19,9 +19,9 @@ from ..ops._torch_state import separate_views
 from ..ops.adpt_step import DevicePass
 from ..ops.tolerance import Tolerance, largest, recent_scale, running_maximum_
 from .convergence_test import Contraction, allowed_drift, default_rtol, rounding_excess
-from .rounding import PROBES, WORKING_SET, accumulate, limit_accumulated, random_signs, select, split_rows
+from .rounding import PROBES, accumulate, limit_accumulated, random_signs, select, split_batch, split_rows
 from .system import Loop, System, chunk_length
-from .time_axis import mark_before_reset
+from .time_axis import LaterSteps, mark_before_reset
 from .transitions import Transition
 
 __all__ = ["Adjoint", "Backward", "Checkpointed", "Implicit", "Unrolled", "evaluate_steps"]
@@ -264,26 +264,40 @@ class _GradientTolerance:
             if self.axis.rank == 0:
                 self.starts[:, 0] = True
 
-    def allowed(self, g: Tensor, left: int) -> Tensor:
+    def weigh(self, g: Tensor) -> Tensor | None:
+        """Return the largest weighted |g| of this process, (batch, n); None if the weights are uniform.
+
+        Args:
+            g: (batch, time, n).
+        """
+        if self.magnitude is None:
+            return None
+        return torch.cat([g[at].abs().mul_(self.magnitude[at]).amax(1) for at in split_batch(g)])
+
+    def allowed(self, g: Tensor, left: int, later: LaterSteps | None) -> Tensor:
         """Return the tolerance of the residual of the first `left` steps, (batch, left, n).
 
         Args:
             g: (batch, time, n).
             left: The number of leading steps that have not converged.
+            later: What is known of the steps of later processes; None if there is one process.
         """
-        least = torch.finfo(g.dtype).tiny
-        cut, later = mark_before_reset(self.reset), self.axis.later_scale(g, self.reset)
-        scale = recent_scale(g, cut, later, reverse=True)
-        allowed = scale.mul_(self.rtol).add_(least)[:, :left]
-        if self.magnitude is not None:
-            weighted = self.axis.later_maximum(running_maximum_(g.abs().mul_(self.magnitude), reverse=True))
-            weighted = weighted[:, :left].div_(self.magnitude[:, :left])
-            torch.minimum(allowed, weighted.mul_(self.rtol).add_(least), out=allowed)
-            del weighted
-        if self.starts is not None:
-            alone = g[:, :left].abs().mul_(self.rtol).add_(least)
-            allowed = torch.where(self.starts[:, :left], torch.minimum(allowed, alone), allowed)
-        return allowed
+        least, cut = torch.finfo(g.dtype).tiny, mark_before_reset(self.reset)
+        result = g.new_empty(g[:, :left].shape)
+        for at in split_batch(g):
+            reset, after = None if cut is None else cut[at], None if later is None else later.scale[at]
+            allowed = recent_scale(g[at], reset, after, reverse=True).mul_(self.rtol).add_(least)[:, :left]
+            if self.magnitude is not None:
+                weighted = running_maximum_(g[at].abs().mul_(self.magnitude[at]), reverse=True)[:, :left]
+                if later is not None and later.weighted is not None:
+                    weighted = torch.maximum(weighted, later.weighted[at].unsqueeze(1))
+                weighted.div_(self.magnitude[at, :left]).mul_(self.rtol).add_(least)
+                torch.minimum(allowed, weighted, out=allowed)
+            if self.starts is not None:
+                alone = g[at, :left].abs().mul_(self.rtol).add_(least)
+                allowed = torch.where(self.starts[at, :left], torch.minimum(allowed, alone), allowed)
+            result[at] = allowed
+        return result
 
     def find_cancelling(self, g: Tensor, size: Tensor, suspected: Tensor) -> tuple[Tensor, Tensor]:
         """Return the steps that are within tolerance as a whole, as all after them are, in suspected sequences.
@@ -370,8 +384,7 @@ def _largest_ratio(values: Tensor, limits: Tensor) -> Tensor:
     Args:
         values, limits: (batch, time, n).
     """
-    rows = max(1, WORKING_SET // max(1, values[:1].numel()))
-    return torch.cat([(a / b).abs_().amax(-1) for a, b in zip(values.split(rows), limits.split(rows), strict=True)])
+    return torch.cat([(values[at] / limits[at]).abs_().amax(-1) for at in split_batch(values)])
 
 
 class Backward:
@@ -454,27 +467,32 @@ class Backward:
         entering = part.entering_states(states)
         with torch.no_grad():
             scan_back = axis.make_scan_back(self.linearize(part, entering), part.reset, part.steps)
+        tolerance = _GradientTolerance(rtol, part, entering, self.has_initial_gradient)
+        del entering  # as large as the states
         buffer = known.clone(memory_format=torch.contiguous_format)
         g.copy_(scan_back(buffer))
         rises, previous = 0, math.inf
         progress = _Progress(rtol, total, g.dtype)
-        tolerance = _GradientTolerance(rtol, part, entering, self.has_initial_gradient)
-        del entering  # as large as the states
         for _ in range(iterations):
+            later = None
+            if axis.is_split:
+                leaving = self._leaving_gradient(part, states, g)
+                later = axis.receive_from_later(leaving, g, tolerance.weigh(g), part.reset)
             residual = torch.sub(known[:, :left], g[:, :left], out=buffer[:, :left])
-            self._pull_back_all(part, states, g, left, residual)
-            size, allowed = largest(residual), tolerance.allowed(g, left)
-            excess = _largest_ratio(residual, allowed)
-            suspected = progress.mark_stagnating(excess.flip(1)).flip(1)
+            self._pull_back(part, states, g, slice(1, min(left + 1, part.steps)), residual)
+            if later is not None:
+                residual[:, -1:] += later.gradient
+            size, allowed = largest(residual), tolerance.allowed(g, left, later)
+            own_excess = _largest_ratio(residual, allowed)
+            suspected = progress.mark_stagnating(own_excess.flip(1)).flip(1)
             cancelling, whole = tolerance.find_cancelling(g, size, suspected)
-            worst, any_cancelling = axis.maximum(torch.stack((size.amax(), cancelling.any().to(size)))).tolist()
-            if any_cancelling:
-                rounding = self._rounding(part, states, known, g)[:, :left].mul_(MARGIN)
-                torch.minimum(rounding, whole, out=rounding).masked_fill_(~cancelling.unsqueeze(-1), 0.0)
-                torch.maximum(allowed, rounding, out=allowed)
-                del rounding
-                excess = _largest_ratio(residual, allowed)
-            excess = axis.later_maximum(excess)
+            reported = torch.cat((size.amax().reshape(1), cancelling.any(1).to(size)))
+            excess, reported = axis.later_maximum(own_excess, reported)
+            worst, *has_cancelling = reported.tolist()
+            if any(has_cancelling):
+                rows = reported[1:].nonzero().squeeze(-1)
+                self._allow_rounding(part, states, known, g, whole, cancelling, rows, allowed)
+                excess, _ = axis.later_maximum(_largest_ratio(residual, allowed), reported[:0])
             rises = rises + 1 if worst > previous else 0
             previous = worst
             if rises == PATIENCE or not math.isfinite(worst):
@@ -484,17 +502,16 @@ class Backward:
             progress.update(excess.flip(1))
             error = progress.error(excess.flip(1), _largest_ratio(move, allowed).flip(1)).flip(1)
             drifting = (excess <= 1).all(1) & ~(error <= progress.drift).all(1) & error.isfinite().all(1)
-            for rows in split_rows(axis.maximum(drifting.to(torch.uint8)).nonzero().squeeze(-1), total * g.shape[2]):
-                some, (inside, outer, of) = (
-                    select(part, rows),
-                    (each.index_select(0, rows) for each in (states, known, g)),
-                )
-                raised = limit_accumulated(*self._accumulated(some, inside, outer, of, left), rtol, progress.drift)
-                raised = torch.maximum(allowed.index_select(0, rows), raised.div_(progress.drift))
-                size = _largest_ratio(move.index_select(0, rows), raised)
-                explained = progress.error(excess.index_select(0, rows).flip(1), size.flip(1), rows).flip(1)
-                error[rows] = torch.where(drifting[rows].unsqueeze(-1), explained, error[rows])
-            count = axis.count_trailing((error <= progress.drift).all(0))
+            count, flags = axis.count_trailing((error <= progress.drift).all(0), drifting.long())
+            if bool(flags.any()):
+                for rows in split_rows(flags.nonzero().squeeze(-1), total * g.shape[2]):
+                    raised = self._raise_accumulated(part, states, known, g, allowed, rows, rtol, progress.drift)
+                    size = _largest_ratio(move.index_select(0, rows), raised)
+                    explained = progress.error(excess.index_select(0, rows).flip(1), size.flip(1), rows).flip(1)
+                    error[rows] = torch.where(drifting[rows].unsqueeze(-1), explained, error[rows])
+                    del raised
+                count, _ = axis.count_trailing((error <= progress.drift).all(0), flags[:0])
+            del allowed, move, later  # before those of the next iteration
             if axis.is_split:
                 unconverged = total - count
             else:
@@ -504,21 +521,56 @@ class Backward:
                 break
         return unconverged
 
+    def _allow_rounding(
+        self,
+        part: System,
+        states: Tensor,
+        known: Tensor,
+        g: Tensor,
+        whole: Tensor,
+        cancelling: Tensor,
+        rows: Tensor,
+        allowed: Tensor,
+    ) -> None:
+        """Raise the tolerances of cancelling steps of the sequences `rows` to the rounding error, in place."""
+        for at in split_rows(rows, part.axis.total(part.steps) * g.shape[2]):
+            some, inside, outer, of = self._select(part, at, states, known, g)
+            rounding = self._rounding(some, inside, outer, of)[:, : allowed.shape[1]].mul_(MARGIN)
+            torch.minimum(rounding, whole[at], out=rounding).masked_fill_(~cancelling[at].unsqueeze(-1), 0.0)
+            allowed[at] = torch.maximum(allowed[at], rounding)
+
+    def _raise_accumulated(
+        self,
+        part: System,
+        states: Tensor,
+        known: Tensor,
+        g: Tensor,
+        allowed: Tensor,
+        rows: Tensor,
+        rtol: float,
+        drift: float,
+    ) -> Tensor:
+        """Return the tolerances of the sequences `rows`, raised to accumulated rounding errors."""
+        left = allowed.shape[1]
+        some, inside, outer, of = self._select(part, rows, states, known, g)
+        raised = limit_accumulated(*self._accumulated(some, inside, outer, of, left), rtol, drift).div_(drift)
+        return torch.maximum(allowed.index_select(0, rows), raised, out=raised)
+
+    def _select(self, part: System, rows: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
+        """Return the system and (batch, time, n) tensors of the sequences `rows`."""
+        return select(part, rows), *(each.index_select(0, rows) for each in tensors)
+
     def _rounding(self, part: System, states: Tensor, known: Tensor, g: Tensor) -> Tensor:
         """Return the residual that the rounding of g, of the states and of dL/dx alone may cause, (batch, time, n)."""
-        eps, rounding = torch.finfo(g.dtype).eps, torch.empty_like(g)
-        every = torch.arange(len(g), device=g.device)
-        for rows in split_rows(every, part.axis.total(part.steps) * g.shape[2]):
-            some, at, of = select(part, rows), states.index_select(0, rows), g.index_select(0, rows)
-            pulled, change = torch.zeros_like(of), known.index_select(0, rows).abs().mul_(eps)
-            largest_change = torch.zeros_like(of)
-            self._pull_back_all(some, at, of, part.steps, pulled)
-            for seed in range(PROBES):
-                factor, found = random_signs(of, seed, reverse=True).mul_(eps).add_(1), pulled.neg()
-                self._pull_back_all(some, at * factor, of * factor, part.steps, found)
-                torch.maximum(largest_change, found.abs_(), out=largest_change)
-            rounding[rows] = change.add_(largest_change)
-        return rounding
+        eps = torch.finfo(g.dtype).eps
+        pulled, rounding = torch.zeros_like(g), torch.zeros_like(g)
+        self._pull_back_all(part, states, g, part.steps, pulled)
+        for seed in range(PROBES):
+            factor, found = random_signs(g, seed, reverse=True).mul_(eps).add_(1), pulled.neg()
+            self._pull_back_all(part, states * factor, g * factor, part.steps, found)
+            torch.maximum(rounding, found.abs_(), out=rounding)
+            del factor, found
+        return rounding.add_(known.abs().mul_(eps))
 
     def _accumulated(self, part: System, states: Tensor, known: Tensor, g: Tensor, left: int) -> tuple[Tensor, Tensor]:
         """Return the recent scale of accumulated rounding errors, and the largest |g| since the last reset."""

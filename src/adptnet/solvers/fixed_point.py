@@ -192,8 +192,8 @@ class _NewtonLoop:
         self.contraction = Contraction(self.at.excess, rounding_excess(tolerance, guess.dtype))
         zero = guess.new_zeros(batch)
         count = torch.zeros(batch, dtype=torch.int64, device=guess.device)
-        self.residual = self._largest_residual() if steps else zero
-        self.progress.record(None, self.residual, self._count_leading(self.at.within_tolerance))
+        self.residual = self.at.largest_residual
+        self.progress.record(None, self.residual, system.axis.count_leading(self.at.within_tolerance, count[:0])[0])
         strength = rule.damping.begin(system.initial)
         self.sequences = _Sequences(strength, self.residual, self.residual, count, count.clone(), zero)
 
@@ -203,7 +203,7 @@ class _NewtonLoop:
         system, states = self.at.system, self.at.next_states(self.sequences.strength)
         del self.at  # several times as large as the states
         self.at = self._measure(system, states)
-        self.residual = self._largest_residual()
+        self.residual = self.at.largest_residual
         self._reset_non_finite()
 
     def test(self) -> None:
@@ -212,11 +212,8 @@ class _NewtonLoop:
         self._allow_rounding()
         self.contraction.update(at.excess)
         self.error = self.contraction.error(at.next_change(), self.total)
-        self._exclude_rounding()
-        leading, converged = slice(0, self.error.shape[1]), at.within_tolerance.clone()
-        self.droppable = converged[:, leading] & (self.error <= min(1.0, self.slack))
-        converged[:, leading] &= self.error <= self.slack
-        residual, reached = self.residual, self._count_leading(converged)
+        residual, reached = self.residual, self._count_converged()
+        self.droppable = at.within_tolerance[:, : self.error.shape[1]] & (self.error <= min(1.0, self.slack))
         self.done = reached == self.total
         finite = residual.isfinite()
         sequences.rises = torch.where(residual > sequences.residual, sequences.rises + 1, 0)
@@ -248,15 +245,29 @@ class _NewtonLoop:
         self.pause = 1 if bool(helped) else 2 * self.pause
         self.next_probe = self.iteration + self.pause
 
-    def _exclude_rounding(self) -> None:
-        """Compare the error with accumulated rounding errors in sequences that are within tolerance, but whose error is
-        not."""
+    def _count_converged(self) -> Tensor:
+        """Return how many steps, from the first of all, have converged in each remaining sequence, (batch,).
+
+        In sequences that are within tolerance, but whose error is not, the error is first compared with accumulated
+        rounding errors.
+        """
         at, axis = self.at, self.at.system.axis
-        flags = (~at.within_tolerance.all(1), ~(self.error <= self.slack).all(1))
-        unsettled, drifting = axis.maximum(torch.stack(flags).to(torch.uint8)).bool()
-        for rows in split_rows((~unsettled & drifting).nonzero().squeeze(-1), self.total * self.shape[2]):
+        flags = torch.cat((~at.within_tolerance.all(1), ~(self.error <= self.slack).all(1))).long()
+        reached, flags = axis.count_leading(self._mark_converged(), flags)
+        unsettled, drifting = flags.bool().chunk(2)
+        drifting = (~unsettled & drifting).nonzero().squeeze(-1)
+        if not len(drifting):
+            return reached + self.start
+        for rows in split_rows(drifting, self.total * self.shape[2]):
             move = at.next_change_beyond_rounding(rows, self.slack)
             self.error[rows] = self.contraction.part(rows, 0).error(move, self.total)
+        return axis.count_leading(self._mark_converged(), flags[:0])[0] + self.start
+
+    def _mark_converged(self) -> Tensor:
+        """Return whether each remaining step is within tolerance, as its estimated error is, (batch, time)."""
+        converged = self.at.within_tolerance.clone()
+        converged[:, : self.error.shape[1]] &= self.error <= self.slack
+        return converged
 
     def drop(self) -> None:
         """Drop finished sequences, then leading steps that have converged in all others."""
@@ -306,8 +317,10 @@ class _NewtonLoop:
         if self.rule.fused is not None:
             return self.rule.fused(system, states, self.tolerance)
 
+        rule, rows, start = self.rule, self.rows, self.start  # a reference to self would keep this iterate alive
+
         def linearize(part: System, entering: Tensor) -> Transition:
-            return self.rule.linearize(part, self.rows, self.start, entering)
+            return rule.linearize(part, rows, start, entering)
 
         return EvaluatedIterate(system, states, self.tolerance, linearize, self.rule.damping.update)
 
@@ -321,18 +334,10 @@ class _NewtonLoop:
         remaining = bad[:, None] & (at.within_tolerance.long().cumprod(-1) == 0)
         states = torch.where(remaining.unsqueeze(-1), at.system.reset_state.unsqueeze(1), at.states)
         self.at = self._measure(at.system, states)
-        self.residual = self._largest_residual()
+        self.residual = self.at.largest_residual
         lost = bad & ~self.residual.isfinite()  # the equations themselves are not finite: return the iterate as it was
         if bool(lost.any()):
             self.at.states = torch.where(lost[:, None, None], at.states, self.at.states)
-
-    def _largest_residual(self) -> Tensor:
-        """Return the largest residual of each remaining sequence over all remaining steps, (batch,)."""
-        return self.at.system.axis.maximum(self.at.residual.amax(-1))
-
-    def _count_leading(self, converged: Tensor) -> Tensor:
-        """Return how many steps, from the first of all, have converged in each remaining sequence, (batch,)."""
-        return self.at.system.axis.count_leading(converged) + self.start
 
 
 def _allowed_error(system: System, tolerance: Tolerance, steps: int, dtype: torch.dtype) -> float:

@@ -11,7 +11,7 @@ from ..cells.structure import find_eigenvalues
 from ..errors import IncompatibleError
 from ..ops._backends import REFERENCE, Backend, note_run
 from ..ops.adpt_step import DevicePass, Pass, reference
-from ..ops.tolerance import Tolerance
+from ..ops.tolerance import Tolerance, largest
 from .damping import Damping
 from .iterates import MeasuredIterate, MeasureFunction
 from .linearizations import Linearization
@@ -131,6 +131,9 @@ class _FusedIterate(MeasuredIterate):
             tiles=tiles,
         )
         self.next, self.residual, self.excess, self.move = result.states, result.residual, result.excess, result.move
+        self.largest_residual = (
+            self.residual.amax(1) if self.residual.shape[1] else self.residual.new_zeros(len(states))
+        )
         self.scale = result.scale
         self.within_tolerance = self.excess <= 1  # False for NaN
 

@@ -73,6 +73,7 @@ class MeasuredIterate(abc.ABC):
         states: (batch, time, n).
         residual: (batch, time), the largest residual of each step.
         excess: (batch, time), the same, each channel divided by its tolerance.
+        largest_residual: (batch,), the largest residual of each sequence when it was measured, in all processes.
         scale: (batch, time), the largest entry of each step, of its entering state and of f.
         within_tolerance: (batch, time) bool, whether the excess is at most 1.
     """
@@ -82,6 +83,7 @@ class MeasuredIterate(abc.ABC):
     states: Tensor
     residual: Tensor
     excess: Tensor
+    largest_residual: Tensor
     scale: Tensor
     within_tolerance: Tensor
 
@@ -213,7 +215,8 @@ class EvaluatedIterate(MeasuredIterate):
         self.entering, self.values, self.residual, self.own_excess, self.scale, self.allowed = measure_residual(
             self.system, states, tolerance
         )
-        self.excess = self.system.axis.earlier_maximum(self.own_excess)
+        own_largest = largest(self.residual)
+        self.excess, self.largest_residual = self.system.axis.earlier_maximum(self.own_excess, own_largest)
         self.within_tolerance = self.excess <= 1  # False for NaN
         self.linearize = linearize
         self._transition: Transition | None = None
@@ -236,7 +239,7 @@ class EvaluatedIterate(MeasuredIterate):
                 _, allowed = allow_rounding(self.system, self.states, self.tolerance, part)
                 self.allowed[part.rows, : part.steps] = allowed
             self.own_excess = _distance(self.system, self.values, self.states, self.allowed)[1]
-        self.excess = self.system.axis.earlier_maximum(self.own_excess)
+        self.excess, _ = self.system.axis.earlier_maximum(self.own_excess, self.largest_residual[:0])
         self.within_tolerance = self.excess <= 1
 
     def next_change(self) -> Tensor:

@@ -101,7 +101,8 @@ class Return(Policy):
 def _count_finite_steps(system: System, states: Tensor) -> Tensor:
     """Return the number of steps before the first with NaN or infinity, (batch,). Padding counts as finite."""
     finite, valid = states.isfinite().all(-1), system.valid
-    return system.axis.count_leading(finite if valid is None else finite | ~valid)
+    nothing = torch.empty(0, dtype=torch.int64, device=states.device)
+    return system.axis.count_leading(finite if valid is None else finite | ~valid, nothing)[0]
 
 
 def _run_sequentially(system: System, states: Tensor, rows: Tensor, begin: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import DistributedError
 from ..ops.tolerance import HALF_LIFE, remembered_scale
 from .system import System
-from .time_axis import TimeAxis, mark_before_reset
+from .time_axis import LaterSteps, TimeAxis, mark_before_reset
 from .transitions import Transition, ZeroTransition
 
 __all__ = ["AffineMap", "Exchange", "RankedTimeAxis", "Ranks"]
@@ -252,48 +252,68 @@ class RankedTimeAxis(TimeAxis):
     def broadcast(self, values: Tensor, source: int) -> Tensor:
         return self.ranks.broadcast(values, source)
 
-    def earlier_maximum(self, values: Tensor) -> Tensor:
-        earlier = self.ranks.all_gather(values.nan_to_num(torch.inf, torch.inf).amax(1, keepdim=True))[: self.rank]
-        return torch.maximum(values, torch.stack(earlier).amax(0)) if earlier else values
+    def earlier_maximum(self, values: Tensor, also: Tensor) -> tuple[Tensor, Tensor]:
+        largest, also = self._gather_maxima(values, also)
+        earlier = largest[: self.rank]
+        return (torch.maximum(values, earlier.amax(0).unsqueeze(1)) if len(earlier) else values), also
 
-    def later_maximum(self, values: Tensor) -> Tensor:
-        later = self.ranks.all_gather(values.nan_to_num(torch.inf, torch.inf).amax(1, keepdim=True))[self.rank + 1 :]
-        return torch.maximum(values, torch.stack(later).amax(0)) if later else values
+    def later_maximum(self, values: Tensor, also: Tensor) -> tuple[Tensor, Tensor]:
+        largest, also = self._gather_maxima(values, also)
+        later = largest[self.rank + 1 :]
+        return (torch.maximum(values, later.amax(0).unsqueeze(1)) if len(later) else values), also
+
+    def _gather_maxima(self, values: Tensor, also: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest value of each sequence in each process, (processes, batch), and the maximum of `also`."""
+        own = values.nan_to_num(torch.inf, torch.inf).amax(1)
+        every = torch.stack(self.ranks.all_gather(torch.cat((own, also))))
+        return every[:, : len(own)], every[:, len(own) :].amax(0)
 
     def receive_from_next(self, values: Tensor) -> Tensor:
         later = self.ranks.all_gather(values)[self.rank + 1 :]
         return later[0] if later else torch.zeros_like(values)
 
-    def later_scale(self, values: Tensor, reset: Tensor | None) -> Tensor | None:
+    def receive_from_later(
+        self, leaving: Tensor, values: Tensor, weighted: Tensor | None, reset: Tensor | None
+    ) -> LaterSteps:
         cut = mark_before_reset(reset)
         scale = remembered_scale(values.flip(1), None if cut is None else cut.flip(1))
         has_reset = scale.new_zeros(len(scale), 1) if reset is None else reset.any(1, keepdim=True).to(scale)
         first_reset = scale.new_zeros(len(scale), 1) if reset is None else reset[:, :1].to(scale)
-        after = torch.zeros_like(scale)
-        messages = self.ranks.all_gather(torch.cat((scale, has_reset, first_reset), -1))
+        sent = [leaving.squeeze(1), scale, has_reset, first_reset]
+        if weighted is not None:
+            sent.append(weighted.nan_to_num(torch.inf, torch.inf))
+        sizes = [each.shape[1] for each in sent]
+        after, largest = torch.zeros_like(scale), torch.zeros_like(scale)
+        gradient = torch.zeros_like(leaving)
+        messages = self.ranks.all_gather(torch.cat(sent, -1))
         for length, message in list(zip(self._lengths, messages, strict=True))[: self.rank : -1]:
-            size, ends, starts = message[:, :-2], message[:, -2:-1] > 0, message[:, -1:] > 0
-            after = torch.maximum(size, torch.where(ends, 0.0, after * 0.5 ** (length / HALF_LIFE)))
-            after = torch.where(starts, 0.0, after)  # a step with a reset passes no gradient back
-        return after
+            leaving, size, ends, starts, *weights = message.split(sizes, 1)
+            after = torch.maximum(size, torch.where(ends > 0, 0.0, after * 0.5 ** (length / HALF_LIFE)))
+            after = torch.where(starts > 0, 0.0, after)  # a step with a reset passes no gradient back
+            gradient = leaving.unsqueeze(1)
+            for each in weights:
+                largest = torch.maximum(largest, each)
+        return LaterSteps(gradient, after, None if weighted is None else largest)
 
-    def count_leading(self, holds: Tensor) -> Tensor:
-        counts = self.ranks.all_gather(super().count_leading(holds))
-        reached = torch.zeros_like(counts[0])
+    def count_leading(self, holds: Tensor, also: Tensor) -> tuple[Tensor, Tensor]:
+        own, _ = super().count_leading(holds, also)
+        every = torch.stack(self.ranks.all_gather(torch.cat((own, also))))
+        reached = torch.zeros_like(own)
         unbroken = torch.ones_like(reached, dtype=torch.bool)
-        for length, count in zip(self._lengths, counts, strict=True):
+        for length, count in zip(self._lengths, every[:, : len(own)], strict=True):
             reached = reached + torch.where(unbroken, count, 0)
             unbroken = unbroken & (count == length)
-        return reached
+        return reached, every[:, len(own) :].amax(0)
 
-    def count_trailing(self, holds: Tensor) -> int:
-        own = torch.tensor(super().count_trailing(holds), device=holds.device)
+    def count_trailing(self, holds: Tensor, also: Tensor) -> tuple[int, Tensor]:
+        own, _ = super().count_trailing(holds, also)
+        every = torch.stack(self.ranks.all_gather(torch.cat((also.new_tensor([own]), also))))
         reached = 0
-        for length, count in zip(reversed(self._lengths), reversed(self.ranks.all_gather(own)), strict=True):
-            reached += int(count)
-            if int(count) < length:
+        for length, count in zip(reversed(self._lengths), reversed(every[:, 0].tolist()), strict=True):
+            reached += count
+            if count < length:
                 break
-        return reached
+        return reached, every[:, 1:].amax(0)
 
     def maximum(self, values: Tensor) -> Tensor:
         return torch.stack(self.ranks.all_gather(values)).amax(0)

@@ -18,7 +18,6 @@ from .transitions import Transition
 
 __all__ = [
     "PROBES",
-    "WORKING_SET",
     "CancellingSteps",
     "accumulate",
     "allow_accumulated",
@@ -27,10 +26,11 @@ __all__ = [
     "limit_accumulated",
     "random_signs",
     "select",
+    "split_batch",
     "split_rows",
 ]
 
-WORKING_SET = 2**19  # state elements of the sequences that are treated at a time
+WORKING_SET = 2**18  # state elements of the sequences that are treated at a time
 PROBES = 3  # perturbations of the argument of f, of which the largest change counts
 WALKS = 4  # random sums of rounding errors, whose root mean square is their expected size
 MARGIN = 16  # how many times its measured size a rounding error may be
@@ -187,6 +187,16 @@ def split_rows(rows: Tensor, elements: int) -> tuple[Tensor, ...]:
         elements: The number of elements of the states of a sequence.
     """
     return rows.split(max(1, WORKING_SET // max(1, elements))) if len(rows) else ()
+
+
+def split_batch(values: Tensor) -> list[slice]:
+    """Return slices of the batch, so that the sequences of one part take little memory.
+
+    Args:
+        values: (batch, time, n).
+    """
+    count = max(1, WORKING_SET // max(1, values[:1].numel()))
+    return [slice(start, start + count) for start in range(0, len(values), count)]
 
 
 def select(system: System, rows: Tensor, steps: int | None = None) -> System:

@@ -1,7 +1,7 @@
 """The time axis of a solve. Here all steps are in this process; `ranks.RankedTimeAxis` splits them over processes."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,15 @@ if TYPE_CHECKING:
     from .system import System
     from .transitions import Transition
 
-__all__ = ["ONE_PROCESS", "TimeAxis", "mark_before_reset"]
+__all__ = ["ONE_PROCESS", "LaterSteps", "TimeAxis", "mark_before_reset"]
+
+
+class LaterSteps(NamedTuple):
+    """What a process needs of the steps of later processes in an iteration for a gradient."""
+
+    gradient: Tensor  # (batch, 1, n), the gradient that the next process passes back
+    scale: Tensor  # (batch, n), the recent scale of g, with time running backwards
+    weighted: Tensor | None  # (batch, n), the largest weighted |g|; None without weights
 
 
 class TimeAxis:
@@ -108,46 +116,54 @@ class TimeAxis:
         """
         return values
 
-    def earlier_maximum(self, values: Tensor) -> Tensor:
-        """Return the maximum of `values` and their largest value in all earlier processes, (batch, time).
+    def earlier_maximum(self, values: Tensor, also: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the maximum of `values` and their largest value in all earlier processes, and that of `also` in all.
 
         Args:
             values: (batch, time), of this process.
+            also: (count,), of the same dtype and count in all processes, reduced as by `maximum`.
         """
-        return values
+        return values, also
 
-    def later_maximum(self, values: Tensor) -> Tensor:
-        """Return the maximum of `values` and their largest value in all later processes, (batch, time, ...).
+    def later_maximum(self, values: Tensor, also: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the maximum of `values` and their largest value in all later processes, and that of `also` in all.
 
         Args:
-            values: (batch, time, ...), of this process.
+            values: (batch, time), of this process.
+            also: (count,), of the same dtype and count in all processes, reduced as by `maximum`.
         """
-        return values
+        return values, also
 
-    def later_scale(self, values: Tensor, reset: Tensor | None) -> Tensor | None:
-        """Return the recent scale, with time running backwards, after the last step of this process, (batch, n).
+    def receive_from_later(
+        self, leaving: Tensor, values: Tensor, weighted: Tensor | None, reset: Tensor | None
+    ) -> LaterSteps | None:
+        """Return what later processes send in an iteration for a gradient; None if there is one process.
 
         Args:
-            values: (batch, time, n), of this process.
+            leaving: (batch, 1, n), the gradient that this process passes back.
+            values: (batch, time, n), g of this process.
+            weighted: (batch, n), the largest weighted |g| of this process; None without weights, in all processes.
             reset: (batch, time) bool, of this process.
         """
         return None
 
-    def count_leading(self, holds: Tensor) -> Tensor:
-        """Return the length (batch,) of the prefix of all steps in which a property holds.
+    def count_leading(self, holds: Tensor, also: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the length (batch,) of the prefix of all steps in which a property holds, and the maximum of `also`.
 
         Args:
             holds: (batch, time) bool, of this process.
+            also: (count,) int64, of the same count in all processes, reduced as by `maximum`.
         """
-        return holds.long().cumprod(-1).sum(-1)
+        return holds.long().cumprod(-1).sum(-1), also
 
-    def count_trailing(self, holds: Tensor) -> int:
-        """Return the length of the suffix of all steps in which a property holds.
+    def count_trailing(self, holds: Tensor, also: Tensor) -> tuple[int, Tensor]:
+        """Return the length of the suffix of all steps in which a property holds, and the maximum of `also`.
 
         Args:
             holds: (time,) bool, of this process.
+            also: (count,) int64, of the same count in all processes, reduced as by `maximum`.
         """
-        return int(holds.flip(0).long().cumprod(0).sum())
+        return int(holds.flip(0).long().cumprod(0).sum()), also
 
     def maximum(self, values: Tensor) -> Tensor:
         """Return the elementwise maximum of `values` over all processes. NaN is larger than every number.
