@@ -274,16 +274,16 @@ class _GradientTolerance:
             return None
         return torch.cat([g[at].abs().mul_(self.magnitude[at]).amax(1) for at in split_batch(g)])
 
-    def allowed(self, g: Tensor, left: int, later: LaterSteps | None) -> Tensor:
-        """Return the tolerance of the residual of the first `left` steps, (batch, left, n).
+    def allowed(self, g: Tensor, later: LaterSteps | None, to: Tensor) -> Tensor:
+        """Return the tolerance of the residual of the leading steps that have not converged.
 
         Args:
             g: (batch, time, n).
-            left: The number of leading steps that have not converged.
             later: What is known of the steps of later processes; None if there is one process.
+            to: (batch, left, n), filled with the tolerances and returned: a new tensor in each iteration, between
+                smaller ones, would leave gaps in memory.
         """
-        least, cut = torch.finfo(g.dtype).tiny, mark_before_reset(self.reset)
-        result = g.new_empty(g[:, :left].shape)
+        least, cut, left = torch.finfo(g.dtype).tiny, mark_before_reset(self.reset), to.shape[1]
         for at in split_batch(g):
             reset, after = None if cut is None else cut[at], None if later is None else later.scale[at]
             allowed = recent_scale(g[at], reset, after, reverse=True).mul_(self.rtol).add_(least)[:, :left]
@@ -296,8 +296,8 @@ class _GradientTolerance:
             if self.starts is not None:
                 alone = g[at, :left].abs().mul_(self.rtol).add_(least)
                 allowed = torch.where(self.starts[at, :left], torch.minimum(allowed, alone), allowed)
-            result[at] = allowed
-        return result
+            to[at] = allowed
+        return to
 
     def find_cancelling(self, g: Tensor, size: Tensor, suspected: Tensor) -> tuple[Tensor, Tensor]:
         """Return the steps that are within tolerance as a whole, as all after them are, in suspected sequences.
@@ -471,6 +471,7 @@ class Backward:
         del entering  # as large as the states
         buffer = known.clone(memory_format=torch.contiguous_format)
         g.copy_(scan_back(buffer))
+        limits = torch.empty_like(buffer)
         rises, previous = 0, math.inf
         progress = _Progress(rtol, total, g.dtype)
         for _ in range(iterations):
@@ -482,7 +483,7 @@ class Backward:
             self._pull_back(part, states, g, slice(1, min(left + 1, part.steps)), residual)
             if later is not None:
                 residual[:, -1:] += later.gradient
-            size, allowed = largest(residual), tolerance.allowed(g, left, later)
+            size, allowed = largest(residual), tolerance.allowed(g, later, limits[:, :left])
             own_excess = _largest_ratio(residual, allowed)
             suspected = progress.mark_stagnating(own_excess.flip(1)).flip(1)
             cancelling, whole = tolerance.find_cancelling(g, size, suspected)
@@ -511,7 +512,7 @@ class Backward:
                     error[rows] = torch.where(drifting[rows].unsqueeze(-1), explained, error[rows])
                     del raised
                 count, _ = axis.count_trailing((error <= progress.drift).all(0), flags[:0])
-            del allowed, move, later  # before those of the next iteration
+            del move
             if axis.is_split:
                 unconverged = total - count
             else:

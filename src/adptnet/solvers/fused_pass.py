@@ -11,7 +11,7 @@ from ..cells.structure import find_eigenvalues
 from ..errors import IncompatibleError
 from ..ops._backends import REFERENCE, Backend, note_run
 from ..ops.adpt_step import DevicePass, Pass, reference
-from ..ops.tolerance import Tolerance, largest
+from ..ops.tolerance import Tolerance
 from .damping import Damping
 from .iterates import MeasuredIterate, MeasureFunction
 from .linearizations import Linearization

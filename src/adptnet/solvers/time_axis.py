@@ -14,7 +14,7 @@ __all__ = ["ONE_PROCESS", "LaterSteps", "TimeAxis", "mark_before_reset"]
 
 
 class LaterSteps(NamedTuple):
-    """What a process needs of the steps of later processes in an iteration for a gradient."""
+    """Values of the steps of later processes that an iteration for a gradient needs."""
 
     gradient: Tensor  # (batch, 1, n), the gradient that the next process passes back
     scale: Tensor  # (batch, n), the recent scale of g, with time running backwards

@@ -16,6 +16,7 @@ from torch import nn
 
 from adptnet import ADPTState, adjoints, cells, drive, errors, solvers, spectra
 from adptnet.solvers.distributed import TimeParallel, sum_gradients
+from adptnet.solvers.ranks import Ranks
 from support.members import build
 
 BATCH = 2
@@ -212,7 +213,37 @@ def run_checks(rank, count, folder):
         "errors": collect_errors(rank),
         "results": run_policies(rank),
         "gradients": compare_partial_gradients(rank),
+        "gathered": count_messages(rank),
     }
+
+
+def count_messages(rank):
+    """Return how often the ranks gather tensors in one more iteration of a solve, and of its gradient."""
+    torch.manual_seed(0)
+    cell, inputs, count = cells.from_torch(nn.GRUCell(3, 4)), torch.randn(2, 40, 3), 0
+    gather = Ranks.all_gather
+
+    def count_and_gather(self, values):
+        nonlocal count
+        count += 1
+        return gather(self, values)
+
+    def run(iterations, adjoint_iterations):
+        nonlocal count
+        count = 0
+        newton = solvers.QuasiDEER(fixed_iterations=iterations, on_failure=solvers.Return())
+        adjoint = adjoints.Implicit(rtol=0.0, max_iterations=adjoint_iterations)
+        solution = TimeParallel(newton)(cell, inputs[:, 10 * rank : 10 * rank + 10], adjoint=adjoint)
+        forward, count = count, 0
+        solution.states.sum().backward()
+        return forward, count
+
+    Ranks.all_gather = count_and_gather
+    try:
+        few, many = run(2, 1), run(3, 2)
+    finally:
+        Ranks.all_gather = gather
+    return [more - fewer for more, fewer in zip(many, few, strict=True)]
 
 
 def assert_all_agree(compared):
@@ -334,6 +365,8 @@ def test_four_ranks_agree_with_one_process_and_share_their_errors(tmp_path):
         assert returned["results"]["steps"] == [12, 4]
         assert max(returned["gradients"]["iterated"], returned["gradients"]["step by step"]) < 1e-9
         assert returned["results"]["one sequence"] < 1e-9
+        assert returned["gathered"][0] <= 6
+        assert returned["gathered"][1] <= 4
         messages = returned["errors"]
         for name, words in {
             "batch": "a batch of 2 on rank 0, but 1 on rank 2",

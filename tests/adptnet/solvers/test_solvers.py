@@ -1,7 +1,10 @@
 """Parallel-in-time solvers against the sequential loop: states, laws, iteration counts, results."""
 
+import gc
 import subprocess
 import sys
+import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from adptnet import ADPTNet, LinearADPTNet, cells, directions, drive, errors, so
 from adptnet.recurrence.conjugates import Exact, Product, Stateful, Taylor
 from adptnet.solvers import Result
 from adptnet.solvers.convergence_test import default_rtol
+from adptnet.solvers.iterates import EvaluatedIterate
 from support.members import (
     all_blocks,
     all_cells,
@@ -780,3 +784,22 @@ def test_raise_names_the_first_non_finite_input():
     inputs[1, 5, 1] = torch.nan
     with pytest.raises(errors.NonFiniteError, match="sequence 1 is not finite at step 5"):
         run(solvers.ConvDEER(on_failure=solvers.Raise()), cell, inputs)
+
+
+def test_a_solve_keeps_no_iterate_alive():
+    cell, inputs = cells.from_torch(torch.nn.GRUCell(3, 4)), torch.randn(2, 8, 3)
+    iterates = []
+    measure = EvaluatedIterate.__init__
+
+    def note(self, *arguments):
+        iterates.append(weakref.ref(self))
+        measure(self, *arguments)
+
+    gc.disable()
+    try:
+        with mock.patch.object(EvaluatedIterate, "__init__", note), torch.no_grad():
+            solvers.QuasiDEER()(cell, inputs)
+        assert iterates
+        assert all(each() is None for each in iterates)
+    finally:
+        gc.enable()
