@@ -3,11 +3,11 @@
 Two tasks that need memory: CartPole without its velocities, and naming the symbol shown two steps ago. Models are a
 block with ADPTNet, the same block with a GRU, and the ADPTNet block without memory (reset at every step).
 
-    python examples/recurrent_ppo.py                                            # all, one seed: about five minutes
+    python examples/recurrent_ppo.py    # all, one seed: a few minutes of CPU time
     python examples/recurrent_ppo.py --task repeat-previous --model adptnet gru --seeds 0 1 2
 
-Prints the mean return of the last 100 episodes before each report; both tasks have a largest return, which is printed
-too. A rollout of `STEPS` steps is one sequence per environment: the policy runs along it in one call per update, from the
+Prints the mean return of the last 100 episodes before each report, and the largest possible return. A
+rollout of `STEPS` steps is one sequence per environment: the policy runs along it in one call per update, from the
 state that it had at its first step.
 """
 
@@ -44,7 +44,7 @@ class MaskedCartPole:
 
     def step(self, action: Tensor) -> tuple[Tensor, Tensor]:
         """Return rewards and whether episodes ended. Environments whose episode ended begin the next one."""
-        position, speed, angle, spin = self.state.unbind(-1)
+        _, speed, angle, spin = self.state.unbind(-1)
         force = 20.0 * action - 10.0  # N; cart 1 kg, pole 0.1 kg and 1 m long, steps of 20 ms
         sine, cosine = angle.sin(), angle.cos()
         push = (force + 0.05 * spin.square() * sine) / 1.1
@@ -88,7 +88,7 @@ class RepeatPrevious:
 
 
 TASKS = {"cart-pole": MaskedCartPole, "repeat-previous": RepeatPrevious}
-UPDATES = {"cart-pole": 120, "repeat-previous": 60}
+UPDATES = {"cart-pole": 120, "repeat-previous": 120}
 GAMMA = {"cart-pole": 0.99, "repeat-previous": 0.5}  # actions have no effect on what is shown later
 MODELS = ("adptnet", "gru", "no-memory")
 
@@ -150,7 +150,9 @@ def learn(task_name: str, model_name: str, seed: int, updates: int | None = None
             _, value, _ = evaluate_policy(
                 model, environment.observe().unsqueeze(1), state, start.unsqueeze(1), has_memory
             )
-            seen, starts, actions, old, values, rewards, ends = (torch.stack(each, 1) for each in zip(*steps, strict=True))
+            seen, starts, actions, old, values, rewards, ends = (
+                torch.stack(each, 1) for each in zip(*steps, strict=True)
+            )
             advantages = estimate_advantages(rewards, torch.cat((values, value), 1), ends, gamma)
         targets = advantages + values
         for _ in range(4):

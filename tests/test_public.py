@@ -45,6 +45,8 @@ def test_every_module_has_a_docstring_and_names_its_exports(name):
         pytest.importorskip("triton", reason="triton is not installed: pip install 'adptnet[triton]'")
     if ".hugging_face" in name:
         pytest.importorskip("transformers", reason="transformers is not installed: pip install 'adptnet[hf]'")
+    if name.endswith(".torchrl"):
+        pytest.importorskip("tensordict", reason="torchrl is not installed: pip install 'adptnet[rl]'")
     module = importlib.import_module(name)
     assert module.__doc__
     if hasattr(module, "__all__"):

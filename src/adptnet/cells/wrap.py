@@ -24,7 +24,7 @@ from .torch_scan import run_layer
 from .torch_weights import LayerWeights, advance, list_layers
 from .tree import Layout
 
-__all__ = ["FunctionCell", "TorchCell", "as_cell", "from_function", "from_torch"]
+__all__ = ["FunctionCell", "TorchCell", "as_cell", "from_function", "from_torch", "is_time_first"]
 
 _CELLS = (nn.RNNCell, nn.GRUCell, nn.LSTMCell)
 _WHOLE = (nn.RNN, nn.GRU, nn.LSTM)

@@ -32,8 +32,8 @@ class ADPTModule(TensorDictModuleBase):  # type: ignore[misc]
 
     In sequential mode, the default, each element is one step and the state is read and written. Under
     `torchrl.modules.set_recurrent_mode(True)`, as in losses, the last dimension is time: the layer runs along it in one
-    call, from the state at the first step, and begins anew wherever "is_init" is true. No trajectory is split or padded.
-    The written state is then that after the last step; at other steps it is zero, as in `GRUModule`.
+    call, from the state at the first step, and begins anew wherever "is_init" is true. No trajectory is split or
+    padded. The written state is then that after the last step; at other steps it is zero.
 
     The state is one tensor (batch, `state_size`): the states of all layers, then the position.
 
@@ -82,8 +82,8 @@ class ADPTModule(TensorDictModuleBase):  # type: ignore[misc]
     @property
     def state_size(self) -> int:
         """Size of the state in a tensordict."""
-        own = zip(self._shapes, self._is_position, strict=True)
-        return 1 + sum(shape.numel() for shape, is_position in own if not is_position)
+        sizes: list[int] = [shape.numel() for shape in self._shapes]
+        return 1 + sum(size for size, is_position in zip(sizes, self._is_position, strict=True) if not is_position)
 
     @property
     def recurrent_mode(self) -> bool:

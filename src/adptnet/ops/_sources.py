@@ -24,8 +24,8 @@ SCALAR_TYPES = ["float", "double"]
 _COMPILE_FLAGS = ["-std=c++17", "-O2", "-pthread", "-fno-math-errno", "-fno-trapping-math"]
 _COMPILE_FLAGS += ["-ffp-contract=fast", "-fopenmp-simd", "-falign-loops=64"]
 LINK_FLAGS = ["-shared", "-pthread"]
-# A compiler may fuse a product and a sum in one loop and not in another. The number of threads decides which loop of the
-# diagonal scan has a column, so its results would depend on it (clang does this). Memory limits its speed either way.
+# A compiler may fuse a product and a sum in one loop and not in another (clang does). Which loop of the diagonal scan
+# has a column depends on the number of threads, so its results would too. Memory limits its speed either way.
 _FLAGS_OF_OPERATION = {"linear_scan": ["-ffp-contract=off"]}
 
 

@@ -233,9 +233,8 @@ class EvaluatedIterate(MeasuredIterate):
     def allow_rounding(self, found: CancellingSteps | None) -> None:
         if found is not None:
             for part in found.split(self.states.shape[2]):
-                self.allowed[part.rows, : part.steps] = allow_rounding(self.system, self.states, self.tolerance, part)[
-                    1
-                ]
+                _, allowed = allow_rounding(self.system, self.states, self.tolerance, part)
+                self.allowed[part.rows, : part.steps] = allowed
             self.own_excess = _distance(self.system, self.values, self.states, self.allowed)[1]
         self.excess = self.system.axis.earlier_maximum(self.own_excess)
         self.within_tolerance = self.excess <= 1
@@ -269,18 +268,8 @@ class EvaluatedIterate(MeasuredIterate):
     def part(self, rows: Tensor | None, start: int) -> "EvaluatedIterate":
         left = copy.copy(self)
         left.system, left._transition = self.part_system(rows, start), self.transition.part(rows, start)
-        names = (
-            "states",
-            "entering",
-            "values",
-            "residual",
-            "own_excess",
-            "excess",
-            "scale",
-            "within_tolerance",
-            "allowed",
-        )
-        for name in names:
+        per_step = ("residual", "own_excess", "excess", "scale", "within_tolerance")
+        for name in ("states", "entering", "values", "allowed", *per_step):
             values = getattr(self, name)[:, start:]
             setattr(left, name, values if rows is None else values.index_select(0, rows))
         if self._change is not None:

@@ -1,4 +1,4 @@
-"""What rounding errors of f do to the convergence test in channels where large terms cancel.
+"""Rounding errors of f in the convergence test, in channels where large terms cancel.
 
 There the rounding error of f exceeds the tolerance of the channel, so that no iterate can meet it. It is measured: f is
 evaluated again, with its argument perturbed by one rounding error. All of it is per sequence, step and channel.

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from tyro.conf import Positional, arg
 
+from .forecast import Forecast
 from .recipe import SCALES, Check, GridPoint, Rows, Scale, Subset
 from .registry import Claim, Headline, PaperResult, ReproductionError, find_results, load_headlines
 from .rows import DEFAULT_FOLDER, RowStore, open_row_store
@@ -355,7 +356,8 @@ def describe_progress(result: PaperResult, store: RowStore) -> tuple[Scale | Non
     for scale in SCALES:
         stored = store.read_rows(result, scale)
         largest = largest if stored.gaps else scale
-        texts.append(f"{len(stored.rows)} of {len(stored.rows) + stored.left}, {result.recipe.cost[scale]}")
+        cost = Forecast(store, scale).cost(result)
+        texts.append(f"{len(stored.rows)} of {len(stored.rows) + stored.left}, {cost}")
     return largest, texts
 
 

@@ -229,7 +229,7 @@ def _run_or_traceback(name: str, point: GridPoint, options: Reproduce) -> dict[s
 def _run_point(name: str, point: GridPoint, options: Reproduce) -> dict[str, Any]:
     """Run one point and return its row."""
     result = load_results()[name]
-    began, clock = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic()
+    began, clock, processor = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic(), time.process_time()
     keeps_checkpoints = options.scale == "paper"
     store = RowStore(options.rows)
     folder = store.checkpoint_folder(result, options.scale, point) if keeps_checkpoints else None
@@ -249,7 +249,12 @@ def _run_point(name: str, point: GridPoint, options: Reproduce) -> dict[str, Any
         **({"network": network.name} if network is not None and network.exists() else {}),
         "versions": versions,
         "machine": machine,
-        "time": {"began": began, "seconds": time.monotonic() - clock, **output.times},
+        "time": {
+            "began": began,
+            "seconds": time.monotonic() - clock,
+            "processor": time.process_time() - processor,
+            **output.times,
+        },
     }
 
 

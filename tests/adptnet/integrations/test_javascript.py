@@ -44,7 +44,12 @@ def test_javascript_steps_an_exported_file(name, node, tmp_path):
         expected = model(x)[0].transpose(0, 1).numpy()
     write_onnx(model, tmp_path / "step.onnx")
     (tmp_path / "inputs.json").write_text(json.dumps(x.transpose(0, 1).tolist()))
-    program = [node, str(ROOT / "examples" / "step_onnx.mjs"), str(tmp_path / "step.onnx"), str(tmp_path / "inputs.json")]
+    program = [
+        node,
+        str(ROOT / "examples" / "step_onnx.mjs"),
+        str(tmp_path / "step.onnx"),
+        str(tmp_path / "inputs.json"),
+    ]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-600:]
     tolerance = 1e-5 * max(1.0, np.abs(expected).max())

@@ -96,7 +96,9 @@ def test_an_episode_does_not_see_the_one_before(name):
 
 def test_leading_dimensions_and_single_elements():
     module = ADPTModule(ADPTNet(5), ["seen", ("agent", "memory")], ["out", ("next", "agent", "memory")])
-    data = TensorDict({"seen": torch.randn(2, 3, 7, 5), "is_init": torch.zeros(2, 3, 7, 1, dtype=torch.bool)}, [2, 3, 7])
+    data = TensorDict(
+        {"seen": torch.randn(2, 3, 7, 5), "is_init": torch.zeros(2, 3, 7, 1, dtype=torch.bool)}, [2, 3, 7]
+    )
     with set_recurrent_mode(True):
         found = module(data)
     assert found["out"].shape == (2, 3, 7, 5)

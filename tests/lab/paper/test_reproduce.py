@@ -87,6 +87,13 @@ def test_the_time_of_a_point_is_told_from_the_most_similar_row(tmp_path, monkeyp
     assert forecast.seconds(result, GridPoint(wide.settings, 9)) == 4.0
     assert forecast.seconds(result, GridPoint({**wide.settings, "steps": 2 * wide.settings["steps"]}, 0)) == 8.0
     assert [format_duration(s) for s in (None, 3.2, 600, 7920)] == ["unknown", "3 s", "10 min", "2.2 h"]
+    third = next(p for p in points if p.settings not in (wide.settings, other.settings))
+    store.add(result, "laptop", make_row(result, third, "laptop", time={"seconds": 99.0, "processor": 2.0}))
+    forecast = Forecast(store, "laptop")
+    assert forecast.seconds(result, third) == 2.0
+    expected = sum(forecast.seconds(result, point) for point in points)
+    assert forecast.cost(result) == format_duration(expected)
+    assert Forecast(RowStore(tmp_path / "none"), "laptop").cost(result) == result.recipe.cost["laptop"]
     assert describe_rest([60.0, None, 60.0], 2) == ", about 60 s left"
     assert describe_rest([], 1) == ""
 

@@ -19,7 +19,12 @@ from adptnet.spec import suggest_name
 
 __all__ = ["LogitsModel", "ModelSource", "call_factory", "check_causal", "find_factory", "make_fingerprint"]
 
-_ALIASES = {"vocab_size": "vocabulary", "num_tokens": "vocabulary", "num_classes": "output_size", "max_length": "length"}
+_ALIASES = {
+    "vocab_size": "vocabulary",
+    "num_tokens": "vocabulary",
+    "num_classes": "output_size",
+    "max_length": "length",
+}
 _FACTORS_OF_ROUNDING = 1e3  # a causal model differs by rounding only where a later token changes
 
 
@@ -50,17 +55,25 @@ def find_factory(text: str) -> ModelSource:
     """
     module_name, colon, name = text.rpartition(":")
     if not colon or not module_name or not name:
-        raise InputError(f"{text!r} names no function that makes a model. Write module:make_model or file.py:make_model.")
+        raise InputError(
+            f"{text!r} names no function that makes a model. Write module:make_model or file.py:make_model."
+        )
     module = _import_module(module_name)
     make: Any = module
     for part in name.split("."):
         if not hasattr(make, part):
-            raise InputError(f"{module_name} has no {name!r}.{suggest_name(part, [n for n in dir(make) if n[0] != '_'])}")
+            raise InputError(
+                f"{module_name} has no {name!r}.{suggest_name(part, [n for n in dir(make) if n[0] != '_'])}"
+            )
         make = getattr(make, part)
     if not callable(make):
-        raise InputError(f"{text} is a {type(make).__name__}. Pass a function that takes a vocabulary and returns a model.")
+        raise InputError(
+            f"{text} is a {type(make).__name__}. Pass a function that takes a vocabulary and returns a model."
+        )
     if isinstance(make, nn.Module):
-        raise InputError(f"{text} is a model. Pass a function that returns a new one: lambda vocabulary: Model(vocabulary).")
+        raise InputError(
+            f"{text} is a model. Pass a function that returns a new one: lambda vocabulary: Model(vocabulary)."
+        )
     return ModelSource(text, make, Path(module.__file__) if module.__file__ else None)
 
 
@@ -121,7 +134,8 @@ def call_factory(source: ModelSource, **sizes: int) -> "LogitsModel":
             positional.append(sizes["vocabulary"])
         elif parameter.default is parameter.empty:
             raise InputError(
-                f"{source.name} requires {name!r}. It can have the parameters {', '.join(sizes)}; give {name!r} a default."
+                f"{source.name} requires {name!r}. It can have the parameters {', '.join(sizes)}; "
+                f"give {name!r} a default."
             )
     model = source.make(*positional, **named)
     if not callable(model):

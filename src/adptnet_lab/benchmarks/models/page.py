@@ -36,13 +36,14 @@ def render_page(rows: Sequence[dict[str, Any]], suites: Collection[SuiteName], o
 
 
 def _describe_budget(budget: dict[str, Any], parameters: int) -> list[str]:
+    rates = ", ".join(f"{rate:g}" for rate in budget["rates"])
     return [
         f"### Budget: {budget['name']}",
         "",
-        f"{budget['steps']:,} steps of {budget['batch_size']} sequences, AdamW, learning rates "
-        f"{', '.join(f'{rate:g}' for rate in budget['rates'])}. Known models have {parameters:,} parameters, as nearly as their width allows. "
-        "×k is the score in per cent at k times the training length: the mean over the seeds, with the lowest and "
-        "the highest in brackets. CPU seconds are those of one run, training and test.",
+        f"{budget['steps']:,} steps of {budget['batch_size']} sequences, AdamW, learning rates {rates}. Known models "
+        f"have {parameters:,} parameters, as nearly as their width allows. ×k is the score in per cent at k times the "
+        "training length: the mean over the seeds, with the lowest and the highest in brackets. CPU seconds are those "
+        "of one run, training and test.",
         "",
     ]
 

@@ -15,7 +15,7 @@ FACTORS = (1, 2, 4, 8, 16)  # lengths of the test, in units of the training leng
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """What every model of a table may use.
+    """Sizes of the runs of a table, the same for every model.
 
     Attributes:
         steps: Optimizer steps.
