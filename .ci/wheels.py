@@ -148,7 +148,8 @@ def compile_kernel(target: Target, folder: Path, zig: list[str], operation: str,
     """Compile one library, check that it exports the functions of its source, and return its path."""
     path = folder / f"{operation}-{scalar}-{name}{'.dll' if target.is_windows else '.so'}"
     code, source = path.with_suffix(".o"), SOURCES.find_source(operation)
-    flags = [*SOURCES.COMPILE_FLAGS, *FLAGS, *([] if target.is_windows else ["-fPIC"]), f"-DSCALAR={scalar}"]
+    platform = [] if target.is_windows else ["-fPIC"]
+    flags = [*SOURCES.compile_flags(operation), *FLAGS, *platform, f"-DSCALAR={scalar}"]
     cross = [*zig, "-target", target.triple]
     subprocess.run([*cross, f"-mcpu={target.cpus[name]}", *flags, "-c", "-o", str(code), str(source)], check=True)
     # Without -mcpu, so that zig builds its C++ library, which is linked statically, once per platform.

@@ -2,14 +2,14 @@
 
 import os
 
-import jaxtyping
+from support.typechecks import install_checker
 
 # Before anything imports Triton, whose interpreter then runs the GPU kernels. Tests that compile them start a process.
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # the default, but Triton warns if it is unset
 
 # Before adptnet is imported anywhere.
-hook = jaxtyping.install_import_hook(["adptnet", "adptnet_lab"], "support.typechecks.checker")
+hook = install_checker("adptnet", "adptnet_lab")
 
 import importlib  # noqa: E402
 import importlib.util  # noqa: E402
@@ -33,7 +33,7 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-KERNELS = ("adptnet.ops.linear_scan.triton", "adptnet.ops.adpt_scan.triton")
+KERNELS = ("adptnet.ops.linear_scan.triton", "adptnet.ops.adpt_scan.triton", "adptnet.ops.adpt_step.triton")
 
 
 @pytest.fixture

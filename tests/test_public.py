@@ -3,7 +3,6 @@
 import importlib
 import importlib.util
 import operator
-import os
 import pkgutil
 import re
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 
 import adptnet
 import adptnet_lab
+from support.small_runs import run_program_in_process, start_process
 
 PROJECT = Path(__file__).parents[1]
 
@@ -45,6 +45,8 @@ def test_every_module_has_a_docstring_and_names_its_exports(name):
         pytest.importorskip("triton", reason="triton is not installed: pip install 'adptnet[triton]'")
     if ".hugging_face" in name:
         pytest.importorskip("transformers", reason="transformers is not installed: pip install 'adptnet[hf]'")
+    if name.endswith(".torchrl"):
+        pytest.importorskip("tensordict", reason="torchrl is not installed: pip install 'adptnet[rl]'")
     module = importlib.import_module(name)
     assert module.__doc__
     if hasattr(module, "__all__"):
@@ -67,7 +69,7 @@ def test_importing_adptnet_imports_nothing_heavy():
         "torch._dynamo",
     ]
     code = f"import sys, adptnet; print([m for m in {heavy!r} if m in sys.modules])"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    shown = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"
 
 
@@ -116,10 +118,10 @@ if importlib.util.find_spec("transformers"):
 def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path):
     code = "\n".join(blocks(page))
     assert code
-    torchs_own = "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
-    command = [sys.executable, "-W", "error", "-W", torchs_own, "-c", code]
-    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # on a busy machine threads that wait for each other take minutes
-    subprocess.run(command, cwd=tmp_path, env=alone, check=True, timeout=100, stdout=subprocess.DEVNULL)
+    process = start_process(run_program_in_process, code, tmp_path, tmp_path / "printed")
+    process.join(100)
+    process.kill()
+    assert process.exitcode == 0, (tmp_path / "printed").read_text()
 
 
 @pytest.mark.parametrize(

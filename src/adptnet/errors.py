@@ -22,8 +22,21 @@ __all__ = [
 ]
 
 
+_LONGEST = 4000  # characters of a message, which may show a value of any size
+
+
 class AdptnetError(Exception):
-    """Base class of all errors that adptnet raises."""
+    """Base class of all errors that adptnet raises. The middle of a very long message is left out."""
+
+    def __init__(self, *args: object):
+        super().__init__(*(_shorten(arg) if isinstance(arg, str) else arg for arg in args))
+
+
+def _shorten(text: str) -> str:
+    if len(text) <= _LONGEST:
+        return text
+    half = _LONGEST // 2
+    return f"{text[:half]} … ({len(text) - 2 * half:,} characters left out) … {text[-half:]}"
 
 
 class InputError(AdptnetError, ValueError):

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, TypeVar, Union, cast, dataclass_trans
 import torch
 from torch import nn
 
+from ._choices import choose
 from ._io.untrusted import parse_json
 from ._typing import Device, DType
 from .errors import AdptnetError, IncompatibleError, SpecError
@@ -128,6 +129,9 @@ def reset_from_spec(module: nn.Module, spec: ModuleSpec) -> None:
             f"reset_parameters: this {type(module).__name__} has other parameters than its spec builds. Remove "
             f"parametrizations, pruning and adapters first, or build it anew: module.spec.build(). {error}"
         ) from None
+    for part in module.modules():
+        if getattr(part, "spec", spec) is None:  # a layer around a cell that no spec describes
+            cast(Any, part).reset_parameters()
 
 
 def reject_unknown(owner: str, given: Iterable[str], known: Iterable[str], **renamed: str) -> None:
@@ -164,7 +168,7 @@ def spec(cls: _S) -> _S:
             value = getattr(self, field.name)
             if field.type is bool and not isinstance(value, bool):
                 raise SpecError(f"{cls.__name__}({field.name}={_repr(value)}): must be True or False.")
-            object.__setattr__(self, field.name, _normalize(value))
+            object.__setattr__(self, field.name, _choose_spec(cls.__name__, field, _normalize(value)))
         if checks is not None:
             try:
                 checks(self)
@@ -199,6 +203,16 @@ def _normalize(value: Any) -> Any:
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return int(value)
     return float(value) if isinstance(value, numbers.Real) and not isinstance(value, (bool, float, int)) else value
+
+
+def _choose_spec(owner: str, field: dataclasses.Field[Any], value: Any) -> Any:
+    """Return the spec that text names, in a field that holds a spec and no text; every other value as it is."""
+    if not isinstance(value, str) or _fits(value, field.type):
+        return value
+    kinds = tuple(kind for kind in (field.type, *get_args(field.type)) if isinstance(kind, type) and kind is not Spec)
+    kinds = tuple(kind for kind in kinds if issubclass(kind, Spec))
+    choices = {name: kind for name, kind in _registry.items() if issubclass(kind, kinds)}
+    return choose(value, choices, field.name, owner) if choices else value
 
 
 def _check_types(made: Any) -> None:
@@ -288,7 +302,8 @@ def _decode(value: Any, where: str, depth: int = 1) -> Any:
         _import_specs()
     if not isinstance(name, str) or name not in _registry:
         raise SpecError(
-            f"{where} has the type {_repr(name)}, which is unknown here.{suggest_name(str(name), _registry)}"
+            f"{where} has the type {_repr(name)}, which is unknown here.{suggest_name(str(name), _registry)} If it is "
+            "your own, import its module first; on the command line: adptnet --import MODULE COMMAND ..."
         )
     kind = _registry[name]
     renamed = {kind.renamed_fields.get(field, field): item for field, item in value.items()}

@@ -8,7 +8,7 @@ import adptnet
 from adptnet import directions, solvers, spectra
 from adptnet.cells import SlowMemory
 from adptnet.ops import _backends, _gpu
-from adptnet.recurrence.conjugates import Diagonal
+from adptnet.recurrence.conjugates import Diagonal, Taylor
 
 LAYERS = {
     "plain": {},
@@ -24,6 +24,8 @@ LAYERS = {
     "LayerNorm and spikes": {"direction": directions.FromState(spike=0.1, layer_norm=True)},
     "from the input": {"direction": directions.FromInput()},
     "slow memory": {"memory": SlowMemory()},
+    "beta per head": {"direction": directions.FromState(heads=2), "beta": (0.5, 0.25)},
+    "fixed dot product, Taylor": {"direction": directions.FromState(dot=0.3), "conjugate": Taylor(2), "beta": 0.1},
     "diagonal": {"conjugate": Diagonal(), "beta": 0.0},
     "negative": {"spectrum": spectra.Negative(spectra.S4DReal(), 0.5)},
 }
@@ -87,11 +89,11 @@ def test_lengths_resets_states_and_beta_of_a_call(on_both):
 
 
 @pytest.mark.parametrize(
-    "solver", [solvers.ConvDEER(), solvers.ForwardDEER(), solvers.BlockWise(solvers.ConvDEER(), 8)]
+    "solver", [solvers.ConvDEER(), solvers.ForwardDEER(), solvers.BlockWise(solvers.ConvDEER(), 2)]
 )
 def test_parallel_solvers_find_the_states_and_gradients_of_the_cpu(on_both, solver):
     layer = adptnet.ADPTNet(4, dtype=torch.float32, solver=solver)
-    x = torch.randn(2, 20, 4, dtype=torch.float32)
+    x = torch.randn(1, 4, 4, dtype=torch.float32)
     found, expected, _ = on_both(lambda: train_step(layer, x))
     compare(found, expected)
 
@@ -109,10 +111,36 @@ class Synchronizations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", ["plain", "from the input"])
+class Launches(TorchDispatchMode):
+    """Record the operations that read all states."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.found = shape, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if args and isinstance(args[0], torch.Tensor) and args[0].shape == self.shape:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_layer_computes_no_statistics_of_a_sequential_solve(emulated_gpu):
+    layer = adptnet.ADPTNet(4, dtype=torch.float32, solver=solvers.Sequential())
+    x = torch.randn(2, 5, 4, dtype=torch.float32)
+    with torch.no_grad(), Launches(x.shape) as in_layer:
+        y, _ = layer(x)
+    with torch.no_grad(), Launches(x.shape) as in_solver:
+        solution = solvers.Sequential()(layer.cell, x)
+    statistics = {"aten.amax.default", "aten.amin.default"}
+    assert statistics <= set(in_solver.found)
+    assert not statistics & set(in_layer.found)
+    torch.testing.assert_close(layer.cell.output(solution.states), y)
+
+
+@pytest.mark.parametrize("name", ["plain", "from the input", "beta per head"])
 def test_training_neither_synchronizes_nor_copies_from_the_host(emulated_gpu, name):
     layer = adptnet.ADPTNet(4, dtype=torch.float32, solver=solvers.Sequential(), **LAYERS[name])
-    x = torch.randn(2, 5, 4, dtype=torch.float32)
+    x = torch.randn(1, 2, 4, dtype=torch.float32)
     train_step(layer, x)  # fills caches
     with Synchronizations() as seen:
         train_step(layer, x)

@@ -160,9 +160,9 @@ def test_a_step_that_changes_the_shape_of_its_state_is_rejected():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda f, x: f(x, (torch.zeros(3, 4), torch.zeros(3, 4))), "position is torch.float64"),
+        (lambda f, x: f(x, (torch.zeros(3, 4), torch.zeros(3, 4))), "the state is a tuple; ADPTCell takes a tensor"),
         (lambda f, x: f(x, ADPTState(torch.zeros(3, 4), torch.zeros(2, dtype=torch.int64))), "3 sequences need int64"),
-        (lambda f, x: f(x, solver="sequential"), "must be a solver object"),
+        (lambda f, x: f(x, solver=3), "must be a solver object"),
         (lambda f, x: f(x, solver=solvers.Sequential), "must be a solver object. Pass solver=solvers.Sequential()."),
         (lambda f, x: f(x, solver=solvers.DEER), "must be a solver object. Pass solver=solvers.DEER()."),
         (lambda f, x: f(x, solver=lambda: None), "must be a solver object. Pass solver=solvers.Sequential()."),

@@ -31,7 +31,7 @@ def whole_models():
     yield layer
     yield nn.LayerSpec(cells.ReLURNN(5))
     yield nn.BidirectionalSpec(layer)
-    yield nn.StackSpec(nn.BidirectionalSpec(layer), num_layers=2, dropout=0.1)
+    yield nn.StackSpec(nn.BidirectionalSpec(layer), depth=2, dropout=0.1)
     yield nn.BlockSpec(layer, norm="rms", prenorm=False, glu=False)
     yield nn.ModelSpec(nn.BlockSpec(layer), depth=2, vocabulary=7)
     yield nn.ModelSpec(nn.BlockSpec(layer), input_size=3, output_size=2, head="mean")
@@ -170,29 +170,27 @@ def test_errors_name_what_is_wrong_in_a_spec(text, message):
             lambda: ADPTNet.paper(6, retractions=retractions.Cayley()),
             "no argument 'retractions'. Perhaps you meant 'retraction'",
         ),
-        (lambda: ADPTNet.paper(6, retraction="cayley"), "Pass retraction=retractions.Exponential()"),
+        (lambda: ADPTNet.paper(6, retraction="polar"), "Pass one of 'cayley', 'exponential'"),
         (lambda: ADPTNet.paper(6, conjugate=conjugates.Diagonal()), "Pass beta=0, or conjugate=conjugates.Exact()"),
         (lambda: ADPTNet.paper(6, projection=projections.Expand()), "Pass projection=projections.Dense()"),
         (lambda: ADPTNet.paper(6, state_size=8, input_projection=projections.Expand()), "Pass state_size=12"),
         (lambda: ADPTNet.paper(6, direction=directions.FromState), "Pass direction=FromState()"),
-        (lambda: ADPTNet.paper(6, gain="ema"), "Pass gain=drive.EMA()"),
+        (lambda: ADPTNet.paper(6, gain="mean"), "Pass one of 'ema', 'lru', 'zoh'"),
         (lambda: drive.SoftplusGate(rank=0), "rank must be an integer >= 1"),
         (lambda: TrainableBeta(2.0, maximum=1.0), "needs minimum <= initial <= maximum"),
         (lambda: nn.BlockSpec(ADPTNet.paper(4).spec, norm="bach"), "Perhaps you meant 'batch'"),
         (lambda: nn.BlockSpec(ADPTNet.paper(4).spec, dropout=1.0), "dropout must be in [0, 1)"),
         (
-            lambda: nn.BlockSpec(ADPTNet.paper(4)),
-            "BlockSpec(layer=ADPTNet): must be a LayerSpec, BidirectionalSpec or MixerSpec. "
-            "Pass layer.spec instead of layer.",
+            lambda: nn.BlockSpec(torch.nn.Linear(4, 4)),
+            "BlockSpec(layer=Linear): must be a LayerSpec, BidirectionalSpec or MixerSpec, or a layer. "
+            "Pass e.g. ADPTNet(64).",
         ),
-        (lambda: nn.StackSpec(ADPTNet.paper(4)), "Pass layer.spec instead of layer."),
-        (lambda: nn.SwiGLUBlockSpec(ADPTNet.paper(4)), "Pass layer.spec instead of layer."),
         (lambda: nn.StackSpec(64), "StackSpec(layer=int): must be a LayerSpec"),
         (lambda: nn.SequenceModel(ADPTNet.paper(4).spec), "pass one of them"),
         (lambda: nn.SequenceModel(ADPTNet.paper(4).spec, vocabulary=3, input_size=3), "pass one of them"),
         (lambda: nn.SequenceModel(ADPTNet.paper(4).spec, input_size=3), "pass output_size="),
         (lambda: nn.SequenceModel(ADPTNet.paper(4).spec, vocabulary=3, head="tokens"), "Perhaps you meant 'token'"),
-        (lambda: nn.Stack(ADPTNet.paper(4).spec, 0), "num_layers must be an integer >= 1"),
+        (lambda: nn.Stack(ADPTNet.paper(4).spec, 0), "depth must be an integer >= 1"),
     ],
 )
 def test_what_cannot_be_built_is_rejected_with_the_fix(make, message):
@@ -217,3 +215,9 @@ def test_two_specs_of_one_name_are_rejected():
         @spec
         class Linspace(Spec):
             pass
+
+
+def test_an_error_about_a_huge_value_stays_readable():
+    with pytest.raises(IncompatibleError, match=r"^ADPTSpec\(beta=\(0.5, .* characters left out\) .*heads=") as raised:
+        ADPTNet(8, beta=(0.5,) * 1_000_000)
+    assert len(str(raised.value)) < 5000

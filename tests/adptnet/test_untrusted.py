@@ -85,8 +85,8 @@ def test_untrusted_json_raises_one_kind_of_error():
 def test_values_of_a_spec_have_the_types_of_its_fields():
     with pytest.raises(SpecError, match="threshold"):
         cells.LIF(4, threshold="high")
-    with pytest.raises(SpecError, match="num_layers"):
-        nn.StackSpec(adptnet.ADPTNet.paper(4).spec, num_layers="2")
+    with pytest.raises(SpecError, match="depth"):
+        nn.StackSpec(adptnet.ADPTNet.paper(4).spec, depth="2")
 
 
 def test_delays_of_a_checkpoint_are_those_of_its_spec(tmp_path):

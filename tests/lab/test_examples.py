@@ -41,6 +41,7 @@ def test_every_example_documents_how_to_run_it():
         "own_cell",
         "parallel",
         "prescribed_timescales",
+        "recurrent_ppo",
         "state_tracking",
     ]
     assert [path.stem for path in paths] == names
@@ -117,6 +118,52 @@ def test_a_user_defined_cell_has_the_gradients_of_backpropagation_and_learns(cap
     assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
     printed = capsys.readouterr().out
     assert all(f"  {name}(): CONVERGED after" in printed for name in ("QuasiDEER", "KoopmanDEER", "ConvDEER"))
+
+
+def test_the_environments_of_ppo_are_as_described():
+    ppo = load_example("recurrent_ppo")
+    generator = torch.Generator().manual_seed(0)
+    memory = ppo.RepeatPrevious(3, generator)
+    total, right = torch.zeros(3), []
+    for t in range(memory.LENGTH):
+        right.append(memory.observe().argmax(-1))
+        reward, ended = memory.step(right[t - memory.DELAY] if t >= memory.DELAY else right[t])
+        total += reward
+        assert bool(ended.all()) == (t == memory.LENGTH - 1)
+    assert_close(total, torch.full((3,), memory.best))
+    pole = ppo.MaskedCartPole(4, generator)
+    lengths, age = [], torch.zeros(4)
+    for _ in range(400):
+        assert pole.observe().shape == (4, pole.features)
+        angle, spin = pole.state[:, 2], pole.state[:, 3]
+        _, ended = pole.step((angle + spin > 0).long())  # sees the velocity, and balances
+        age += 1
+        lengths += age[ended].tolist()
+        age[ended] = 0
+    assert not lengths
+    for _ in range(60):  # a constant push makes every pole fall within a dozen steps
+        _, ended = pole.step(torch.ones(4, dtype=torch.long))
+        lengths += [True] * int(ended.sum())
+    assert len(lengths) > 8
+
+
+def test_ppo_estimates_advantages_by_their_definition_and_runs():
+    ppo = load_example("recurrent_ppo")
+    rewards, values = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.5, 0.25, 0.125, 4.0]])
+    ended = torch.tensor([[False, True, False]])
+    last = 3.0 + 0.5 * 4.0 - 0.125
+    middle = 2.0 - 0.25
+    expected = torch.tensor([[1.0 + 0.5 * 0.25 - 0.5 + 0.5 * 0.95 * middle, middle, last]])
+    assert_close(ppo.estimate_advantages(rewards, values, ended, 0.5), expected)
+    without = ppo.learn("repeat-previous", "no-memory", 0, updates=1, report=False)
+    assert len(without) == 1
+    assert without[-1] < -0.4  # chance is -0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["adptnet", "gru"])
+def test_ppo_solves_repeat_previous(model):
+    assert load_example("recurrent_ppo").learn("repeat-previous", model, 0, updates=40, report=False)[-1] > 0.5
 
 
 def test_live_words_do_not_depend_on_the_size_of_the_chunks(tmp_path, capsys):

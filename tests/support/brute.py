@@ -37,7 +37,7 @@ def step(spec, cell, adpt, memory, o, t, dt, given_beta):
     x = memory[:n]
     eigen = eigenvalues(spec.spectrum, adpt.spectrum, 1.0 if dt is None else dt)
     u = matrix(adpt.drive.input_projection) @ o + bias(adpt.drive.input_projection)
-    driven = u if adpt.drive.rope is None else rope(adpt.drive.rope, u, t)
+    driven = u if adpt.drive.rope is None else rope(adpt.drive.rope, u, t, adpt.spectrum)
     if adpt.drive.gate is not None:
         gate = adpt.drive.gate
         driven = torch.log1p(torch.exp(gate.up @ (gate.down @ u) + gate.bias)) * driven
@@ -70,7 +70,8 @@ def step(spec, cell, adpt, memory, o, t, dt, given_beta):
         for pairs in planes:
             q = retract(spec.retraction, skew(pairs, beta)) @ q
         m = q @ big_lambda @ q.T
-    x = m @ x + (q @ driven if spec.rotation_aware else driven)
+    p = torch.eye(n) if adpt.phase is None else phase(adpt.phase, u, 1.0 if dt is None else dt)
+    x = p @ m @ x + (p @ q @ driven if spec.rotation_aware else driven)
     if isinstance(cell, cells.CoupledCell):
         gamma = eigenvalues(spec.memory.spectrum, cell.slow)
         return torch.cat((x, gamma * w + (1 - gamma) * x))
@@ -100,7 +101,8 @@ def plane(spec, module, source):
         raw.append(y.reshape(direction.heads, -1))
     pairs = []
     for key, value in zip(*raw, strict=True):
-        key, value = (v / v.norm() if v.any() else v for v in (key, value))
+        soft = getattr(direction, "softness", 0.0) * source.norm()
+        key, value = (v / (v @ v + soft**2).sqrt() if v.any() else v for v in (key, value))
         if direction.dot is not None:
             across = key - (key @ value) * value
             key = math.sqrt(1 - direction.dot**2) * across / across.norm() + direction.dot * value
@@ -124,13 +126,24 @@ def retract(retraction, s):
     return torch.linalg.inv(eye - s / 2) @ (eye + s / 2)
 
 
-def rope(module, u, t):
+def rope(module, u, t, spectrum):
     """Return u with its pairs rotated for position t."""
-    theta = module.spec.sign * t * torch.exp(module.log_dt + module.log_frequency)
+    log_dt = module.log_dt
+    if module.spec.tied:
+        while not hasattr(spectrum, "log_dt"):
+            spectrum = spectrum.spectrum
+        log_dt = torch.stack([(a + b) / 2 for a, b in zip(spectrum.log_dt[::2], spectrum.log_dt[1::2], strict=True)])
+    theta = module.spec.sign * t * torch.exp(log_dt + module.log_frequency)
     rotated = [
         [c * a + s * b, c * b - s * a] for c, s, a, b in zip(theta.cos(), theta.sin(), u[::2], u[1::2], strict=True)
     ]
     return torch.stack([value for pair in rotated for value in pair])
+
+
+def phase(module, u, dt):
+    """Return the matrix of an input-driven phase."""
+    angles = dt * (module.weight @ u + module.bias)
+    return torch.block_diag(*[torch.linalg.matrix_exp(a * torch.tensor([[0.0, -1.0], [1.0, 0.0]])) for a in angles])
 
 
 def eigenvalues(spec, module, dt=1.0):

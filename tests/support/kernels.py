@@ -51,6 +51,13 @@ VARIANTS = {
         "retraction": RetractionKind.CAYLEY,
     },
     "diagonal": {"rotates": False},
+    "phase": {"phased": True, "beta": 2.0},
+    "phase, directions in drive, heads": {"phased": True, "heads": 3, "directions_in_drive": True},
+    "phase, rotation-aware": {"phased": True, "rotation_aware": True, "source": Source.RELU, "heads": 2},
+    "phase, slow memory": {"phased": True, "slow_memory": True, "retraction": RetractionKind.TAYLOR_TWO, "beta": 0.1},
+    "phase, rotation-aware, slow memory": {"phased": True, "rotation_aware": True, "slow_memory": True},
+    "phase, beta in drive": {"phased": True, "beta_in_drive": True},
+    "phase, diagonal": {"phased": True, "rotates": False},
     "norm": {"norm_epsilon": 1e-5, "beta": 2.0},
     "norm, large epsilon": {
         "norm_epsilon": 0.3,
@@ -106,6 +113,11 @@ def make_problem(
     real = 0.9 * torch.tanh(randn(size))
     features = size * (3 if form.directions_in_drive else 1) + form.beta_in_drive
     drive = 0.5 * randn(batch, steps, features)
+    if form.phased:
+        angles = 2 * randn(batch, steps, size // 2)
+        at = features - form.beta_in_drive
+        phase = torch.stack((angles.cos(), angles.sin()), -1).flatten(-2)
+        drive = torch.cat((drive[..., :at], phase, drive[..., at:]), -1)
     if form.beta_in_drive:
         drive[..., -1].abs_()
     constants = Constants(

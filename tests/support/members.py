@@ -73,6 +73,8 @@ all_directions = [
     directions.FromState(dot=0.5),
     directions.FromState(heads=3),
     directions.FromState(relu=True, layer_norm=True, dot=-0.3, heads=2),
+    directions.FromWholeState(heads=3),
+    directions.FromWholeState(heads=2, softness=0.3),
     directions.FromInput(),
     directions.FromInput(heads=2, dot=0.2),
 ]
@@ -83,6 +85,22 @@ all_conjugates = [
     conjugates.Product(steps=1),
     conjugates.Product(steps=3),
     conjugates.Stateful(),
+]
+
+
+# Components that an input-driven phase may treat differently.
+phased_layers: list[dict] = [
+    {"beta": 1.0},
+    {"beta": 1.0, "spectrum": spectra.Negative(spectra.S4DReal(), 0.3), "retraction": retractions.Cayley()},
+    {"beta": 1.0, "spectrum": spectra.S4DInv(), "gain": drive.ZOH(), "gate": drive.SoftplusGate(rank=2)},
+    {"beta": TrainableBeta((0.5, 1.0, 2.0)), "direction": directions.FromState(heads=3)},
+    {"beta": 1.0, "direction": directions.FromState(relu=True, layer_norm=True)},
+    {"beta": 1.0, "direction": directions.FromInput(), "rope": drive.RoPE()},
+    {"beta": 1.0, "rotation_aware": True},
+    {"beta": 0.5, "conjugate": conjugates.Taylor(2)},
+    {"beta": 0.5, "conjugate": conjugates.Product(2), "start": True, "rotation_aware": True},
+    {"beta": 0.5, "memory": cells.SlowMemory(), "spectrum": spectra.S4DReal()},
+    {"beta": 0, "conjugate": conjugates.Diagonal()},
 ]
 
 
@@ -118,6 +136,15 @@ def legal_layers():
         yield {**plain, "retraction": retraction, "beta": 1.0, "rotation_aware": True}
     for sign in (1, -1):
         yield {**plain, "rope": drive.RoPE(sign=sign), "beta": 1.0, "gate": drive.SoftplusGate(rank=2)}
+    for axes in phased_layers:
+        yield {**plain, "phase": drive.InputPhase(0.7), **axes}
+    yield {**plain, "rope": drive.RoPE(tied=True), "spectrum": spectra.Negative(spectra.Linspace(), 0.5), "beta": 1.0}
+    yield {**plain, "direction": directions.FromInput(), "beta": 0.0, "spectrum": spectra.Linspace()}
+    for direction in (directions.FromWholeState(softness=0.5), directions.FromWholeState(heads=3, softness=0.2)):
+        yield {**plain, "direction": direction, "beta": 1.0, "phase": drive.InputPhase(0.7), "rotation_aware": True}
+        yield {**plain, "direction": direction, "beta": 0.5, "conjugate": conjugates.Product(2)}
+        yield {**plain, "direction": direction, "beta": 0.5, "conjugate": conjugates.Taylor(2)}
+    yield {**plain, "direction": directions.FromWholeState(softness=0.5), "beta": 0.5, "memory": cells.SlowMemory()}
     # The default of `ADPTNet`, and the layer inside the gated layers of the presets.
     default = {"beta": 1.0, "spectrum": spectra.Timescales(), "gain": drive.LRU(), "gate": drive.SoftplusGate()}
     yield {**plain, **default}
@@ -217,13 +244,14 @@ def laws_of(axes: dict) -> set[str]:
         laws.add("isospectral")
         if not axes.get("rotation_aware"):
             laws.add("ball")
-    from_state = isinstance(direction, directions.FromState)
-    if from_state and direction.spike is None and not bias and not axes.get("rotation_aware"):
+    from_state = isinstance(direction, (directions.FromState, directions.FromWholeState))
+    spikes, relu = getattr(direction, "spike", None) is not None, getattr(direction, "relu", False)
+    if from_state and not spikes and not bias and not axes.get("rotation_aware"):
         laws.add("homogeneous")
         laws.add("euler")
-        if not direction.relu and not direction.layer_norm:
+        if not relu and not direction.layer_norm:
             laws.add("odd")
-    if axes.get("beta") == 0 and not axes.get("start"):
+    if axes.get("beta") == 0 and not axes.get("start") and not axes.get("phase"):
         laws.add("diagonal")
     return laws
 
@@ -290,6 +318,10 @@ solver_layers = [
     {"width": 6, "memory": cells.SlowMemory(feedback=-0.5), "beta": 1.0, "gain": drive.LRU()},
     {"width": 6, "memory": cells.SlowMemory(), "beta": 0.5, "spectrum": spectra.S4DInv(), "gain": drive.ZOH()},
     {"width": 6, "conjugate": conjugates.Diagonal(), "beta": 0, "rope": drive.RoPE(), "start": True},
+    {"width": 6, "phase": drive.InputPhase(0.7), "beta": 1.0},
+    {"width": 6, "direction": directions.FromWholeState(heads=3, softness=0.3), "beta": 1.0},
+    {"width": 6, "phase": drive.InputPhase(0.7), "beta": 0.5, "start": True, "spectrum": spectra.S4DInv()},
+    {"width": 6, "phase": drive.InputPhase(0.7), "beta": 0.5, "memory": cells.SlowMemory()},
     {"width": 5, "state_size": 3, "beta": 30.0, "spectrum": spectra.Linspace(dt_min=1.0, dt_max=3.0)},
 ]
 covering_cells: list[dict | str] = [*solver_layers, "GRUCell", "LSTMCell", "RNNCell", "TanhRNN", "from_function"]
@@ -341,12 +373,12 @@ def is_legal(axes: dict | str, linearization: str, damping: str) -> bool:
     memory = bool(layer.get("memory"))
     if linearization in ("Forward", "Conv") and not has_conjugate(axes):
         return False
-    if linearization == "Conv, by FFT" and (memory or not has_conjugate(axes)):
-        return False  # a slow memory couples pairs of state dimensions, which is not an elementwise convolution
+    if linearization == "Conv, by FFT" and (memory or layer.get("phase") or not has_conjugate(axes)):
+        return False  # a slow memory couples pairs of state dimensions, and a phase differs from step to step
     if linearization == "Koopman, polar":  # one Q, of one plane and one head, around Λ̄ itself
         heads = getattr(layer.get("direction"), "heads", 1)
         one_plane = isinstance(conjugate, (conjugates.Exact, conjugates.Product)) and conjugate.planes == 1
-        if not has_conjugate(axes) or not one_plane or heads > 1 or memory or layer.get("start"):
+        if not has_conjugate(axes) or not one_plane or heads > 1 or memory or layer.get("start") or layer.get("phase"):
             return False
     if damping.startswith("proximal"):  # needs a bound on the state: ‖Q Λ̄ Q'‖ = |λ̄|_max, but not for Taylor's M
         return has_conjugate(axes) and not memory and not isinstance(conjugate, conjugates.Taylor)
@@ -363,7 +395,7 @@ def legal_combinations(axes: dict | str) -> Iterator[Combination]:
 
 
 def covering_combinations(axes: dict | str) -> Iterator[Combination]:
-    """Yield one solver for each linearization that a cell supports; for the first cell, each with every damping.
+    """Yield a solver for each linearization that a cell supports; for the first cell, those that would be missing, too.
 
     Over `covering_cells`, every pair of linearization and cell, of damping and linearization, and of block-wise and
     linearization occurs.
@@ -371,10 +403,19 @@ def covering_combinations(axes: dict | str) -> Iterator[Combination]:
     number = all_cells.index(axes)
     blocks = list(all_blocks)
     for i, linearization in enumerate(all_linearizations):
-        dampings = [damping for damping in all_dampings if is_legal(axes, linearization, damping)]
-        chosen = dampings if not number else [dampings[(number + i) % len(dampings)]] if dampings else []
+        chosen = _choose_damping(axes, linearization)
+        if not number:
+            elsewhere = {damping for other in covering_cells[1:] for damping in _choose_damping(other, linearization)}
+            chosen += [name for name in all_dampings if name not in elsewhere and name not in chosen]
         for j, damping in enumerate(chosen):
             yield Combination(axes, linearization, damping, blocks[(number + 2 * i + j) % len(blocks)])
+
+
+def _choose_damping(axes: dict | str, linearization: str) -> list[str]:
+    """Return one damping that fits, another one for the next cell and the next linearization; none if none fits."""
+    dampings = [damping for damping in all_dampings if is_legal(axes, linearization, damping)]
+    number = all_cells.index(axes) + list(all_linearizations).index(linearization)
+    return [dampings[number % len(dampings)]] if dampings else []
 
 
 # Every kind of layer and model with inputs (batch, time, KIND_WIDTH), for tests of what users do with PyTorch modules.
@@ -399,6 +440,8 @@ layer_kinds = {
     "gate and rope": lambda: ADPTNet.paper(
         KIND_WIDTH, beta=TrainableBeta((1.0,)), gate=drive.SoftplusGate(), rope=drive.RoPE(), gain=drive.LRU(tied=False)
     ),
+    "phase": lambda: ADPTNet.paper(KIND_WIDTH, beta=1.0, phase=drive.InputPhase(0.7)),
+    "whole state": lambda: ADPTNet.paper(KIND_WIDTH, beta=1.0, direction=directions.FromWholeState(2, 0.2)),
     "spiking": lambda: SpikingADPTNet(KIND_WIDTH, threshold=0.05),
     "stateful": lambda: ADPTNet.paper(KIND_WIDTH, state_size=3, beta=0.5, conjugate=conjugates.Stateful()),
     "GRU": lambda: Recurrent(cells.GRU(KIND_WIDTH)),

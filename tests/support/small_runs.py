@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -127,6 +128,19 @@ def run_command_in_process(arguments, printed):
     except KeyboardInterrupt:  # before the command installed its handler
         code = 130
     sys.exit(code)
+
+
+def run_program_in_process(code, folder, printed):
+    """Run the code of a page in a folder, with one thread and warnings as errors; the target of a process."""
+    torch.set_num_threads(1)  # on a busy machine threads that wait for each other take minutes
+    os.chdir(folder)
+    with open(printed, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    warnings.resetwarnings()
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+    exec(compile(code, "page", "exec"), {"__name__": "__main__"})
 
 
 def count_group_members(number):

@@ -87,6 +87,11 @@ def compile_batch_norm(_):
             for _ in range(2):
                 assert_close(torch.compile(twin, fullgraph=True, backend="eager")(x, keep), norm(x, keep))
             assert_close(twin.state_dict(), norm.state_dict())
+    torch._dynamo.reset()
+    norm, one = torch.compile(Norm("batch", KIND_WIDTH), fullgraph=True, backend="eager"), torch.zeros(2, 3).bool()
+    one[0, 1] = True
+    with pytest.raises(RuntimeError, match="at least two valid steps"):
+        norm(torch.randn(2, 3, KIND_WIDTH), one)
 
 
 class Streaming(nn.Module):

@@ -16,15 +16,20 @@ __all__ = ["append_lines", "read_regular", "replace_file", "write_atomic"]
 def replace_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path beside `path`, which replaces it at the end of the `with` block.
 
-    After an exception the temporary file is removed and `path` is unchanged. A symbolic link is followed.
+    A file that is replaced keeps its permissions. After an exception the temporary file is removed and `path` is
+    unchanged. A symbolic link is followed.
 
     Args:
         path: The file to replace.
     """
     target = Path(os.path.realpath(path))
     draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    mode = _find_mode(target)
     try:
         yield draft
+        if mode is not None:
+            with suppress(PermissionError):  # on a file system without permissions
+                draft.chmod(mode)
         os.replace(draft, target)
     finally:
         draft.unlink(missing_ok=True)
@@ -37,10 +42,23 @@ def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
         path: The file.
         content: Its new content.
     """
-    with replace_file(path) as draft, open(draft, "xb") as file:
+    exists = _find_mode(Path(path)) is not None
+
+    def create(name: str, flags: int) -> int:
+        return os.open(name, flags, 0o600 if exists else 0o666)  # the old file may be private
+
+    with replace_file(path) as draft, open(draft, "xb", opener=create) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _find_mode(path: Path) -> int | None:
+    """Return the permissions of a file; None if it does not exist."""
+    try:
+        return path.stat().st_mode & 0o777
+    except FileNotFoundError:
+        return None
 
 
 def append_lines(file: io.FileIO, lines: bytes) -> bytes:

@@ -23,7 +23,7 @@ from ..cells import (
     TanhRNNCell,
 )
 from ..recurrence.conjugates import Exact, Taylor
-from ..recurrence.directions import FromInput, FromState
+from ..recurrence.directions import FromInput, FromState, FromWholeState
 from .ball import Ball
 from .head_constants import HeadConstants, bound_deviation, bound_singular_value_shift, compute_head_constants
 from .lyapunov import check_transient
@@ -148,15 +148,20 @@ def _certify_adpt(cell: ADPTCell) -> Certificate:
         return _make_empty(reasons, cell.state_size, ball)
     moduli = torch.cat([head.moduli for head in heads])
     deviations = [bound_deviation(spec, head) for head in heads]
+    largest = max(deviations)
     shifts = torch.cat(
         [
-            torch.full_like(head.moduli, deviation + bound_singular_value_shift(spec, head))
+            # where K and V see the whole state, J - M is not block-diagonal
+            torch.full_like(
+                head.moduli,
+                (largest if spec.direction.sees_whole_state else deviation) + bound_singular_value_shift(spec, head),
+            )
             for head, deviation in zip(heads, deviations, strict=True)
         ]
     )
     lower, upper = ((moduli + sign * shifts).clamp(min=0).sort(descending=True).values for sign in (-1, 1))
     certified = _make_certificate(_describe_bound(spec, heads), lower, upper)
-    return dataclasses.replace(certified, deviation=max(deviations), paper=_paper_bound(spec, heads), ball=ball)
+    return dataclasses.replace(certified, deviation=largest, paper=_paper_bound(spec, heads), ball=ball)
 
 
 def _paper_bound(spec: ADPTSpec, heads: list[HeadConstants]) -> float:
@@ -177,7 +182,9 @@ def _describe_bound(spec: ADPTSpec, heads: list[HeadConstants]) -> str:
     widened = (
         f", widened for a Taylor form of order {spec.conjugate.order}" if isinstance(spec.conjugate, Taylor) else ""
     )
-    return f"2rβs with s <= κ(K) + κ(V), the joint condition number of K and V{planes}{largest}{widened}"
+    soft = isinstance(spec.direction, FromWholeState) and spec.direction.softness > 0
+    matrices = "[K; εI] and [V; εI]" if soft else "K and V"
+    return f"2rβs with s <= κ(K) + κ(V), the joint condition number of {matrices}{planes}{largest}{widened}"
 
 
 def _find_obstacles(spec: ADPTSpec, heads: list[HeadConstants]) -> tuple[str, ...]:
@@ -206,7 +213,12 @@ def _find_obstacles(spec: ADPTSpec, heads: list[HeadConstants]) -> tuple[str, ..
         reasons.append("dot=...: where Kx and Vx are almost parallel, the key rotates arbitrarily fast")
     if spec.projection.bias:
         reasons.append("a bias on K and V: Kx + bias may be near zero for a large x")
-    if any(math.isinf(head.rotation_rate) and head.beta > 0 and head.radius > 0 for head in heads):
+    if not direction.keeps_lemmas and isinstance(direction, FromWholeState):
+        reasons.append(
+            f"{direction}: K_h and V_h have null spaces, near which key and value rotate arbitrarily fast; "
+            "softness=0.1 gives a bound"
+        )
+    elif any(math.isinf(head.rotation_rate) and head.beta > 0 and head.radius > 0 for head in heads):
         reasons.append("singular K or V, κ = ∞: near their null space, key and value rotate arbitrarily fast")
     return tuple(reasons)
 

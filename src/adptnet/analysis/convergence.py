@@ -13,6 +13,7 @@ from torch import Tensor
 from ..cells import ADPTState
 from ..errors import IncompatibleError, InputError
 from ..recurrence.conjugates import Taylor, nearest_blocks
+from ..recurrence.step import split_drive
 from .certificate import certificate
 from .head_constants import compute_head_constants
 from .jacobians import iterate_chunks
@@ -25,7 +26,7 @@ class LocalErrors(NamedTuple):
     """Differences between the transition matrices of the solvers at every step of a trajectory, (batch, time).
 
     The first five are matrix norms, the paper's terms. The others are norms of the difference applied to the entering
-    state s.
+    state s. With an input-driven phase P, Λ̄, M and diag M stand for P Λ̄, P M and P diag M.
     """
 
     similarity: Tensor  # ε^sim = ‖Λ̄ - M‖
@@ -69,8 +70,13 @@ def local_errors(
     for chunk in iterate_chunks(trajectory):
         states, full = chunk.entering, chunk.jacobians
         conjugate = cell.conjugate(states, chunk.drive).dense().expand_as(full)
-        constant = eigen.expand_as(full)
-        quasi, forward = (nearest_blocks(matrices, pairs).dense() for matrices in (full, conjugate))
+        phase = split_drive(cell.evaluate(), chunk.drive).phase
+        constant = eigen.expand_as(full) if phase is None else phase.mm(eigen)
+        quasi = nearest_blocks(full, pairs or phase is not None).dense()
+        if phase is None:
+            forward = nearest_blocks(conjugate, pairs).dense()
+        else:
+            forward = phase.mm(nearest_blocks(phase.transpose().mm(conjugate), pairs).dense())
         parts.append(
             LocalErrors(
                 similarity=_spectral_norm(constant - conjugate),
@@ -141,7 +147,8 @@ def quadratic_basin(largest_exponent: float | Tensor, steps: int, lipschitz: flo
 def jacobian_lipschitz(system: Any, smallest_norm: float) -> float:
     """Return L(ρ), a Lipschitz constant of the Jacobian outside the ball of radius ρ = `smallest_norm`.
 
-    ‖J(x) - J(y)‖ ≤ L(ρ) ‖x - y‖ if the segment between x and y stays outside the ball of radius ρ, in each head. J is
+    ‖J(x) - J(y)‖ ≤ L(ρ) ‖x - y‖ if the segment between x and y stays outside the ball of radius ρ, in each head (as a
+    whole, for directions from the whole state). J is
     homogeneous of degree zero, so L(ρ) grows as 1/ρ and no constant holds for all states (deviations.md, point 15).
     With s the joint condition number of K and V, L(ρ) = 2rβ s (2 + (3β + 2/√3) s) / ρ (docs/explanation/bounds.md).
 

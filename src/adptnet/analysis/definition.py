@@ -22,7 +22,7 @@ __all__ = ["define_conjugate", "define_step"]
 
 
 def define_conjugate(cell: ADPTCell, state: Vector, drive: Tensor) -> Matrix:
-    """Return M computed from its definition.
+    """Return M, or P M with an input-driven phase P, computed from its definition.
 
     Args:
         cell: The cell.
@@ -33,7 +33,8 @@ def define_conjugate(cell: ADPTCell, state: Vector, drive: Tensor) -> Matrix:
         (..., state_size, state_size).
     """
     parameters, conjugate = cell.evaluate(), cell.spec.conjugate
-    eigen, planes, beta = evaluate_plane(parameters, state, split_drive(parameters, drive))
+    parts = split_drive(parameters, drive)
+    eigen, planes, beta = evaluate_plane(parameters, state, parts)
     if conjugate.has_rotation:
         rotation = _define_rotation(cell, planes, beta)
         dense = rotation @ eigen.dense() @ rotation.mT
@@ -42,6 +43,7 @@ def define_conjugate(cell: ADPTCell, state: Vector, drive: Tensor) -> Matrix:
     else:
         dense = eigen.dense()
     dense = block_diagonal(dense) if parameters.heads > 1 else dense
+    dense = dense if parts.phase is None else parts.phase.dense() @ dense
     return dense.expand(*state.shape, cell.state_size)
 
 
@@ -75,6 +77,7 @@ def _(cell: ADPTCell, state: Tensor, drive: Tensor) -> Tensor:
         _, planes, beta = evaluate_plane(parameters, state, parts)
         rotation = _define_rotation(cell, planes, beta)
         rotation = block_diagonal(rotation) if spec.heads > 1 else rotation
+        rotation = rotation if parts.phase is None else parts.phase.dense() @ rotation
         driven = (rotation @ driven.unsqueeze(-1)).squeeze(-1)
     return (define_conjugate(cell, state, drive) @ state.unsqueeze(-1)).squeeze(-1) + driven
 

@@ -57,7 +57,7 @@ def offdiagonal_entropy(conjugate: Tensor, *, pairs: bool = False) -> Tensor:
         (...), between 0 and 1.
     """
     if conjugate.dim() < 2 or conjugate.shape[-1] != conjugate.shape[-2]:
-        raise InputError(f"M is square; got shape {tuple(conjugate.shape)}.")
+        raise InputError(f"conjugate must be a square matrix M; got shape {tuple(conjugate.shape)}.")
     if pairs and conjugate.shape[-1] % 2:
         raise InputError(f"pairs=True: M of size {conjugate.shape[-1]} is not made of pairs. Drop pairs=.")
     weights = conjugate.square()

@@ -11,7 +11,8 @@ from .._dtype import compute_dtype
 from ..cells.structure import choose_scan
 from ..errors import InputError
 from ..nn.layer import RecurrentLayer
-from ..ops._backends import REFERENCE, Backend, Run, record_runs
+from ..nn.short_calls import MAX_STEPS, find_prepared
+from ..ops._backends import CPU, REFERENCE, Backend, Run, record_runs
 from ..solvers import Auto, Sequential, Solver
 
 __all__ = ["Explanation", "Program", "explain"]
@@ -30,7 +31,7 @@ _TEXTS = {
     "forward": _SCAN,
     "backward": {
         **_SCAN,
-        "implicit": "a linear recurrence backwards in time, solved at the states that were found",
+        "implicit": "a linear recurrence backwards in time, linearized at the solution",
         "autograd": "autograd, through the operations of the forward pass",
         REFERENCE: "autograd, through a loop over time in eager PyTorch",
     },
@@ -81,7 +82,7 @@ class Explanation:
         lines = [self.call]
         for part, program in self.programs.items():
             lines += [f"  {part:10} {program.description}", f"  {'':10} because {program.reason}"]
-        for i, advice in enumerate(self.advice or ("Nothing is known that would be.",)):
+        for i, advice in enumerate(self.advice or ("No faster way is known.",)):
             lines.append(f"  {'' if i else 'faster':10} {advice}")
         return "\n".join(lines)
 
@@ -121,7 +122,7 @@ def explain(layer: RecurrentLayer, x: Tensor, **call: Any) -> Explanation:
     internal = compute_dtype(x.dtype)
     dtypes = str(x.dtype) if internal == x.dtype else f"{x.dtype}, recurrence in {internal}"
     title = f"{type(layer).__name__}, x of shape {tuple(x.shape)} on {x.device}, {dtypes}, {mode}:"
-    return Explanation(title, programs, tuple(_advise(layer, x, runs, solver)))
+    return Explanation(title, programs, tuple(_advise(layer, x, call, runs)))
 
 
 def _last(runs: Sequence[Run], phase: str) -> Backend | None:
@@ -158,11 +159,17 @@ def _describe(phase: str, backends: Sequence[Backend]) -> Program:
     return Program(last.name, _TEXTS[phase].get(last.name, last.name), " Also, ".join(reasons))
 
 
-def _advise(layer: RecurrentLayer, x: Tensor, runs: Sequence[Run], solver: Solver) -> list[str]:
-    advice = [run.backend.advice for run in runs if not run.backend.is_kernel and run.backend.advice]
+def _advise(layer: RecurrentLayer, x: Tensor, call: dict[str, Any], runs: Sequence[Run]) -> list[str]:
+    solver = call.get("solver") or layer.solver
+    # Only a cell with a fused Newton pass has something to gain from a solver that can use it.
+    fused = layer.cell.structure().newton_pass is not None
+    slow = [run for run in runs if not run.backend.is_kernel and (fused or run.phase != "iteration")]
+    advice = [run.backend.advice for run in slow if run.backend.advice]
     batch = x.shape[0 if layer.batch_first else 1] if x.dim() == 3 else 1
     steps = x.shape[1 if layer.batch_first else 0] if x.dim() == 3 else x.shape[0]
     forward = _last(runs, "forward")
+    if steps <= MAX_STEPS and not call and forward == CPU and isinstance(reason := find_prepared(layer), str):
+        advice.append(f"A short call takes longer than its steps here: {reason}. Run more steps in one call.")
     if _last(runs, "iteration") is not None:
         if choose_scan(layer.cell, x.device).is_kernel:
             advice.insert(0, "Use solver=solvers.Sequential(): one operation runs all steps of this cell.")

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..cells import ADPTCell, ADPTSpec
 from ..errors import IncompatibleError
 from ..recurrence.conjugates import Taylor
-from ..recurrence.directions import Directions, FromInput
+from ..recurrence.directions import Directions, FromInput, FromWholeState
 from ..recurrence.projections import Projection
 from ..recurrence.projections.base import Biased
 from ..recurrence.projections.heads import Heads
@@ -41,7 +41,14 @@ class HeadConstants(NamedTuple):
     # s: upper bound on ‖x‖ (‖dk/dx‖ + ‖dv/dx‖), summed over the rotation planes, each of which has its own K and V; the
     # joint condition number of K and V for one plane; infinite for singular K or V
     rotation_rate: float
-    condition_numbers: tuple[float, ...]  # κ(K), κ(V) of each plane
+    condition_numbers: tuple[float, ...]  # κ(K), κ(V) of each plane, with softness ε those of [K; εI] and [V; εI]
+
+
+class _Plane(NamedTuple):
+    """The part of `HeadConstants` of one plane."""
+
+    rotation_rate: float
+    condition_numbers: tuple[float, float]
 
 
 def compute_head_constants(cell: ADPTCell) -> list[HeadConstants]:
@@ -57,13 +64,16 @@ def compute_head_constants(cell: ADPTCell) -> list[HeadConstants]:
     blocks = _to_float64(blocks).split_heads(heads)
     betas = cell.beta.report()["used"]  # after clipping; one value, or one for each head
     betas = betas * heads if len(betas) == 1 else betas
-    planes = (
-        [] if isinstance(cell.spec.direction, FromInput) else [_split_projections(d, heads) for d in cell.directions]
-    )
+    direction = cell.spec.direction
+    planes: list[list[_Plane]] = []
+    if isinstance(direction, FromWholeState) and (heads > 1 or direction.softness):
+        planes = [_bound_whole_state(d, direction) for d in cell.directions]
+    elif not isinstance(direction, FromInput):
+        planes = [[_bound_plane(*pair) for pair in _split_projections(d, heads)] for d in cell.directions]
     constants = []
     for head in range(heads):
-        condition_numbers = tuple(float(part.condition_number()) for plane in planes for part in plane[head])
-        rates = [_bound_rotation_rate(*plane[head]) for plane in planes]
+        condition_numbers = tuple(number for plane in planes for number in plane[head].condition_numbers)
+        rates = [plane[head].rotation_rate for plane in planes]
         eigenvalues = BlockDiagonal(blocks.real[head], None if blocks.imag is None else blocks.imag[head])
         constants.append(
             HeadConstants(
@@ -179,11 +189,29 @@ def _to_float64(blocks: BlockDiagonal) -> BlockDiagonal:
     return BlockDiagonal(blocks.real.detach().double(), imag)
 
 
-def _bound_rotation_rate(key: Projection, value: Projection) -> float:
-    """Return an upper bound on ‖x‖ (‖dk/dx‖ + ‖dv/dx‖) for one plane: the joint condition number of K and V."""
-    if math.isinf(float(key.condition_number())) or math.isinf(float(value.condition_number())):
-        return math.inf
-    return joint_condition_number(key.dense(), value.dense())
+def _bound_plane(key: Projection, value: Projection) -> _Plane:
+    """Return the constants of one plane; the bound on ‖x‖ (‖dk/dx‖ + ‖dv/dx‖) is the joint condition number."""
+    numbers = float(key.condition_number()), float(value.condition_number())
+    if math.isinf(max(numbers)):
+        return _Plane(math.inf, numbers)
+    return _Plane(joint_condition_number(key.dense(), value.dense()), numbers)
+
+
+def _bound_whole_state(directions: object, direction: FromWholeState) -> list[_Plane]:
+    """Return the constants of the plane of each head, whose directions are the first parts of unit([K_h; εI] x)."""
+    heads, softness = direction.heads, direction.softness
+    if not softness:
+        return [_Plane(math.inf, (math.inf, math.inf))] * heads
+    ((key, value),) = _split_projections(directions, 1)
+    matrices = [part.dense().detach().double() for part in (key, value)]
+    below = softness * torch.eye(matrices[0].shape[-1], dtype=torch.float64, device=matrices[0].device)
+    planes = []
+    for pair in zip(*(matrix.chunk(heads) for matrix in matrices), strict=True):
+        stacked = [torch.cat((rows, below)) for rows in pair]
+        singular = [torch.linalg.svdvals(matrix) for matrix in stacked]
+        numbers = float(singular[0][0] / singular[0][-1]), float(singular[1][0] / singular[1][-1])
+        planes.append(_Plane(joint_condition_number(*stacked), numbers))
+    return planes
 
 
 def _split_projections(directions: object, heads: int) -> list[tuple[Projection, Projection]]:

@@ -127,8 +127,8 @@ def lyapunov_exponents(
         count: Number of exponents, the largest ones; all by default.
         transient: Number of initial steps to discard, in which the frame aligns. By default 10 plus a tenth of the
             steps, at most half of them.
-        solver: A parallel-in-time solver for the states, such as `solvers.ConvDEER()`; sequential by default. Only
-            without gradients.
+        solver: A parallel-in-time solver for the states, such as `solvers.ConvDEER()`; sequential by default. It
+            cannot be combined with gradients.
 
     Raises:
         InputError: Arguments that do not fit together.

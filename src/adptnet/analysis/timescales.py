@@ -77,10 +77,17 @@ def key_value_statistics(system: Any, inputs: Tensor, *, state: Tensor | ADPTSta
     for drive in trajectory.drive.unbind(1):
         _, planes, beta = evaluate_plane(parameters, entering, split_drive(parameters, drive))
         dots.append(torch.stack([_dot(plane, cell.spec.heads) for plane in planes], 1))
-        step = torch.as_tensor(beta).reshape(-1) * (1 - dots[-1].square()).clamp(min=0).sqrt()
+        lengths = [_squared_lengths(plane, cell.spec.heads) for plane in planes]
+        step = torch.as_tensor(beta).reshape(-1) * (torch.stack(lengths, 1) - dots[-1].square()).clamp(min=0).sqrt()
         angles.append(2 * (step / 2).atan() if isinstance(cell.spec.retraction, Cayley) else step)
         entering = run(entering, drive)
     return KeyValueStatistics(torch.stack(dots, 1), torch.stack(angles, 1))
+
+
+def _squared_lengths(plane: KeyValue, heads: int) -> Tensor:
+    """Return ‖key‖² ‖value‖²: 1, unless the directions are soft or zero."""
+    squared = plane.key.square().sum(-1) * plane.value.square().sum(-1)
+    return squared if heads > 1 else squared.unsqueeze(-1)
 
 
 def _dot(plane: KeyValue, heads: int) -> Tensor:

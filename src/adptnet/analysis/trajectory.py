@@ -10,7 +10,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .._dtype import compute_dtype
 from .._validate import check_finite
-from ..cells import ADPTCell, ADPTState, Cell, Structure, from_torch
+from ..cells import ADPTCell, ADPTState, Cell, Structure
+from ..cells.wrap import as_cell, is_time_first
 from ..errors import IncompatibleError, InputError, NonFiniteError
 from ..nn.layer import RecurrentLayer
 from ..solvers.problem import make_problem
@@ -149,22 +150,14 @@ def resolve_cell(system: Any) -> Cell:
     """Return the cell of a layer, or the cell itself.
 
     Args:
-        system: A layer, a cell, or a cell of `torch.nn`.
+        system: A layer, a cell, or a recurrent module of `torch.nn`.
 
     Raises:
         InputError: `system` is neither.
     """
-    if isinstance(system, RecurrentLayer):
-        return system.cell
-    if isinstance(system, Cell):
-        return system
-    if isinstance(system, nn.RNNCellBase):
-        return from_torch(system)
-    _reject_containers(system)
-    raise InputError(
-        f"a {describe(system)} is neither a layer nor a cell. Pass an adptnet.ADPTNet or Recurrent layer, a cell, or "
-        "cells.from_function(step, state_size=n)."
-    )
+    if not isinstance(system, RecurrentLayer | Cell | nn.RNNCellBase | nn.RNNBase):
+        _reject_containers(system)
+    return as_cell(system)
 
 
 def resolve_adpt_cell(system: Any, purpose: str) -> ADPTCell:
@@ -192,8 +185,8 @@ def make_trajectory(
     """Validate the arguments of an analysis and return the trajectory they describe.
 
     Args:
-        system: A layer, a cell, a cell of `torch.nn`, or a function of one state: f(state), or f(state, input) with
-            inputs.
+        system: A layer, a cell, a recurrent module of `torch.nn`, or a function of one state: f(state), or
+            f(state, input) with inputs.
         inputs: (batch, time, features) or (time, features), as the layer takes them; None for an autonomous system.
         state: Initial states: (batch, n) or an `ADPTState`, or (n,) for all trajectories; the cell's initial state by
             default.
@@ -208,7 +201,7 @@ def make_trajectory(
     rows = state.state if isinstance(state, ADPTState) else state
     if rows is not None and not isinstance(rows, Tensor):
         raise InputError(f"the state is a {type(rows).__name__}; pass a tensor (n,) or (trajectories, n).")
-    if isinstance(system, RecurrentLayer | Cell | nn.RNNCellBase):
+    if isinstance(system, RecurrentLayer | Cell | nn.RNNCellBase | nn.RNNBase):
         cell = resolve_cell(system)
     else:
         cell = MapCell(system, _check_start(system, rows).shape[-1], driven=inputs is not None)
@@ -228,11 +221,6 @@ def make_trajectory(
 
 
 def _reject_containers(system: Any) -> None:
-    if isinstance(system, nn.RNNBase):
-        raise InputError(
-            f"nn.{describe(system)} runs whole sequences and has no single step to analyze. Pass an nn.RNNCell, "
-            "nn.GRUCell or nn.LSTMCell with the weights of one of its layers."
-        )
     inner = [name for name, module in _modules(system) if isinstance(module, RecurrentLayer)]
     if inner and not isinstance(system, RecurrentLayer):
         raise InputError(
@@ -254,8 +242,7 @@ def _to_batch_first(system: Any, inputs: Any) -> Tensor | None:
         )
     if inputs is not None and not isinstance(inputs, Tensor):
         raise InputError(f"inputs are a {type(inputs).__name__}; pass a tensor (batch, time, features).")
-    is_time_first = isinstance(system, RecurrentLayer) and not system.batch_first
-    return inputs.transpose(0, 1) if is_time_first and inputs is not None and inputs.dim() == 3 else inputs
+    return inputs.transpose(0, 1) if is_time_first(system) and inputs is not None and inputs.dim() == 3 else inputs
 
 
 def _check_start(system: Any, rows: Tensor | None) -> Tensor:

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from ..cells import Cell
 from ..errors import IncompatibleError, InputError
-from ..nn.layer import ADPTNet, RecurrentLayer
+from ..nn.adpt_layer import ADPTNet
+from ..nn.layer import RecurrentLayer
 from ..solvers import DEER, ConvDEER, ForwardDEER, Jacobi, KoopmanDEER, Picard, QuasiDEER, Sequential, Solver
+from ..solvers.problem import resolve_system
 from .definition import define_step
 
 __all__ = ["Verification", "verify"]
@@ -40,7 +42,7 @@ class Verification(NamedTuple):
 
 @torch.enable_grad()
 def verify(
-    layer: RecurrentLayer | Cell, x: Tensor, *, solver: Solver | None = None, tolerance: float | None = None
+    layer: nn.Module, x: Tensor, *, solver: Solver | None = None, tolerance: float | None = None
 ) -> Verification:
     """Compare an ADPTNet with its definition, or the parallel solvers of any other cell with a plain loop.
 
@@ -50,8 +52,9 @@ def verify(
     `cell.step` sequentially in the dtype of `x` and is differentiated by autograd.
 
     Args:
-        layer: An ADPTNet; or a custom cell, or a `Recurrent` layer, whose cell is compared.
-        x: (batch, time, width).
+        layer: An ADPTNet; or a custom cell, a `Recurrent` layer or an `nn.GRU` or another recurrent module of torch,
+            whose cell is compared.
+        x: (batch, time, width), or as a layer that is not batch first takes it.
         solver: The solver to compare; by default the layer's own, and for a cell every parallel solver that fits it.
         tolerance: Largest relative error that counts as agreement; by default from the dtype and the length.
 
@@ -62,6 +65,8 @@ def verify(
         IncompatibleError: `layer` is neither a layer nor a cell.
         InputError: `x` has the wrong shape or dtype.
     """
+    if isinstance(layer, nn.RNNCellBase | nn.RNNBase):
+        layer, x, _, _ = resolve_system(layer, x, None, None)
     if not isinstance(layer, (RecurrentLayer, Cell)):
         raise IncompatibleError(
             f"verify compares an ADPTNet with its reference, or the solvers of a Cell with a loop; got "

@@ -7,7 +7,7 @@ from .._typing import Device, DType, Positions
 from ..errors import IncompatibleError, InputError
 from ..ops._torch_state import has_values
 from ..recurrence.beta import Beta
-from ..recurrence.directions import Directions, FromInput, bind_directions
+from ..recurrence.directions import Directions, bind_directions
 from ..recurrence.drive import Drive
 from ..recurrence.projections import Orthogonal
 from ..recurrence.spectra import BlockDiagonal
@@ -40,6 +40,7 @@ class ADPTCell(EvaluatedCell):
             spec.direction.build(spec.size, spec.projection, device=device, dtype=dtype)
             for _ in range(spec.conjugate.planes)
         )
+        self.phase = None if spec.phase is None else spec.phase.build(spec.size, device=device, dtype=dtype)
         self.start = Orthogonal().build(spec.size, spec.size, device=device, dtype=dtype) if spec.start else None
         self.drive = Drive(
             spec.input_projection.build(spec.width, spec.size, device=device, dtype=dtype),
@@ -63,17 +64,19 @@ class ADPTCell(EvaluatedCell):
             beta: β of each sequence, (..., 1, 1); None for that of the cell.
 
         Returns:
-            (..., time, features): the drive, key and value of each plane if they come from the input, then `dt` and
-            `beta` if they are not None.
+            (..., time, features): the drive, key and value of each plane if they come from the input, the phase if
+            there is one, then `dt` and `beta` if they are not None.
         """
         parts: list[Tensor] = []
-        from_input = isinstance(self.spec.direction, FromInput)
-        drive = None if from_input or dt is not None else self.drive.project_and_scale(inputs, self.spectrum)
+        from_input = self.spec.has_directions_in_drive(beta_in_drive=beta is not None)
+        needs_input = from_input or self.phase is not None
+        drive = None if needs_input or dt is not None else self.drive.project_and_scale(inputs, self.spectrum)
         if drive is None:
             u = self.drive.project(inputs)
             drive = self.drive(u, position, self.spectrum, dt)
             for directions in self.directions if from_input else []:
                 parts += [part.reshape(u.shape) for part in bind_directions(directions, u.dtype)(u)]
+            parts += [] if self.phase is None else [self.phase(u, dt)]
         parts += [part.expand(*inputs.shape[:-1], 1) for part in (dt, beta) if part is not None]
         return torch.cat([drive, *parts], -1) if parts else drive
 
@@ -83,8 +86,8 @@ class ADPTCell(EvaluatedCell):
         return Recurrence(((self, ADPTCell),), self.spec, self.directions, modules, make_form(self.spec))
 
     def eigenvalues(self) -> BlockDiagonal | None:
-        """Return Λ̄; None with a learned start, whose constant part Q₀ Λ̄ Q₀' is not diagonal."""
-        if self.start is not None:
+        """Return Λ̄; None with a phase, or a learned start, whose constant part Q₀ Λ̄ Q₀' is not diagonal."""
+        if self.start is not None or self.phase is not None:
             return None
         lambda_bar: BlockDiagonal = self.spectrum()
         return lambda_bar
@@ -108,7 +111,7 @@ class ADPTCell(EvaluatedCell):
         blocks: BlockDiagonal = self.spectrum()
         dtype = blocks.real.dtype
         directions: list[DirectionFunction] | None = None
-        if not isinstance(spec.direction, FromInput):
+        if not spec.has_directions_in_drive(beta_in_drive=beta):
             directions = [
                 d.stack(dtype) if stacked and isinstance(d, Directions) else bind_directions(d, dtype)
                 for d in self.directions
@@ -125,6 +128,7 @@ class ADPTCell(EvaluatedCell):
             modules=list(self.directions),
             spectrum=self.spectrum,
             start=None if self.start is None else self.start.dense().to(dtype),
+            phased=self.phase is not None,
         )
 
 

@@ -142,6 +142,36 @@ class Cell(nn.Module, abc.ABC):
         """
         return state
 
+    def ravel(self, state: Any) -> Tensor:
+        """Return a state as the flat tensor that `step` takes, e.g. from the pair (h, c) of an LSTM.
+
+        Args:
+            state: The state of one sequence or of a batch, in the structure that `unravel` returns, or flat already.
+
+        Returns:
+            (..., state_size).
+
+        Raises:
+            InputError: `state` has another structure.
+        """
+        if not isinstance(state, Tensor):
+            raise InputError(
+                f"the state is a {type(state).__name__}; {type(self).__name__} takes a tensor "
+                f"(batch, {self.state_size}), or the ADPTState that an earlier call returned."
+            )
+        return state
+
+    def unravel(self, state: Tensor) -> Any:
+        """Return flat states in the structure of the wrapped module or function; the inverse of `ravel`.
+
+        Args:
+            state: (..., state_size), such as `solution.states`.
+
+        Returns:
+            `state` itself, unless the wrapped module or function has several tensors as its state.
+        """
+        return state
+
     def with_arguments(self, *, dt: Tensor | None = None, beta: Tensor | None = None) -> "Cell":
         """Return this cell with the arguments of one call.
 

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from .._typing import Device, DType, Positions, Vector
+from ..recurrence.conjugates import PhasedConjugate
 from ..recurrence.spectra import BlockDiagonal
-from ..recurrence.step import Memory, Parameters, conjugate
+from ..recurrence.step import Memory, Parameters, conjugate, split_drive
 from ..solvers.transitions import CoupledTransition, Transition
 from .adpt import ADPTCell
 from .dispatch import Recurrence
@@ -57,15 +58,21 @@ class CoupledCell(EvaluatedCell):
         return self.fast.evaluate(stacked=stacked)._replace(memory=memory)
 
     def _linear_transition(self, drive: Tensor) -> Transition:
-        """Return [[Λ̄, γ g], [(1 - Γ)Λ̄, Γ + (1 - Γ) γ g]] for each state dimension or pair, with g the feedback."""
+        """Return [[Λ̄, γ g], [(1 - Γ)Λ̄, Γ + (1 - Γ) γ g]] for each state dimension or pair, with g the feedback.
+
+        With a phase P, P Λ̄ replaces Λ̄.
+        """
         parameters = self.evaluate()
         assert parameters.blocks is not None
-        return _make_transition(parameters, parameters.blocks)
+        return _make_transition(parameters, parameters.blocks, split_drive(parameters, drive).phase)
 
     def _forward_transition(self, state: Vector, drive: Tensor) -> Transition:
         """Return the matrices of `_linear_transition` with the (block) diagonal of M in place of Λ̄."""
         parameters = self.evaluate()
-        return _make_transition(parameters, conjugate(parameters, state, drive).blocks())
+        operator = conjugate(parameters, state, drive)
+        if isinstance(operator, PhasedConjugate):
+            return _make_transition(parameters, operator.inner.blocks(), operator.phase)
+        return _make_transition(parameters, operator.blocks(), None)
 
     def structure(self) -> Structure:
         known = super().structure()
@@ -86,16 +93,17 @@ class CoupledCell(EvaluatedCell):
         return state[..., self.spec.size :]
 
 
-def _make_transition(parameters: Parameters, fast: BlockDiagonal) -> Transition:
+def _make_transition(parameters: Parameters, fast: BlockDiagonal, phase: BlockDiagonal | None) -> Transition:
     memory = parameters.memory
     assert memory is not None
     assert memory.feedback is not None
     gain, slow = memory.gain, memory.decay
-    paired = any(blocks.imag is not None for blocks in (fast, slow, gain))
+    paired = phase is not None or any(blocks.imag is not None for blocks in (fast, slow, gain))
     kept, held, charged, fed, scale = (
         _matrices(blocks, paired)
         for blocks in (fast, slow, BlockDiagonal(memory.charge), gain, BlockDiagonal(memory.feedback))
     )
+    kept = kept if phase is None else phase.pair_matrices() @ kept
     fed = fed @ scale
     above = torch.cat((kept, fed.expand_as(kept)), -1)
     below = torch.cat((charged @ kept, (held + charged @ fed).expand_as(kept)), -1)
@@ -107,8 +115,4 @@ def _matrices(blocks: BlockDiagonal, paired: bool) -> Tensor:
     """Return each eigenvalue as a 1-by-1 matrix, or each pair as a 2-by-2 matrix: (*b, blocks, m, m)."""
     if not paired:
         return blocks.real[..., None, None]
-    real = blocks.real.unflatten(-1, (-1, 2))
-    imag = torch.zeros_like(real) if blocks.imag is None else blocks.imag.unflatten(-1, (-1, 2))
-    first = torch.stack((real[..., 0], -imag[..., 0]), -1)
-    second = torch.stack((imag[..., 1], real[..., 1]), -1)
-    return torch.stack((first, second), -2)
+    return blocks.pair_matrices()

@@ -75,15 +75,16 @@ def choose_scan(
     return choose(recurrence.form, spec.size, paired=paired, slow=slow, dtype=dtype, device=device)
 
 
-def choose_step(recurrence: Recurrence, states: Tensor, drive: Tensor) -> Backend:
+def choose_step(recurrence: Recurrence, states: Tensor, drive: Tensor, diagonal: bool | None = None) -> Backend:
     """Choose the program for the step of a cell at known states: Jacobians and Newton passes.
 
     Args:
         recurrence: The recurrence of the cell.
         states: The states.
         drive: The drive.
+        diagonal: None for Jacobians; for a Newton pass, whether its transition is diag(M) instead of Λ̄.
     """
-    reference = _explain_modified(recurrence) or _explain_custom(recurrence.spec) or _explain_varying(recurrence)
+    reference = _explain_modified(recurrence) or _explain_custom(recurrence.spec) or _explain_unsupported(recurrence)
     if reference is not None:
         return reference
     spec = recurrence.spec
@@ -91,7 +92,8 @@ def choose_step(recurrence: Recurrence, states: Tensor, drive: Tensor) -> Backen
         return _START
     paired, slow = spec.spectrum.is_complex, spec.memory is not None
     sources = (t for part in recurrence.modules for t in itertools.chain(part.parameters(), part.buffers()))
-    return choose_step_of_form(recurrence.form, (states, drive, *sources), paired=paired, slow=slow)
+    tensors = states, drive, *sources
+    return choose_step_of_form(recurrence.form, spec.size, tensors, paired=paired, slow=slow, diagonal=diagonal)
 
 
 def run_scan(
@@ -143,7 +145,7 @@ def make_form(spec: ADPTSpec, *, beta_in_drive: bool = False) -> Form:
     return Form(
         heads=spec.heads,
         rotates=rotates,
-        directions_in_drive=rotates and isinstance(direction, FromInput),
+        directions_in_drive=rotates and spec.has_directions_in_drive(beta_in_drive=beta_in_drive),
         beta_in_drive=beta_in_drive,
         source=int(source),
         spike_threshold=spike,
@@ -152,6 +154,7 @@ def make_form(spec: ADPTSpec, *, beta_in_drive: bool = False) -> Form:
         rotation_aware=spec.rotation_aware,
         norm_epsilon=norm,
         linear=rotates and not beta_in_drive and is_zero(spec.beta),
+        phased=spec.phase is not None,
     )
 
 
@@ -211,6 +214,9 @@ def _explain_unsupported(recurrence: Recurrence) -> Backend | None:
     if spec.conjugate.has_directions and from_state and direction.layer_norm and spec.heads > 1:
         reason = "the kernel does not support LayerNorm on key and value over several heads."
         return Backend(REFERENCE, reason, "Use heads=1, or layer_norm=False.")
+    if spec.start and recurrence.form.phased:
+        reason = "the kernel does not support a phase with a learned start, which would mix its pairs."
+        return Backend(REFERENCE, reason, "Use start=False, or phase=None.")
     needs_basis = isinstance(direction, FromState) and (direction.is_entrywise or direction.layer_norm)
     if spec.start and (spec.memory is not None or needs_basis):
         reason = "the kernel does not support a learned start with a slow memory, ReLU, spikes or LayerNorm."

@@ -8,23 +8,27 @@ import torch
 from torch import Tensor
 
 from .._typing import Matrix, Vector
-from ..ops import adpt_step
-from ..ops._backends import Backend, note_run
+from ..ops import _gpu, adpt_step
+from ..ops._backends import REFERENCE, Backend, note_run
 from ..ops.adpt_scan import Constants, Form
 from ..ops.adpt_scan.packing import pack
 from ..ops.adpt_step import Pass
+from ..ops.products import has_bfloat16_products
 from ..recurrence import step as recurrence_step
-from ..recurrence.conjugates import Conjugate, nearest_blocks
+from ..recurrence.conjugates import Conjugate, PhasedConjugate, RotatedBlocks, nearest_blocks
 from ..recurrence.jacobian import StepJacobian
 from ..recurrence.spectra import BlockDiagonal
 from ..recurrence.step import Parameters
-from ..solvers.transitions import BasisTransition, DiagonalTransition, Transition
+from ..solvers.transitions import BasisTransition, DenseTransition, DiagonalTransition, PairTransition, Transition
 from .base import Cell
 from .dispatch import Recurrence, choose_scan, choose_step, run_scan
 from .structure import Structure, differentiate
 
 __all__ = ["EvaluatedCell"]
 
+_BFLOAT16 = Backend(
+    REFERENCE, "products with K and V run in bfloat16, for which there is no kernel.", is_announced=True
+)
 _CLOSED_FORM = Backend("closed form", "the step of this cell has a Jacobian in closed form.")
 
 
@@ -84,6 +88,8 @@ class EvaluatedCell(Cell):
         """Run all steps by a kernel; see `Structure.scan`."""
         recurrence = self.recurrence
         backend = choose_scan(recurrence, drive.dtype, drive.device)
+        if drive.dtype == torch.float32 and has_bfloat16_products() and recurrence.form.has_products:
+            backend = _BFLOAT16
         note_run("forward", backend)
         if not backend.is_kernel:
             return None
@@ -106,11 +112,19 @@ class EvaluatedCell(Cell):
     def _linear_transition(self, drive: Tensor) -> Transition:
         parameters = self.evaluate()
         parts = recurrence_step.split_drive(parameters, drive)
-        transition = DiagonalTransition(recurrence_step.evaluate_eigenvalues(parameters, parts))
-        return transition if parameters.start is None else BasisTransition(parameters.start.unsqueeze(0), transition)
+        start, phase = parameters.start, parts.phase
+        eigen = recurrence_step.evaluate_eigenvalues(parameters, parts)
+        if start is None:
+            return _make_transition(eigen, phase)
+        if phase is None:
+            return BasisTransition(start.unsqueeze(0), DiagonalTransition(eigen))
+        return DenseTransition(phase.mm(RotatedBlocks(eigen, start).dense()))
 
     def _forward_transition(self, state: Vector, drive: Tensor) -> Transition:
-        return DiagonalTransition(self.conjugate(state, drive).blocks())
+        operator = self.conjugate(state, drive)
+        if isinstance(operator, PhasedConjugate):
+            return _make_transition(operator.inner.blocks(), operator.phase)
+        return _make_transition(operator.blocks(), None)
 
     def jacobian(self, state: Vector, drive: Tensor) -> Matrix:
         """Return the derivative of the step with respect to the state, (..., state_size, state_size).
@@ -141,15 +155,18 @@ class EvaluatedCell(Cell):
         closed = recurrence_step.jacobian(self.evaluate(), state, drive)
         if closed is None:
             lambda_bar = self.eigenvalues()
-            return nearest_blocks(self.jacobian(state, drive), lambda_bar is not None and lambda_bar.imag is not None)
+            paired = self.recurrence.form.phased or (lambda_bar is not None and lambda_bar.imag is not None)
+            return nearest_blocks(self.jacobian(state, drive), paired)
         note_run("jacobian", _CLOSED_FORM)
         return closed.blocks()
 
     def _make_newton_pass(self, state: Tensor, drive: Tensor, *, diagonal: bool) -> Callable[..., Pass] | None:
-        arguments = self._step_arguments("iteration", state, drive)
+        arguments = self._step_arguments("iteration", state, drive, diagonal)
         if arguments is None:
             return None
         constants, form = arguments
+        if _gpu.is_gpu(drive.device):
+            return adpt_step.DevicePass(constants, form, diagonal)
         return functools.partial(adpt_step.newton_pass, constants=constants, form=form, diagonal=diagonal)
 
     def _radius(self, state: Vector, drive: Tensor, reset_state: Vector, reset: Tensor | None) -> Tensor | None:
@@ -159,11 +176,22 @@ class EvaluatedCell(Cell):
         arguments = self._step_arguments("jacobian", states, drive)
         return None if arguments is None else adpt_step.Jacobians(states.detach(), *arguments)
 
-    def _step_arguments(self, phase: str, states: Tensor, drive: Tensor) -> tuple[Constants, Form] | None:
+    def _step_arguments(
+        self, phase: str, states: Tensor, drive: Tensor, diagonal: bool | None = None
+    ) -> tuple[Constants, Form] | None:
         """Return the arguments of the kernels of `adpt_step`; None if the reference runs. Record the choice."""
         recurrence = self.recurrence
-        backend = choose_step(recurrence, states, drive)
+        backend = choose_step(recurrence, states, drive, diagonal)
         note_run(phase, backend)
         if not backend.is_kernel:
             return None
         return pack(self.evaluate(stacked=True), recurrence.form), recurrence.form
+
+
+def _make_transition(blocks: BlockDiagonal, phase: BlockDiagonal | None) -> Transition:
+    """Return the transition of a diagonal, or of P times it with a phase."""
+    if phase is None:
+        return DiagonalTransition(blocks)
+    if blocks.imag is not None:
+        return DiagonalTransition(phase.multiply(blocks))
+    return PairTransition(phase.pair_matrices() @ blocks.pair_matrices())

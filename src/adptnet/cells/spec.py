@@ -6,10 +6,10 @@ from typing import Any
 
 from .._typing import Device, DType
 from ..errors import IncompatibleError, SpecError
-from ..recurrence.beta import BetaValue, TrainableBeta, count_heads
+from ..recurrence.beta import BetaValue, TrainableBeta, count_heads, is_zero
 from ..recurrence.conjugates import ConjugateSpec, Exact, Stateful, Taylor
-from ..recurrence.directions import DirectionSpec, FromInput, FromState
-from ..recurrence.drive import EMA, LRU, GainSpec, RoPE, SoftplusGate
+from ..recurrence.directions import DirectionSpec, FromInput, FromState, FromWholeState
+from ..recurrence.drive import EMA, LRU, GainSpec, InputPhase, RoPE, SoftplusGate
 from ..recurrence.projections import Dense, Expand, Kronecker, LowParam, LowRank, ProjectionSpec
 from ..recurrence.projections.factored import square_factors
 from ..recurrence.retractions import Exponential, Retraction
@@ -68,6 +68,7 @@ class ADPTSpec(CellSpec):
         gain: The normalisation of the input.
         gate: A gate on the input, or None.
         rope: Rotary positions on the input, or None.
+        phase: A rotation of pairs of state dimensions after M, by angles that the input sets, or None.
         rotation_aware: Rotate the drive with the state (eq:rotation_aware_normalisation). The paper's lemmas
             do not hold then.
         start: Include a learned constant rotation Q₀ in M: M = Q Q₀ Λ̄ Q₀' Q'.
@@ -86,6 +87,7 @@ class ADPTSpec(CellSpec):
     gain: GainSpec = EMA()
     gate: SoftplusGate | None = None
     rope: RoPE | None = None
+    phase: InputPhase | None = None
     rotation_aware: bool = False
     start: bool = False
     memory: SlowMemory | None = None
@@ -115,6 +117,14 @@ class ADPTSpec(CellSpec):
         """State dimensions per channel of the input, if the input is expanded; 1 otherwise."""
         return self.size // self.width if isinstance(self.input_projection, Expand) else 1
 
+    def has_directions_in_drive(self, *, beta_in_drive: bool) -> bool:
+        """Return whether key and value come from the input. At a fixed β of 0 they are not needed, nor computed.
+
+        Args:
+            beta_in_drive: Whether a call passes a β for each sequence.
+        """
+        return isinstance(self.direction, FromInput) and (beta_in_drive or not is_zero(self.beta))
+
     @property
     def outside_lemmas(self) -> tuple[str, ...]:
         """The reasons why the bounds of the lemmas do not hold for this cell; empty if they do (deviations.md, 13)."""
@@ -123,7 +133,7 @@ class ADPTSpec(CellSpec):
         reasons = {
             f"direction={self.direction}": not self.direction.keeps_lemmas and depends,
             "bias on K and V": self.projection.bias and depends,
-            "singular K and V": rank < self.size // self.heads and depends,
+            "singular K and V": rank < self.size // self.heads and depends and not self._has_soft_directions,
             "rotation_aware": self.rotation_aware and depends,
             "memory": self.memory is not None,
             f"conjugate={self.conjugate}": self.conjugate in (Stateful(), Taylor(2)),
@@ -158,11 +168,16 @@ class ADPTSpec(CellSpec):
         optional: dict[str, tuple[type, str, Any]] = {
             "gate": (SoftplusGate, "drive.SoftplusGate()", self.gate),
             "rope": (RoPE, "drive.RoPE()", self.rope),
+            "phase": (InputPhase, "drive.InputPhase()", self.phase),
             "memory": (SlowMemory, "cells.SlowMemory()", self.memory),
         }
         for name, (kind, example, value) in optional.items():
             if value is not None:
                 check_kind(self, kind, example, **{name: value})
+
+    @property
+    def _has_soft_directions(self) -> bool:
+        return isinstance(self.direction, FromWholeState) and self.direction.softness > 0
 
     def _check_beta(self) -> None:
         values = self.beta.initial if isinstance(self.beta, TrainableBeta) else self.beta
@@ -202,12 +217,13 @@ class ADPTSpec(CellSpec):
             )
         if isinstance(self.projection, (Kronecker, LowParam)):
             a, b = self.projection.factors
-            if a * b != self.size // self.heads:
-                where = "the state has size" if self.heads == 1 else f"each of {self.heads} heads has size"
+            size = self.direction.projected_size(self.size)
+            count = self.size // size
+            if a * b != size:
+                where = "the state has size" if count == 1 else f"each of {count} heads has size"
                 raise IncompatibleError(
                     f"{type(self.projection).__name__}(factors={(a, b)}) has size {a * b}, but {where} "
-                    f"{self.size // self.heads}. Pass factors={square_factors(self.size // self.heads)}, "
-                    f"or state_size={a * b * self.heads}."
+                    f"{size}. Pass factors={square_factors(size)}, or state_size={a * b * count}."
                 )
         if self.spectrum.is_complex and (self.size // self.heads) % 2:
             raise IncompatibleError(
@@ -224,6 +240,11 @@ class ADPTSpec(CellSpec):
         if self.rope is not None and self.size % 2:
             raise IncompatibleError(
                 f"ADPTSpec(rope=...): RoPE rotates pairs and needs an even state size. Pass state_size={self.size + 1}."
+            )
+        if self.phase is not None and (self.size // self.heads) % 2:
+            raise IncompatibleError(
+                f"ADPTSpec(state_size={self.size}, phase={self.phase}): the phase rotates pairs and needs an even size "
+                f"of each head. Pass state_size={self.heads * (self.size // self.heads + 1)}."
             )
         if self.spectrum.grows and isinstance(self.gain, (EMA, LRU)):
             raise IncompatibleError(
@@ -244,6 +265,7 @@ class ADPTSpec(CellSpec):
                 "rotation_aware": self.rotation_aware,
                 "heads": self.heads > 1,
                 "direction=FromInput()": isinstance(self.direction, FromInput),
+                "phase": self.phase is not None,
             }
             for name, clash in clashes.items():
                 if clash:

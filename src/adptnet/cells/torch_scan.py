@@ -1,20 +1,28 @@
-"""All steps of a cell of `torch.nn` in one call of torch's own recurrent layer, with resets and lengths."""
+"""All steps of a recurrent layer of `torch.nn` in one call of torch, with resets and lengths."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear
 
 from .._validate import make_validity_mask
 from ..ops.linear_scan import linear_scan
+from .torch_weights import LayerWeights
 
 __all__ = ["run_layer"]
 
+_FUNCTIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+    "RNN_TANH": torch.rnn_tanh,
+    "RNN_RELU": torch.rnn_relu,
+    "GRU": torch.gru,
+    "LSTM": torch.lstm,
+}
+
 
 def run_layer(
-    cell: nn.RNNCellBase, inputs: Tensor, state: Tensor, reset: Tensor | None, lengths: Tensor | None
+    layer: LayerWeights, inputs: Tensor, state: Tensor, reset: Tensor | None, lengths: Tensor | None
 ) -> Tensor:
     """Return the states after each step, (batch, time, state_size).
 
@@ -22,62 +30,53 @@ def run_layer(
     successive steps is that of the longest segment.
 
     Args:
-        cell: An `nn.RNNCell`, `nn.GRUCell` or `nn.LSTMCell`.
+        layer: The weights.
         inputs: (batch, time, input_size).
         state: (batch, state_size); h and c of an LSTM are concatenated.
         reset: (batch, time) bool; where True, the step starts from zero.
         lengths: (batch,); states past the end are zero.
     """
     if reset is None and lengths is None:
-        hidden = _call_layer(cell, inputs, state, None)
+        hidden = _call_layer(layer, inputs, state, None)
     else:
         segments = _cut_into_segments(inputs.shape[:2], reset, lengths, inputs.device)
         entering = torch.where(segments.restarts.unsqueeze(-1), 0.0, state[segments.rows])
-        packed = _call_layer(cell, inputs.flatten(0, 1)[segments.steps], entering, segments.batch_sizes)
-        flat = packed.new_zeros(inputs.shape[0] * inputs.shape[1], cell.hidden_size)
+        packed = _call_layer(layer, inputs.flatten(0, 1)[segments.steps], entering, segments.batch_sizes)
+        flat = packed.new_zeros(inputs.shape[0] * inputs.shape[1], layer.hidden_size)
         hidden = flat.index_copy(0, segments.steps, packed).unflatten(0, inputs.shape[:2])
-    if not isinstance(cell, nn.LSTMCell):
+    if not layer.has_memory:
         return hidden
-    memory = _compute_memory(cell, inputs, hidden, state, reset)
+    memory = _compute_memory(layer, inputs, hidden, state, reset)
     if lengths is not None:
         memory = torch.where(make_validity_mask(lengths, inputs.shape[1]).unsqueeze(-1), memory, 0.0)
     return torch.cat((hidden, memory), -1)
 
 
-def _call_layer(cell: nn.RNNCellBase, inputs: Tensor, state: Tensor, batch_sizes: Tensor | None) -> Tensor:
+def _call_layer(layer: LayerWeights, inputs: Tensor, state: Tensor, batch_sizes: Tensor | None) -> Tensor:
     """Return h after each step, of a batch (batch, time, input_size) or of packed sequences (steps, input_size)."""
-    weights = [cell.weight_ih, cell.weight_hh]
-    if cell.bias_ih is not None and cell.bias_hh is not None:
-        weights += [cell.bias_ih, cell.bias_hh]
+    weights = [layer.weight_ih, layer.weight_hh]
+    if layer.bias_ih is not None and layer.bias_hh is not None:
+        weights += [layer.bias_ih, layer.bias_hh]
     # arguments: biases, number of layers, dropout, training, bidirectional; and for a batch: batch_first
     options = (len(weights) == 4, 1, 0.0, torch.is_grad_enabled(), False)
     entering: Tensor | tuple[Tensor, ...] = state.unsqueeze(0)
-    if isinstance(cell, nn.LSTMCell):
+    if layer.has_memory:
         entering = tuple(part.contiguous() for part in state.unsqueeze(0).chunk(2, -1))
-    run = _find_layer(cell)
+    run = _FUNCTIONS[layer.kind]
     if batch_sizes is None:
         return run(inputs, entering, weights, *options, True)[0]
     return run(inputs, batch_sizes, entering, weights, *options)[0]
 
 
-def _find_layer(cell: nn.RNNCellBase) -> Callable[..., tuple[Tensor, ...]]:
-    """Return the function in torch that runs all steps of a cell."""
-    if isinstance(cell, nn.LSTMCell):
-        return torch.lstm
-    if isinstance(cell, nn.GRUCell):
-        return torch.gru
-    return torch.rnn_relu if getattr(cell, "nonlinearity", None) == "relu" else torch.rnn_tanh
-
-
-def _compute_memory(cell: nn.LSTMCell, inputs: Tensor, hidden: Tensor, state: Tensor, reset: Tensor | None) -> Tensor:
+def _compute_memory(layer: LayerWeights, inputs: Tensor, hidden: Tensor, state: Tensor, reset: Tensor | None) -> Tensor:
     """Return c after each step. The layer of torch returns only h, given which c is a diagonal linear recurrence."""
     entering, memory = state.chunk(2, -1)
     before = torch.cat((entering.unsqueeze(1), hidden[:, :-1]), 1)
     if reset is not None:
         before = torch.where(reset.unsqueeze(-1), 0.0, before)
-    some = slice(0, 3 * cell.hidden_size)  # all gates but that of the output
-    biases = (None if bias is None else bias[some] for bias in (cell.bias_ih, cell.bias_hh))
-    gates = sum(map(linear, (inputs, before), (cell.weight_ih[some], cell.weight_hh[some]), biases))
+    some = slice(0, 3 * layer.hidden_size)  # all gates but that of the output
+    biases = (None if bias is None else bias[some] for bias in (layer.bias_ih, layer.bias_hh))
+    gates = sum(map(linear, (inputs, before), (layer.weight_ih[some], layer.weight_hh[some]), biases))
     assert isinstance(gates, Tensor)
     enter, forget, new = gates.chunk(3, -1)
     return linear_scan(forget.sigmoid(), enter.sigmoid() * new.tanh(), memory, reset=reset)

@@ -223,6 +223,7 @@ def _check_expressible(i: int, spec: SpikingADPT, cell: SpikingADPTCell, allow_a
         "negative eigenvalues": axes.spectrum.has_negative,
         "a gate": axes.gate is not None,
         "rope": axes.rope is not None,
+        "phase": axes.phase is not None,
         "start": axes.start,
     }
     for reason, holds in reasons.items():

@@ -1,11 +1,12 @@
 """Modules: recurrent layers, blocks around them, and whole models."""
 
 from . import presets
+from .adpt_layer import ADPTNet, LayerSpec, Recurrent
 from .autoencoder import AutoEncoder, AutoEncoderSpec
 from .bidirectional import Bidirectional, BidirectionalSpec
 from .block import BlockSpec, ResidualBlock
 from .gated import Gated, GatedSpec, GatedState
-from .layer import ADPTNet, LayerSpec, Recurrent, RecurrentLayer
+from .layer import RecurrentLayer
 from .mixer import Mixer, MixerSpec, MixerState
 from .model import ModelSpec, SequenceModel
 from .rnn import ADPTRNN, RNNSpec

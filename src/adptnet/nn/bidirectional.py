@@ -15,7 +15,8 @@ from ..ops._torch_state import without_autocast
 from ..recurrence.projections import Dense
 from ..recurrence.projections.base import apply_map
 from ..spec import ModuleSpec, check_kind, reset_from_spec, spec
-from .layer import LayerSpec
+from .adpt_layer import LayerSpec
+from .given import find_spec, make_layer, place
 from .mixer import MixerSpec
 from .packing import check_padded
 
@@ -27,12 +28,13 @@ class BidirectionalSpec(ModuleSpec):
     """Two layers with the same spec, one for each direction of time, and a dense map that merges their outputs.
 
     Attributes:
-        layer: The spec of both layers.
+        layer: The spec of both layers; a layer is replaced by its spec.
     """
 
     layer: LayerSpec
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "layer", find_spec(self.layer))
         check_kind(self, LayerSpec, "layer.spec", layer=self.layer)
         check_batch_first(self, self.layer)
 
@@ -75,17 +77,17 @@ class Bidirectional(nn.Module):
     concatenation, which is twice as wide.
 
     Args:
-        layer: The spec of both layers, `layer.spec`.
+        layer: The spec of both layers; or a layer, whose weights are copied into both.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
     """
 
-    def __init__(self, layer: LayerSpec, *, device: Device = None, dtype: DType = None):
+    def __init__(self, layer: LayerSpec | nn.Module, *, device: Device = None, dtype: DType = None):
         super().__init__()
-        self.spec = BidirectionalSpec(layer)
-        self.width = layer.width
-        self.ahead = layer.build(device=device, dtype=dtype)
-        self.back = layer.build(device=device, dtype=dtype)
+        layer = make_layer(layer)
+        self.spec = BidirectionalSpec(layer)  # type: ignore[arg-type]  # replaced by its spec
+        self.width = self.spec.width
+        self.ahead, self.back = (place(layer, self.spec.layer, device, dtype) for _ in range(2))
         self.merge = Dense().build(2 * self.width, self.width, device=device, dtype=dtype)
 
     def forward(
@@ -160,18 +162,19 @@ def check_batch_first(owner: ModuleSpec, layer: LayerSpec) -> None:
 
 
 def check_layer(owner: ModuleSpec, layer: object) -> None:
-    """Raise `SpecError` if `layer`, which `owner` contains, is not the spec of a layer that is batch first.
+    """Replace a layer in a spec by its own spec. Raise `SpecError` if it is not a layer that is batch first.
 
     Args:
-        owner: The spec that contains `layer`, for the message.
+        owner: The spec, whose field `layer` is set.
         layer: The value to check.
     """
+    layer = find_spec(layer)
     if not isinstance(layer, (LayerSpec, BidirectionalSpec, MixerSpec)):
-        fix = "layer.spec instead of layer" if isinstance(layer, nn.Module) else "e.g. ADPTNet(64).spec"
         raise SpecError(
             f"{type(owner).__name__}(layer={type(layer).__name__}): must be a LayerSpec, BidirectionalSpec or "
-            f"MixerSpec. Pass {fix}."
+            "MixerSpec, or a layer. Pass e.g. ADPTNet(64)."
         )
+    object.__setattr__(owner, "layer", layer)
     if isinstance(layer, LayerSpec):
         check_batch_first(owner, layer)
 

@@ -13,8 +13,8 @@ from ..errors import SpecError
 from ..ops._fx import Proxy, record_call
 from ..ops._torch_state import has_values
 from ..spec import ModuleSpec, check_fraction, reset_from_spec, spec, suggest_name
+from .adpt_layer import LayerSpec
 from .bidirectional import BidirectionalSpec, check_layer
-from .layer import LayerSpec
 from .mixer import MixerSpec
 from .packing import check_padded
 from .streaming import Streamable
@@ -178,6 +178,8 @@ def _masked_batch_norm(norm: nn.Module, x: Tensor, keep: Tensor) -> Tensor:
         normed: Tensor = norm(x.reshape(-1, x.shape[-1])).reshape(x.shape)
         return torch.where(inside, normed, 0.0)
     count = inside.sum()
+    if norm.training:  # one value has no variance; torch raises an error without a mask, too
+        torch._assert_async(count > 1, "a batch norm in training mode needs at least two valid steps; got one or none.")
     wide = x.to(compute_dtype(x.dtype))
     mean = torch.where(inside, wide, 0.0).sum((0, 1)) / count
     variance = torch.where(inside, (wide - mean).square(), 0.0).sum((0, 1)) / count

@@ -13,9 +13,10 @@ from ..errors import InputError, SpecError
 from ..ops._fx import Proxy, record_call
 from ..optim import NoDecay
 from ..spec import check_kind, check_size, reset_from_spec, spec
+from .adpt_layer import LayerSpec
 from .bidirectional import check_batch_first
 from .convolution import ShortConvolution
-from .layer import LayerSpec
+from .given import find_spec
 from .mixer import MixerSpec, Steps
 from .packing import check_padded, run_ragged
 from .streaming import Streamable
@@ -38,6 +39,7 @@ class GatedSpec(MixerSpec):
     taps: int = 4
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "layer", find_spec(self.layer))
         check_kind(self, LayerSpec, "ADPTNet(128).spec", layer=self.layer)
         check_batch_first(self, self.layer)
         check_size(self, width=self.width)

@@ -1,76 +1,39 @@
-"""Recurrent layers: `ADPTNet`, and `Recurrent` around any other cell."""
+"""Base class of recurrent layers: it runs any cell along a sequence."""
 
 import abc
 import warnings
-from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from .. import solvers
 from .._typing import Device, DType
 from .._validate import check_dtype, check_finite, check_lengths, make_validity_mask
-from ..cells import ADPTSpec, ADPTState, Cell, CellSpec
-from ..cells.spec import axes as adpt_axes
-from ..errors import IncompatibleError, InputError, NotConvergedWarning, SpecError
+from ..cells import ADPTState, Cell
+from ..errors import IncompatibleError, InputError, NotConvergedWarning
 from ..ops._backends import Backend, note_run
 from ..ops._fx import Proxy, record_call
 from ..ops._torch_state import without_autocast
-from ..recurrence.beta import BetaValue
-from ..recurrence.drive import EMA, LRU, SoftplusGate
 from ..recurrence.projections import Dense, Projection, ProjectionSpec
 from ..recurrence.projections.base import apply_map
-from ..recurrence.spectra import SpectrumSpec, Timescales
 from ..solvers import Result, Return, Sequential, Solution, Solver
 from ..solvers.adjoints import Adjoint, Unrolled
+from ..solvers.named import as_adjoint, as_solver
 from ..solvers.parallel import Parallel
-from ..spec import ModuleSpec, check_kind, reject_unknown, reset_from_spec, spec
+from ..solvers.problem import Trajectory
+from ..spec import reset_from_spec
 from .packing import check_padded, run_packed, run_ragged
 from .short_calls import run_short_call
 from .streaming import Streamable
 
-__all__ = ["ADPTNet", "LayerSpec", "Recurrent", "RecurrentLayer", "choose_spectrum"]
+if TYPE_CHECKING:  # a spec builds a layer
+    from .adpt_layer import LayerSpec
 
-SHORTEST = 0.5  # steps: the shortest timescale of a layer made for sequences of a given length
-LONGEST_PER_STEP = 2.0  # its longest timescale, in units of that length
+__all__ = ["RecurrentLayer"]
 
 _SHORT_CALL = Backend("adpt_layer", "the call is short, and the kernel supports this layer.")
-
-
-@spec
-class LayerSpec(ModuleSpec):
-    """A recurrent layer: a cell and its read-out.
-
-    Attributes:
-        cell: The cell, which defines one step.
-        readout: Map from the state to the output. If not given: the identity where the state is as wide as the layer, a
-            dense map otherwise.
-        batch_first: True for (batch, time, width), False for (time, batch, width).
-    """
-
-    cell: CellSpec
-    readout: ProjectionSpec | None = None
-    batch_first: bool = True
-
-    def __post_init__(self) -> None:
-        check_kind(self, CellSpec, "cells.ADPTSpec(width=64)", cell=self.cell)
-        if self.readout is not None:
-            check_kind(self, ProjectionSpec, "projections.Dense()", readout=self.readout)
-
-    @property
-    def width(self) -> int:
-        """Features in and out."""
-        return self.cell.width
-
-    def build(self, *, device: Device = None, dtype: DType = None) -> "RecurrentLayer":
-        """Build the layer: an `ADPTNet` for an ADPT cell, a `Recurrent` layer otherwise."""
-        kind = ADPTNet if isinstance(self.cell, ADPTSpec) else Recurrent
-        layer = kind.__new__(kind)
-        cell = self.cell.build(device=device, dtype=dtype)
-        RecurrentLayer.__init__(layer, cell, self.width, self.readout, spec=self, batch_first=self.batch_first)
-        return layer
+_SHORT_TRAINING_CALL = Backend("cpu", "the call is short, and drive and recurrence are one function of autograd.")
 
 
 class RecurrentLayer(Streamable, abc.ABC):
@@ -81,15 +44,16 @@ class RecurrentLayer(Streamable, abc.ABC):
 
     Args:
         cell: The cell.
-        width: Features of inputs and outputs.
-        readout: The map from the cell's output to `width`; None for the identity, or a dense map if the sizes differ.
+        width: Features of the inputs; and of the outputs, if there is a read-out.
+        readout: The map from the cell's output to `width`. If None: a dense map if there is a spec and the sizes
+            differ, otherwise none.
         spec: The spec of the layer; None if it was made from a cell.
         solver: The default solver; `Sequential()` if None.
         adjoint: The default adjoint; that of the solver if None.
         batch_first: Whether inputs are (batch, time, width) rather than (time, batch, width).
     """
 
-    spec: LayerSpec | None  # None if the layer was made from a cell rather than from its spec
+    spec: "LayerSpec | None"  # None if the layer was made from a cell rather than from its spec
 
     def __init__(
         self,
@@ -97,9 +61,9 @@ class RecurrentLayer(Streamable, abc.ABC):
         width: int,
         readout: ProjectionSpec | None,
         *,
-        spec: LayerSpec | None,
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
+        spec: "LayerSpec | None",
+        solver: Solver | str | None = None,
+        adjoint: Adjoint | str | None = None,
         batch_first: bool = True,
     ):
         super().__init__()
@@ -109,11 +73,11 @@ class RecurrentLayer(Streamable, abc.ABC):
         self.readout: Projection | None = None
         self._readout = readout
         shown = cell.output_size or cell.state_size
-        if readout is not None or shown != width:
+        if readout is not None or (spec is not None and shown != width):
             like = next(cell.parameters(), torch.empty(0))
             self.readout = (readout or Dense()).build(shown, width, device=like.device, dtype=like.dtype)
-        self.solver: Solver = _check_solver(solver, Sequential())
-        self.adjoint = adjoint
+        self.solver: Solver = Sequential() if solver is None else as_solver(solver)
+        self.adjoint = as_adjoint(adjoint)
         self.batch_first = batch_first
 
     @property
@@ -121,25 +85,32 @@ class RecurrentLayer(Streamable, abc.ABC):
         """State dimension."""
         return self.cell.state_size
 
+    @property
+    def output_size(self) -> int:
+        """Features of the output: `width`, or those of the cell if it is shown without a read-out."""
+        return self.width if self.readout is not None else self.cell.output_size or self.cell.state_size
+
     def forward(
         self,
         x: Tensor | PackedSequence,
-        state: ADPTState | None = None,
+        state: Any = None,
         *,
         lengths: Tensor | None = None,
         reset: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         dt: Tensor | None = None,
         beta: Tensor | None = None,
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
+        solver: Solver | str | None = None,
+        adjoint: Adjoint | str | None = None,
     ) -> tuple[Any, ADPTState]:
         """Run the layer along a sequence.
 
         Args:
             x: (batch, time, width); (time, batch, width) if not `batch_first`; (time, width) for one sequence; or a
                 `PackedSequence`, for which the output is packed too.
-            state: The state that an earlier call returned; the initial state by default. Gradients flow through it.
+            state: The state that an earlier call returned; the initial state by default. Gradients flow through it. A
+                tensor (batch, state_size) is a state at position 0, and so is the hidden state of a wrapped module or
+                function in its own structure, such as (h, c).
             lengths: (batch,) true lengths of right-padded sequences. Outputs past the end are zero, the returned state
                 is that of the last valid step, and values in the padding have no effect.
             reset: bool, shaped as `x` without features. True at t means that a new sequence begins at t.
@@ -147,8 +118,8 @@ class RecurrentLayer(Streamable, abc.ABC):
                 (1, total, width). The state in and out has one row per sequence.
             dt: Length of each step relative to the usual one, shaped as `reset`: for irregular sampling.
             beta: (batch,) a β for each sequence, in place of the layer's own.
-            solver: The solver for the states; the layer's own by default.
-            adjoint: The method of differentiation; the layer's own by default.
+            solver: The solver for the states, or its name, such as "deer"; the layer's own by default.
+            adjoint: The method of differentiation, or its name; the layer's own by default.
 
         Returns:
             The outputs, with shape and dtype of `x`, and the state after the last step.
@@ -163,7 +134,7 @@ class RecurrentLayer(Streamable, abc.ABC):
         if plain and solver is None and adjoint is None and isinstance(x, Tensor) and self._is_plain_sequence(x):
             done = run_short_call(self, x, state)
             if done is not None:
-                note_run("forward", _SHORT_CALL)
+                note_run("forward", _SHORT_TRAINING_CALL if done[0].requires_grad else _SHORT_CALL)
                 return done
         if isinstance(x, PackedSequence):
             _check_exclusive("a PackedSequence", lengths=lengths, reset=reset, cu_seqlens=cu_seqlens)
@@ -185,13 +156,13 @@ class RecurrentLayer(Streamable, abc.ABC):
         return outputs.transpose(0, 1) if is_time_first else outputs, final
 
     def step(
-        self, x: Tensor, state: ADPTState | None = None, *, dt: Tensor | None = None, beta: Tensor | None = None
+        self, x: Tensor, state: Any = None, *, dt: Tensor | None = None, beta: Tensor | None = None
     ) -> tuple[Tensor, ADPTState]:
         """Run one step, with the same result as `forward`. The cost does not depend on the position.
 
         Args:
             x: (batch, width), or (width,) for one sequence.
-            state: The state that an earlier call returned; the initial state by default.
+            state: As in `forward`.
             dt: (batch,) length of the step, as in `forward`.
             beta: (batch,) a β for each sequence, as in `forward`.
 
@@ -216,15 +187,15 @@ class RecurrentLayer(Streamable, abc.ABC):
     def solve(
         self,
         x: Tensor,
-        state: ADPTState | None = None,
+        state: Any = None,
         *,
-        solver: Solver | None = None,
+        solver: Solver | str | None = None,
         guess: Tensor | None = None,
         lengths: Tensor | None = None,
         reset: Tensor | None = None,
         dt: Tensor | None = None,
         beta: Tensor | None = None,
-        adjoint: Adjoint | None = None,
+        adjoint: Adjoint | str | None = None,
     ) -> Solution:
         """Run the layer and return the states themselves with information about the solver.
 
@@ -249,14 +220,14 @@ class RecurrentLayer(Streamable, abc.ABC):
         if x.dim() == 3 and not self.batch_first:
             x, reset, dt = x.transpose(0, 1), _to_batch_first(reset), _to_batch_first(dt)
         self._check_finite(x, lengths)
-        return _check_solver(solver, self.solver)(
+        return (self.solver if solver is None else as_solver(solver))(
             self.cell.with_arguments(dt=dt, beta=beta),
             x,
-            _as_state(state),
+            self._as_state(state),
             guess=guess,
             lengths=lengths,
             reset=reset,
-            adjoint=adjoint or self.adjoint,
+            adjoint=as_adjoint(adjoint) or self.adjoint,
         )
 
     def initial_state(self, batch: int, *, device: Device = None, dtype: DType = None) -> ADPTState:
@@ -303,25 +274,40 @@ class RecurrentLayer(Streamable, abc.ABC):
         self,
         cell: Cell,
         x: Tensor,
-        state: ADPTState | None,
+        state: Any,
         lengths: Tensor | None,
         reset: Tensor | None,
-        solver: Solver | None,
-        adjoint: Adjoint | None,
+        solver: Solver | str | None,
+        adjoint: Adjoint | str | None,
     ) -> tuple[Tensor, ADPTState]:
-        solver = _check_solver(solver, self.solver)
+        solver = self.solver if solver is None else as_solver(solver)
+        adjoint = as_adjoint(adjoint) or self.adjoint
         if x.is_meta:  # only shapes are computed, and all solvers return the same ones
             solver, adjoint = Sequential(), Unrolled()
-        solution = solver(cell, x, _as_state(state), lengths=lengths, reset=reset, adjoint=adjoint or self.adjoint)
-        _warn_unless_converged(solution)
+        options: dict[str, Any] = {"lengths": lengths, "reset": reset, "adjoint": adjoint}
+        solution: Trajectory | Solution
+        if type(solver) is Sequential:  # a subclass may solve in another way
+            solution = solver.run(cell, x, self._as_state(state), **options)
+        else:
+            solution = solver(cell, x, self._as_state(state), **options)
+            _warn_unless_converged(solution)
         with without_autocast(x.device):
             shown = self.cell.output(solution.states)
             outputs = shown if self.readout is None else apply_map(self.readout, shown)
         return outputs.to(x.dtype), ADPTState(solution.final, solution.position)
 
-    def _step_in_torch(self, x: Tensor, state: ADPTState | None) -> tuple[Tensor, ADPTState]:
+    def _as_state(self, state: Any) -> ADPTState | None:
+        """Return a state that a user passed as an `ADPTState`, at position 0 if it has none."""
+        if state is None or isinstance(state, ADPTState):
+            return state
+        if isinstance(state, tuple) and len(state) == 2 and getattr(state[1], "dtype", None) == torch.int64:
+            return ADPTState(*state)  # a state that passed through a generic pytree
+        flat = self.cell.ravel(state)
+        return ADPTState(flat, torch.zeros(flat.shape[:-1], dtype=torch.int64, device=flat.device))
+
+    def _step_in_torch(self, x: Tensor, state: Any) -> tuple[Tensor, ADPTState]:
         """Run one step in operations of torch alone, which programs without adptnet have too."""
-        before = self.initial_state(x.shape[0]) if state is None else state
+        before = self._as_state(state) or self.initial_state(x.shape[0])
         inputs = x.to(before.state.dtype).unsqueeze(-2)
         drive = self.cell.prepare(inputs, before.position.unsqueeze(-1)).squeeze(-2)
         after = self.cell.step(before.state, drive)
@@ -382,38 +368,6 @@ def _to_batch_first(values: Tensor | None) -> Tensor | None:
     return values.transpose(0, 1)
 
 
-def _as_state(state: Any) -> ADPTState | None:
-    if state is None or isinstance(state, ADPTState):
-        return state
-    if isinstance(state, tuple) and len(state) == 2 and all(isinstance(part, Tensor) for part in state):
-        return ADPTState(*state)  # a state that passed through a generic pytree
-    raise InputError(
-        f"state must be the ADPTState an earlier call returned; got {type(state).__name__}. "
-        "Pass layer.initial_state(batch)._replace(state=...) to start from given values."
-    )
-
-
-def _check_solver(solver: Solver | None, default: Solver) -> Solver:
-    if solver is None:
-        return default
-    if not isinstance(solver, Solver):
-        name = getattr(solver, "__name__", "")
-        known = name if getattr(solvers, name, None) is solver else "Sequential"
-        raise InputError(f"solver={solver!r}: must be a solver object. Pass solver=solvers.{known}().")
-    return solver
-
-
-def _check_width(width: int | None, axes: Iterable[str]) -> int:
-    """Return `width`. Raise `SpecError` if it is missing or passed under the name that another library has for it."""
-    gru = "adptnet.nn.ADPTRNN(input_size, hidden_size) has the arguments of nn.GRU"
-    for name in axes:
-        if name in ("d_model", "dim", "embed_dim", "features", "hidden_size", "input_size"):
-            raise SpecError(f"ADPTNet has no argument {name!r}. Pass width=, the features in and out; {gru}.")
-    if width is None:
-        raise SpecError(f"ADPTNet needs its width, the features in and out. Pass ADPTNet(64); {gru}.")
-    return width
-
-
 def _check_no_dt(dt: Tensor | None) -> None:
     if dt is not None:
         raise InputError("dt= needs padded sequences. Pass lengths= instead of packing them.")
@@ -423,172 +377,3 @@ def _check_exclusive(what: str, **others: Tensor | None) -> None:
     for name, value in others.items():
         if value is not None:
             raise InputError(f"{what} already defines where sequences begin and end. Drop {name}=.")
-
-
-class ADPTNet(RecurrentLayer):
-    """A recurrent layer with prescribed timescales and adjustable non-linearity: (batch, time, width) in and out.
-
-    The default suits inputs of unit scale and sequences of ten to a few thousand steps: timescales from half a step to
-    200 steps, the gain `LRU`, an input gate, and β = 1. `ADPTNet.paper` has the defaults of the paper.
-
-    Args:
-        width: Features in and out.
-        timescales: The shortest and the longest timescale of the state, in steps; (0.5, 200) if not given.
-        length: Number of steps of your sequences, in place of `timescales`: half a step to twice the length.
-        beta: Strength of the non-linearity: 0 for a linear model, about 1 or more for state tracking. A number, or
-            `TrainableBeta(...)`.
-        state_size: State dimension; `width` if not given.
-        spectrum: The eigenvalues of the recurrence, in place of `timescales`, for every other choice.
-        solver: Default solver of a call; sequential if not given.
-        adjoint: Default method of differentiation.
-        batch_first: True for `x` of shape (batch, time, width), False for (time, batch, width).
-        device: Device of the parameters.
-        dtype: Dtype of the parameters. The recurrence runs in at least float32.
-        axes: Other components of the model: `retraction`, `conjugate`, `direction`, `projection`, `input_projection`,
-            `gain`, `gate`, `rope`, `rotation_aware`, `start`, `memory` (see `cells.ADPTSpec`) and `readout` (see
-            `nn.LayerSpec`). If not given, `gain` is `drive.LRU()` (`drive.EMA()` with a slow `memory`, which is
-            unstable with `LRU`) and `gate` is `drive.SoftplusGate()`; the others are those of `cells.ADPTSpec`.
-
-    Raises:
-        SpecError: More than one of `timescales`, `length` and `spectrum` is given, or a value is invalid.
-    """
-
-    def __init__(
-        self,
-        width: int | None = None,
-        *,
-        timescales: tuple[float, float] | None = None,
-        length: int | None = None,
-        beta: BetaValue = 1.0,
-        state_size: int | None = None,
-        spectrum: SpectrumSpec | None = None,
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
-        batch_first: bool = True,
-        device: Device = None,
-        dtype: DType = None,
-        **axes: Any,
-    ):
-        width = _check_width(width, axes)
-        gain = LRU() if axes.get("memory") is None else EMA()
-        axes = {"gain": gain, "gate": SoftplusGate(), **axes}
-        spectrum = choose_spectrum(timescales, length, spectrum)
-        layer = _make_spec(width, batch_first, state_size=state_size, beta=beta, spectrum=spectrum, **axes)
-        self._setup(layer, solver, adjoint, device, dtype)
-
-    @classmethod
-    def paper(
-        cls,
-        width: int | None = None,
-        *,
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
-        batch_first: bool = True,
-        device: Device = None,
-        dtype: DType = None,
-        **axes: Any,
-    ) -> "ADPTNet":
-        """Return a layer with the defaults of the paper: β = 0.125, `Linspace()`, the gain `EMA`, no gate.
-
-        Its timescales are 20 to 2000 steps, so it passes on little of its input within a hundred steps.
-
-        Args:
-            width: Features in and out.
-            solver: As for `ADPTNet`.
-            adjoint: As for `ADPTNet`.
-            batch_first: As for `ADPTNet`.
-            device: As for `ADPTNet`.
-            dtype: As for `ADPTNet`.
-            axes: `state_size`, `beta`, `spectrum` and the other components, whose defaults are those of
-                `cells.ADPTSpec`.
-        """
-        layer, width = cls.__new__(cls), _check_width(width, axes)
-        layer._setup(_make_spec(width, batch_first, **axes), solver, adjoint, device, dtype)
-        return layer
-
-    def _setup(
-        self, spec: LayerSpec, solver: Solver | None, adjoint: Adjoint | None, device: Device, dtype: DType
-    ) -> None:
-        RecurrentLayer.__init__(
-            self,
-            spec.cell.build(device=device, dtype=dtype),
-            spec.width,
-            spec.readout,
-            spec=spec,
-            solver=solver,
-            adjoint=adjoint,
-            batch_first=spec.batch_first,
-        )
-
-
-def _make_spec(width: int, batch_first: bool, **axes: Any) -> LayerSpec:
-    """Return the spec of an ADPT layer; `readout` is a component of the layer, all others are those of the cell."""
-    readout = axes.pop("readout", None)
-    own = ("readout", "timescales", "length")
-    reject_unknown("ADPTNet", [name for name in axes if name not in adpt_axes()], (*adpt_axes(), *own))
-    return LayerSpec(ADPTSpec(width, **axes), readout, batch_first)
-
-
-def choose_spectrum(
-    timescales: tuple[float, float] | None = None, length: int | None = None, spectrum: SpectrumSpec | None = None
-) -> SpectrumSpec:
-    """Return the spectrum that one of three arguments describes, or the default if none is given.
-
-    Args:
-        timescales: The shortest and the longest timescale, in steps.
-        length: The number of steps of a sequence.
-        spectrum: The spectrum itself.
-
-    Raises:
-        SpecError: More than one of them is given, or a value is invalid.
-    """
-    given = {"timescales": timescales, "length": length, "spectrum": spectrum}
-    names = [name for name, value in given.items() if value is not None]
-    if len(names) > 1:
-        raise SpecError(f"{' and '.join(f'{name}=' for name in names)} all set the timescales. Pass one of them.")
-    if spectrum is not None:
-        return spectrum
-    if length is not None:
-        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            raise SpecError(f"length={length!r}: must be a number of steps, an integer >= 1, e.g. length=196.")
-        return Timescales(SHORTEST, max(1.0, LONGEST_PER_STEP * length))
-    if timescales is None:
-        return Timescales()
-    if not isinstance(timescales, (tuple, list)) or len(timescales) != 2:
-        raise SpecError(
-            f"timescales={timescales!r}: must be the shortest and the longest in steps, e.g. timescales=(0.5, 200)."
-        )
-    return Timescales(*timescales)
-
-
-class Recurrent(RecurrentLayer):
-    """A recurrent layer around any other cell, with the interface of `ADPTNet`: `Recurrent(cells.ReLURNN(width=64))`.
-
-    Args:
-        cell: The spec of a cell; or a cell itself, such as `cells.from_torch(nn.GRUCell(64, 64))`. A layer around a
-            cell has no spec; save its state dict.
-        readout: Map from the state to the output; see `LayerSpec`.
-        solver, adjoint, batch_first, device, dtype: See `ADPTNet`.
-    """
-
-    def __init__(
-        self,
-        cell: CellSpec | Cell,
-        *,
-        readout: ProjectionSpec | None = None,
-        solver: Solver | None = None,
-        adjoint: Adjoint | None = None,
-        batch_first: bool = True,
-        device: Device = None,
-        dtype: DType = None,
-    ):
-        spec = None if isinstance(cell, Cell) else LayerSpec(cell, readout, batch_first)
-        if isinstance(cell, Cell):
-            built = cell if device is None and dtype is None else cell.to(device=device, dtype=dtype)
-        else:
-            built = cell.build(device=device, dtype=dtype)
-        if built.input_size is None:
-            raise InputError("a layer needs to know its width. Pass input_size= to cells.from_function.")
-        super().__init__(
-            built, built.input_size, readout, spec=spec, solver=solver, adjoint=adjoint, batch_first=batch_first
-        )

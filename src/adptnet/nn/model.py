@@ -1,7 +1,7 @@
 """A sequence model: encoder, residual blocks and head."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
@@ -13,9 +13,11 @@ from .._validate import check_lengths, make_validity_mask
 from ..errors import InputError, SpecError
 from ..ops._fx import Proxy, record_call
 from ..spec import ModuleSpec, check_size, reject_unknown, reset_from_spec, spec, suggest_name
+from .adpt_layer import LayerSpec
 from .bidirectional import BidirectionalSpec
 from .block import BlockSpec, Norm, NormName, ResidualBlock
-from .layer import LayerSpec
+from .generation import EARLIER_NAMES, Generation, Stop, generate
+from .given import choose_depth, find_spec, make_layer, place
 from .mixer import MixerSpec
 from .packing import check_padded
 from .states import LayerStates, make_initial_states, split_states
@@ -48,6 +50,7 @@ class ModelSpec(ModuleSpec):
     head: HeadName = "token"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "block", find_spec(self.block))
         if not isinstance(self.block, (BlockSpec, SwiGLUBlockSpec)):
             raise SpecError(f"ModelSpec(block={type(self.block).__name__}): must be a BlockSpec(layer.spec).")
         check_size(self, depth=self.depth)
@@ -80,9 +83,10 @@ class SequenceModel(Streamable):
     """A model from tokens or real-valued vectors to logits, with the state of every layer.
 
     Args:
-        block: The spec of every block, such as `presets.text(64)` or `BlockSpec(layer.spec)`; or the spec of a layer,
-            `layer.spec`, for a `SwiGLUBlockSpec` with RMS norm around it.
-        depth: Number of blocks. The argument of a `Stack` is `num_layers`.
+        block: The spec of every block, such as `presets.text(64)` or `BlockSpec(layer.spec)`; or a layer or its spec,
+            for a `SwiGLUBlockSpec` with RMS norm around it. The weights of a layer are copied into each block, as
+            `nn.TransformerEncoder` does; pass `layer.spec` for weights of their own.
+        depth: Number of blocks. The name `num_layers` is accepted too.
         vocabulary, input_size, output_size, head: See `ModelSpec`.
         norm, dropout: In place of those of the block; see `SwiGLUBlockSpec`.
         device: Device of the parameters.
@@ -91,7 +95,7 @@ class SequenceModel(Streamable):
 
     def __init__(
         self,
-        block: BlockSpec | SwiGLUBlockSpec | LayerSpec | BidirectionalSpec | MixerSpec,
+        block: BlockSpec | SwiGLUBlockSpec | LayerSpec | BidirectionalSpec | MixerSpec | nn.Module,
         *,
         depth: int = 1,
         vocabulary: int | None = None,
@@ -102,15 +106,27 @@ class SequenceModel(Streamable):
         dropout: float | None = None,
         device: Device = None,
         dtype: DType = None,
-        **unknown: Any,
+        **others: Any,
     ):
+        depth = choose_depth("SequenceModel", depth, others)
         known = ("depth", "vocabulary", "input_size", "output_size", "head", "norm", "dropout")
-        reject_unknown("SequenceModel", unknown, known, num_layers="depth", layer="block")
-        if not isinstance(block, (BlockSpec, SwiGLUBlockSpec)):
-            block = SwiGLUBlockSpec(block, expansion=2)
+        reject_unknown("SequenceModel", others, known, layer="block", vocab_size="vocabulary")
+        given = make_layer(block)
+        described = find_spec(given)
+        is_block = isinstance(described, (BlockSpec, SwiGLUBlockSpec))
+        spec: Any = described if is_block else SwiGLUBlockSpec(described, expansion=2)
         changed = {name: value for name, value in (("norm", norm), ("dropout", dropout)) if value is not None}
-        block = dataclasses.replace(block, **changed)  # type: ignore[arg-type]
-        self._setup(ModelSpec(block, depth, vocabulary, input_size, output_size, head), device, dtype)
+        if changed and is_block and isinstance(given, nn.Module):
+            raise SpecError(f"the block that you passed has its own {' and '.join(changed)}. Pass block.spec instead.")
+        spec = dataclasses.replace(spec, **changed)
+        self._setup(ModelSpec(spec, depth, vocabulary, input_size, output_size, head), device, dtype)
+        if isinstance(given, nn.Module):
+            for i, block in enumerate(self.blocks):
+                own: Any = place(given, described, device, dtype)
+                if is_block:
+                    self.blocks[i] = own
+                else:
+                    block.layer = own
 
     def _setup(self, spec: ModelSpec, device: Device, dtype: DType) -> None:
         super().__init__()
@@ -129,7 +145,7 @@ class SequenceModel(Streamable):
         self.decoder = nn.Linear(width, spec.output_size, device=device, dtype=dtype)
 
     def forward(
-        self, x: Tensor, state: tuple[Any, ...] | None = None, *, lengths: Tensor | None = None, **run: Any
+        self, x: Tensor, state: Any = None, *, lengths: Tensor | None = None, **run: Any
     ) -> tuple[Tensor, LayerStates]:
         """Return logits and the states of all layers.
 
@@ -160,7 +176,7 @@ class SequenceModel(Streamable):
             leaving.append(after)
         return self._decode(y, lengths), LayerStates(leaving)
 
-    def step(self, x: Tensor, state: tuple[Any, ...] | None = None) -> tuple[Tensor, LayerStates]:
+    def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, LayerStates]:
         """Run one step.
 
         Args:
@@ -199,46 +215,56 @@ class SequenceModel(Streamable):
         """Reinitialize all parameters in place, as the constructor does."""
         reset_from_spec(self, self.spec)
 
-    @torch.no_grad()
     def generate(
         self,
         prompt: Tensor,
-        steps: int,
+        max_new_tokens: int = 20,
         *,
+        do_sample: bool = True,
         temperature: float = 1.0,
         top_k: int | None = None,
+        top_p: float | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        stop: Stop | None = None,
+        pad_token_id: int | None = None,
         generator: torch.Generator | None = None,
+        **unknown: Any,
     ) -> Tensor:
-        """Sample `steps` tokens that continue `prompt`. The cost per token does not grow with the length.
+        """Return `prompt` and tokens that continue it. The cost per token does not grow with the length.
+
+        The arguments are those of transformers, but tokens are sampled by default.
 
         Args:
             prompt: (batch, time) tokens, at least one per sequence.
-            steps: Number of tokens to add.
+            max_new_tokens: Number of tokens to add, unless all sequences end before.
+            do_sample: False takes the most likely token.
             temperature: Logits are divided by it before sampling; 0 takes the most likely token.
             top_k: Sample among the k most likely tokens only.
+            top_p: Sample only among the most likely tokens whose probabilities first add up to p.
+            eos_token_id: A token, or several, that ends a sequence.
+            stop: A sequence of tokens, or several, that ends a sequence; or a function of the tokens so far, (batch,
+                time), that returns which sequences end, (batch,) bool.
+            pad_token_id: The token after the end of a sequence; the first of `eos_token_id` by default, 0 without any.
             generator: Random number generator.
 
         Returns:
-            (batch, time + steps) tokens, the prompt first.
+            (batch, time + n) tokens, the prompt first; n is `max_new_tokens`, or less if all sequences ended.
+
+        Raises:
+            InputError: The model is not from tokens to the same tokens, or an argument is out of range.
+            SpecError: An argument is unknown; the message suggests the right name.
         """
+        known = ("do_sample", "temperature", "top_k", "top_p", "eos_token_id", "stop", "pad_token_id", "generator")
+        reject_unknown("generate", unknown, ("max_new_tokens", *known), **EARLIER_NAMES)
         spec = self.spec
         if spec.vocabulary is None or spec.head != "token" or spec.output_size != spec.vocabulary:
             raise InputError(
                 f"generate needs a model from tokens to the same tokens; this one has vocabulary={spec.vocabulary}, "
                 f'output_size={spec.output_size}, head={spec.head!r}. Build it with vocabulary=..., head="token".'
             )
-        if prompt.dim() != 2 or prompt.shape[1] < 1:
-            raise InputError(f"prompt is (batch, time) with at least one token each; got shape {tuple(prompt.shape)}.")
-        if not temperature >= 0 or (top_k is not None and top_k < 1):
-            raise InputError(f"temperature={temperature}, top_k={top_k}: temperature must be >= 0, top_k >= 1.")
         with evaluation_mode(self):
-            stream = self.streaming(len(prompt))
-            logits, stream.state = self(prompt)
-            tokens, last = [prompt], logits[:, -1]
-            for _ in range(steps):
-                tokens.append(_sample(last, temperature, top_k, generator))
-                last = stream(tokens[-1].squeeze(-1))
-        return torch.cat(tokens, 1)
+            options = max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id, stop, pad_token_id, generator
+            return generate(self, prompt, Generation(*options))
 
     def _decode(self, y: Tensor, lengths: Tensor | None) -> Tensor:
         keep = None if lengths is None else make_validity_mask(lengths, y.shape[1])
@@ -262,16 +288,6 @@ class SequenceModel(Streamable):
             raise InputError(f"the model takes (batch, time, {self.spec.input_size}); got shape {tuple(x.shape)}.")
         if x.shape[1] == 0 and self.spec.head != "token":
             raise InputError(f"head={self.spec.head!r} needs at least one step; got shape {tuple(x.shape)}.")
-
-
-def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    if temperature == 0:
-        return logits.argmax(-1, keepdim=True)
-    if top_k is not None:
-        floor = logits.topk(min(top_k, logits.shape[-1]), -1).values[..., -1:]
-        logits = logits.masked_fill(logits < floor, -torch.inf)
-    above = logits - logits.amax(-1, keepdim=True)  # at most 0, so that no temperature overflows
-    return torch.multinomial((above / temperature).softmax(-1), 1, generator=generator)
 
 
 @contextmanager

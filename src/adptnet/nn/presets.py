@@ -12,9 +12,9 @@ from ..recurrence.directions import FromState
 from ..recurrence.drive import LRU, SoftplusGate
 from ..recurrence.projections import Expand, Identity
 from ..recurrence.spectra import Negative, S4DReal, SpectrumSpec, Timescales
+from .adpt_layer import LayerSpec, choose_spectrum
 from .block import BlockSpec
 from .gated import GatedSpec
-from .layer import LayerSpec, choose_spectrum
 from .swiglu import SwiGLUBlockSpec
 
 __all__ = ["PRESETS", "forecast", "general", "memory", "paper", "recall", "signals", "text", "tracking"]

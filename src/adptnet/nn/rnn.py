@@ -231,6 +231,6 @@ def _keep(values: Tensor) -> Tensor:
 
 def _run_cell(cell: Any, x: Tensor, state: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
     """Run one cell on (batch, time, features); return its outputs at all steps and its last state."""
-    solution = Sequential()(cell, x, state, lengths=lengths)
+    solution = Sequential().run(cell, x, state, lengths=lengths)
     with without_autocast(x.device):
         return cell.output(solution.states), solution.final

@@ -23,8 +23,18 @@ from ..cells.adpt import ADPTCell
 from ..cells.base import ADPTState
 from ..ops import _build, _gpu, adpt_layer
 from ..ops._torch_state import can_bypass_dispatcher, is_autocast_enabled
-from ..ops.adpt_layer import Evaluated, GateWeights, LayerCall, LayerVectors, LayerWeights, TrainingCall
+from ..ops.adpt_layer import (
+    Evaluated,
+    GateWeights,
+    LayerCall,
+    LayerVectors,
+    LayerWeights,
+    LinearizedVectors,
+    TrainingCall,
+    VectorSource,
+)
 from ..ops.adpt_scan import Form
+from ..ops.products import has_bfloat16_products
 from ..recurrence.beta import Beta
 from ..recurrence.drive import EMA, LRU, ZOH, Drive, Gain
 from ..recurrence.drive.drive import is_scaling_faster
@@ -32,6 +42,7 @@ from ..recurrence.drive.gate import Gate
 from ..recurrence.projections.base import Biased, apply_map
 from ..recurrence.projections.dense import DenseProjection
 from ..recurrence.projections.heads import Heads
+from ..recurrence.projections.identity import IdentityProjection
 from .tied_gain import TiedGain
 
 __all__ = ["ModuleWatch", "PreparedLayer", "find_prepared", "run_short_call"]
@@ -111,16 +122,17 @@ class PreparedLayer:
         # A linear recurrence does not use K and V, but its kernel with gradients gives them gradients of zero.
         unused = weights._replace(directions=(), direction_biases=()) if form.linear else weights
         self.call = LayerCall(form, unused, vectors, sources)
-        self.can_train = vectors.gain_imag is None
+        self.can_train = vectors.gain_imag is None and weights.input_weight is not None
         # In closed form if β is fixed and all parameters have the dtype of the layer, otherwise by the modules.
-        in_dtype = all(t.dtype == weights.input_weight.dtype for t in sources)
+        in_dtype = all(t.dtype == self.call.dtype for t in sources)
         closed = TiedGain.find_parameters(cell.spectrum, cell.drive.gain) if in_dtype else None
         self._parameters = closed if cell.beta.parameter is None else None
-        source = Evaluated() if self._parameters is None else TiedGain(cell.drive.gain, vectors.beta)
-        self._training = TrainingCall(form, weights, source)
-        directions = sum(t.numel() for t in weights.directions)
-        readout_size = 0 if weights.readout_weight is None else weights.readout_weight.numel()
-        self._work = weights.input_weight.numel() + directions + readout_size
+        tied = self._parameters
+        self._source: VectorSource = Evaluated() if tied is None else TiedGain(cell.drive.gain, vectors.beta, len(tied))
+        self._linearized: LinearizedVectors | None = None  # at the values of the parameters that `call` has copied
+        self._training = TrainingCall(form, weights, self._source)
+        matrices = (weights.input_weight, *weights.directions, weights.readout_weight)
+        self._work = max(1, sum(t.numel() for t in matrices if t is not None))
 
     def is_short(self, rows: int) -> bool:
         """Return whether a call is so short that it is not worth packing weights or starting threads for it.
@@ -138,8 +150,7 @@ class PreparedLayer:
         """Run the layer, see `LayerCall.run`; evaluate vectors again if their parameters have changed."""
         outputs = self.call.run(x, initial, final)
         while outputs is None:
-            with torch.no_grad():
-                self.call.set_vectors(self._evaluate())
+            self._update_vectors()
             outputs = self.call.run(x, initial, final)
         return outputs
 
@@ -155,9 +166,24 @@ class PreparedLayer:
         """
         weights = self._weights
         scale_weight = weights.input_bias is None and weights.gate is None and is_scaling_faster(x)
+        at = None if self._parameters is None else self._linearize(self._parameters)
         sources = self._evaluate() if self._parameters is None else self._parameters
-        states, final = self._training.run(x, initial, sources, scale_weight=scale_weight)
+        states, final = self._training.run(x, initial, sources, at, scale_weight=scale_weight)
         return states if self._readout is None else apply_map(self._readout, states), final
+
+    def _update_vectors(self) -> None:
+        with torch.no_grad():
+            self.call.set_vectors(self._evaluate())
+        self._linearized = None
+
+    def _linearize(self, sources: list[Tensor]) -> LinearizedVectors:
+        """Return the vectors at the present values of their sources, evaluated again only if these have changed."""
+        if not self.call.is_current():
+            self._update_vectors()
+        if self._linearized is None:
+            with torch.no_grad():
+                self._linearized = self._source.linearize(sources)
+        return self._linearized
 
     def _evaluate(self) -> LayerVectors:
         cell, form = self._cell, self._form
@@ -171,44 +197,61 @@ class PreparedLayer:
         return LayerVectors(real, blocks.imag, gain.real, gain.imag, beta.expand(form.heads))
 
 
-def prepare_layer(layer: nn.Module, watch: ModuleWatch) -> PreparedLayer | None:
-    """Return a layer prepared for short calls; None if the compiled call does not support it.
+def prepare_layer(layer: nn.Module, watch: ModuleWatch) -> PreparedLayer | str:
+    """Return a layer prepared for short calls, or the reason why the compiled call does not support it.
 
     Args:
         layer: The layer.
         watch: Its structure.
     """
     cell: Any = layer.cell
-    if type(cell) is not ADPTCell or watch.has_hooks or watch.has_plain_tensors or not _build.kernels_enabled():
-        return None
-    drive, dtype = cell.drive, cell.dtype
-    if not cell.choose_scan("cpu").is_kernel:
-        return None
-    form = cell.recurrence.form
-    if form.directions_in_drive or form.dot is not None or form.norm_epsilon is not None or cell.start is not None:
-        return None
-    if type(drive) is not Drive or type(drive.gate) not in (NoneType, Gate) or drive.rope is not None:
-        return None
-    if type(drive.gain) is not Gain or type(drive.gain.spec) not in (EMA, LRU, ZOH) or type(cell.beta) is not Beta:
-        return None
-    if not all(type(part).__module__.startswith("adptnet.") for part in cell.spectrum.modules()):
-        return None
+    if type(cell) is not ADPTCell:
+        return f"the call is compiled for ADPT cells, not for {type(cell).__name__}"
+    if watch.has_hooks or watch.has_plain_tensors:
+        return "a module has hooks, or tensors that are not parameters"
+    if not _build.kernels_enabled():
+        return "ADPTNET_BACKEND=reference"
+    backend = cell.choose_scan("cpu")
+    if not backend.is_kernel:
+        return backend.reason.removesuffix(".")
+    drive, dtype, spec, form = cell.drive, cell.dtype, cell.spec, cell.recurrence.form
+    unsupported = {
+        f"direction={spec.direction}": form.directions_in_drive
+        or form.dot is not None
+        or form.norm_epsilon is not None,
+        "memory=": spec.memory is not None,
+        "start=": cell.start is not None,
+        "phase=": form.phased,
+        "rope=": drive.rope is not None,
+        f"gain={spec.gain}": type(drive.gain) is not Gain or type(drive.gain.spec) not in (EMA, LRU, ZOH),
+        "a replaced module": type(drive) is not Drive
+        or type(drive.gate) not in (NoneType, Gate)
+        or type(cell.beta) is not Beta
+        or not all(type(part).__module__.startswith("adptnet.") for part in cell.spectrum.modules()),
+    }
+    names = [name for name, holds in unsupported.items() if holds]
+    if names:
+        return f"the compiled call does not support {' and '.join(names)}"
     readout: Any = layer.readout
     weights = _find_weights(cell, readout, rotates=form.rotates)
-    if weights is None or dtype is None or not adpt_layer.has_kernel(dtype):
-        return None
+    if weights is None:
+        return "the compiled call needs dense projections, stored in the memory of a CPU in the dtype of the layer"
+    if dtype is None or not adpt_layer.has_kernel(dtype):
+        return f"there is no compiled call for {dtype}"
     return PreparedLayer(cell, readout, form, weights)
 
 
 class _Map(NamedTuple):
-    """A dense map: its matrix and its bias, if it has one."""
+    """A linear map: its matrix, None for the identity, and its bias, if it has one."""
 
-    weight: Tensor
+    weight: Tensor | None
     bias: Tensor | None
 
 
 def _find_map(module: nn.Module) -> _Map | None:
-    """Return a dense map as a matrix and a bias; None if the module is anything else."""
+    """Return a linear map as a matrix and a bias; None if there is no stored matrix."""
+    if type(module) is IdentityProjection:
+        return _Map(None, None)
     bias: Any = None
     if type(module) is Biased:
         module, bias = module.projection, module.bias
@@ -226,13 +269,14 @@ def _find_weights(cell: ADPTCell, readout: nn.Module | None, *, rotates: bool) -
         projections += [projection for each in zip(*heads, strict=True) for projection in each]
     maps = [_find_map(projection) for projection in projections]
     found = [part for part in maps if part is not None]
-    if len(found) < len(maps):
-        return None
     first, gate = 1 if readout is None else 2, cell.drive.gate
+    matrices = [part.weight for part in found[first:] if part.weight is not None]
+    if len(found) < len(maps) or len(matrices) < len(maps) - first:
+        return None  # K and V are never the identity
     weights = LayerWeights(
         input_weight=found[0].weight,
         input_bias=found[0].bias,
-        directions=tuple(part.weight for part in found[first:]),
+        directions=tuple(matrices),
         direction_biases=tuple(part.bias for part in found[first:] if part.bias is not None),
         readout_weight=None if readout is None else found[1].weight,
         readout_bias=None if readout is None else found[1].bias,
@@ -254,10 +298,10 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 class _Entry(NamedTuple):
-    """Record of a layer: its structure, and its preparation if the compiled call supports it."""
+    """Record of a layer: its structure, and its preparation or the reason why the compiled call does not support it."""
 
     watch: ModuleWatch
-    prepared: PreparedLayer | None
+    prepared: PreparedLayer | str
 
 
 class _Entries(threading.local):
@@ -270,8 +314,8 @@ class _Entries(threading.local):
 _entries = _Entries()
 
 
-def find_prepared(layer: nn.Module) -> PreparedLayer | None:
-    """Return the layer prepared for short calls by this thread; None if the compiled call does not support it now.
+def find_prepared(layer: nn.Module) -> PreparedLayer | str:
+    """Return the layer prepared for short calls by this thread, or why the compiled call does not support it now.
 
     Args:
         layer: The layer.
@@ -281,7 +325,7 @@ def find_prepared(layer: nn.Module) -> PreparedLayer | None:
         watch = ModuleWatch(layer)
         entry = _entries.by_layer[layer] = _Entry(watch, prepare_layer(layer, watch))
     prepared = entry.prepared
-    if prepared is not None and not prepared.call.is_valid():
+    if not isinstance(prepared, str) and not prepared.call.is_valid():
         prepared = prepare_layer(layer, entry.watch)
         _entries.by_layer[layer] = _Entry(entry.watch, prepared)
     return prepared
@@ -298,7 +342,7 @@ def run_short_call(layer: nn.Module, x: Tensor, state: ADPTState | None) -> tupl
     Returns:
         The outputs and the state; None if the call must take the general path, which also reports wrong arguments.
     """
-    if torch.compiler.is_compiling() or not _gpu.is_cpu(x.device):
+    if torch.compiler.is_compiling() or not _gpu.is_cpu(x.device) or has_bfloat16_products():
         return None
     if not (state is None or isinstance(state, ADPTState)):
         return None
@@ -311,7 +355,7 @@ def run_short_call(layer: nn.Module, x: Tensor, state: ADPTState | None) -> tupl
     if not rows or steps > MAX_STEPS or rows > MAX_WORK or x.layout is not torch.strided:
         return None
     prepared = find_prepared(layer)
-    if prepared is None or not _build.kernels_enabled():
+    if isinstance(prepared, str) or not _build.kernels_enabled():
         return None
     call = prepared.call
     if x.dtype != call.dtype or shape[-1] != call.input_size:

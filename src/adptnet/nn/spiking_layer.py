@@ -12,7 +12,7 @@ from ..recurrence.projections import Dense, LowParam
 from ..recurrence.projections.factored import square_factors
 from ..recurrence.spectra import LogUniformDecay
 from ..spec import suggest_name
-from .layer import Recurrent
+from .adpt_layer import Recurrent
 
 __all__ = ["SpikingADPTNet", "spiking_adpt"]
 

@@ -14,8 +14,8 @@ from ..ops._fx import Proxy, record_call
 from ..recurrence.projections import Dense, ProjectionSpec
 from ..recurrence.projections.dense import DenseProjection
 from ..spec import ModuleSpec, check_fraction, check_kind, check_size, reset_from_spec, spec, suggest_name
+from .adpt_layer import Recurrent
 from .block import Norm
-from .layer import Recurrent
 from .packing import check_padded
 from .states import LayerStates, make_initial_states, split_states
 from .streaming import Streamable

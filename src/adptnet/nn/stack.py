@@ -1,14 +1,16 @@
-"""A stack of layers, like `num_layers` of `nn.GRU`."""
+"""A stack of layers, like an `nn.GRU` with several."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from .._typing import Device, DType
 from ..ops._fx import Proxy, record_call
 from ..spec import ModuleSpec, check_fraction, check_size, reject_unknown, reset_from_spec, spec
+from .adpt_layer import LayerSpec
 from .bidirectional import BidirectionalSpec, check_layer
-from .layer import LayerSpec
+from .given import choose_depth, make_layer, place
 from .mixer import MixerSpec
 from .packing import check_padded
 from .states import LayerStates, make_initial_states, split_states
@@ -23,17 +25,19 @@ class StackSpec(ModuleSpec):
 
     Attributes:
         layer: A recurrent layer, a bidirectional layer, or a mixer.
-        num_layers: Number of layers.
+        depth: Number of layers.
         dropout: Dropout probability between layers.
     """
 
+    renamed_fields: ClassVar[Mapping[str, str]] = {"num_layers": "depth"}
+
     layer: LayerSpec | BidirectionalSpec | MixerSpec
-    num_layers: int = 1
+    depth: int = 1
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
         check_layer(self, self.layer)
-        check_size(self, num_layers=self.num_layers)
+        check_size(self, depth=self.depth)
         check_fraction(self, below="at 1 nothing would pass", dropout=self.dropout)
 
     @property
@@ -41,15 +45,16 @@ class StackSpec(ModuleSpec):
         return self.layer.width
 
     def build(self, *, device: Device = None, dtype: DType = None) -> "Stack":
-        return Stack(self.layer, self.num_layers, dropout=self.dropout, device=device, dtype=dtype)
+        return Stack(self.layer, self.depth, dropout=self.dropout, device=device, dtype=dtype)
 
 
 class Stack(Streamable):
     """A stack of layers: (batch, time, width) in and out, with a tuple of states.
 
     Args:
-        layer: The spec of every layer, `layer.spec`.
-        num_layers: Number of layers, as in `nn.GRU`. The argument of a `SequenceModel` is `depth`.
+        layer: The spec of every layer; or a layer, whose weights are copied into each place, as
+            `nn.TransformerEncoder` does.
+        depth: Number of layers. The name `num_layers`, as in `nn.GRU`, is accepted too.
         dropout: Dropout probability between layers.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
@@ -57,22 +62,24 @@ class Stack(Streamable):
 
     def __init__(
         self,
-        layer: LayerSpec | BidirectionalSpec | MixerSpec,
-        num_layers: int = 1,
+        layer: LayerSpec | BidirectionalSpec | MixerSpec | nn.Module,
+        depth: int = 1,
         *,
         dropout: float = 0.0,
         device: Device = None,
         dtype: DType = None,
-        **unknown: Any,
+        **others: Any,
     ):
-        reject_unknown("Stack", unknown, ("num_layers", "dropout", "device", "dtype"), depth="num_layers")
+        depth = choose_depth("Stack", depth, others)
+        reject_unknown("Stack", others, ("depth", "dropout", "device", "dtype"))
         super().__init__()
-        self.spec = StackSpec(layer, num_layers, dropout)
-        self.width = layer.width
-        self.layers = nn.ModuleList(layer.build(device=device, dtype=dtype) for _ in range(num_layers))
+        layer = make_layer(layer)
+        self.spec = StackSpec(layer, depth, dropout)  # type: ignore[arg-type]  # replaced by its spec
+        self.width = self.spec.width
+        self.layers = nn.ModuleList(place(layer, self.spec.layer, device, dtype) for _ in range(depth))
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, state: tuple[Any, ...] | None = None, **run: Any) -> tuple[Tensor, LayerStates]:
+    def forward(self, x: Tensor, state: Any = None, **run: Any) -> tuple[Tensor, LayerStates]:
         """Run all layers along a sequence.
 
         Args:
@@ -87,7 +94,7 @@ class Stack(Streamable):
             return record_call(self, x, state, run)
         return self._run_layers(lambda layer: lambda y, s: layer(y, s, **run), x, state)
 
-    def step(self, x: Tensor, state: tuple[Any, ...] | None = None) -> tuple[Tensor, LayerStates]:
+    def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, LayerStates]:
         """Run one step on (batch, width).
 
         Args:
@@ -110,7 +117,7 @@ class Stack(Streamable):
         """Reinitialize all parameters in place, as the constructor does."""
         reset_from_spec(self, self.spec)
 
-    def _run_layers(self, method: Any, x: Tensor, state: tuple[Any, ...] | None) -> tuple[Tensor, LayerStates]:
+    def _run_layers(self, method: Any, x: Tensor, state: Any) -> tuple[Tensor, LayerStates]:
         check_padded(x)
         entering = split_states(self.layers, state)
         leaving = []

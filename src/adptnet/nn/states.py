@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sized
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .._typing import Device, DType
@@ -52,18 +53,20 @@ pytree.register_pytree_node(
 )
 
 
-def split_states(layers: Sized, state: tuple[Any, ...] | None) -> tuple[Any, ...]:
+def split_states(layers: Sized, state: Any) -> tuple[Any, ...]:
     """Return one state per layer: those of `state`, or None for each layer if there is no state.
 
     Args:
         layers: The layers.
-        state: The states that an earlier call returned, or None.
+        state: The states that an earlier call returned, a tensor (layers, batch, state_size), or None.
 
     Raises:
         InputError: `state` does not have one entry per layer.
     """
     if state is None:
         return (None,) * len(layers)
+    if isinstance(state, Tensor) and state.dim() == 3:
+        state = state.unbind()
     if not isinstance(state, (tuple, list)) or len(state) != len(layers):
         raise InputError(
             f"state must be the tuple of {len(layers)} states an earlier call returned; got {type(state).__name__}"

@@ -11,9 +11,9 @@ from .._validate import check_lengths, make_validity_mask
 from ..errors import SpecError
 from ..ops._fx import Proxy, record_call
 from ..spec import ModuleSpec, check_fraction, check_size, reset_from_spec, spec, suggest_name
+from .adpt_layer import LayerSpec
 from .bidirectional import BidirectionalSpec, check_layer
 from .block import Norm, NormName
-from .layer import LayerSpec
 from .mixer import MixerSpec
 from .packing import check_padded
 from .streaming import Streamable

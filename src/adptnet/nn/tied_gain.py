@@ -1,7 +1,7 @@
 """Real eigenvalues and the gain that is tied to them in closed form, with derivatives, for short calls in training.
 
-With r = exp(log_decay + log_dt), λ̄ = exp(-r). Both logarithms have the same derivatives: ∂λ̄ = -r λ̄; ∂gain = r λ̄ for
-the gain 1 - λ̄ of EMA, and r λ̄²/gain for the gain √(1 - λ̄²) of LRU.
+With r = exp(log_decay + log_dt), λ̄ = exp(-r). Both logarithms have the same derivatives: ∂λ̄ = -r λ̄; ∂gain = -∂λ̄ for
+the gain 1 - λ̄ of EMA, and -∂λ̄ λ̄/gain for the gain √(1 - λ̄²) of LRU.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.adpt_layer import LayerVectors, VectorSource
+from ..ops.adpt_layer import LayerVectors, LinearizedVectors, VectorSource
 from ..recurrence.drive.gain import EMA, LRU, Gain, evaluate_lru
 from ..recurrence.spectra.continuous import ContinuousSpectrum
 
@@ -23,11 +23,13 @@ class TiedGain(VectorSource):
     Args:
         gain: The gain.
         beta: A fixed β, (heads,); None without a rotation.
+        source_count: The number of sources: 1 without `log_dt`, otherwise 2.
     """
 
-    def __init__(self, gain: Gain, beta: Tensor | None):
+    def __init__(self, gain: Gain, beta: Tensor | None, source_count: int):
         self.is_ema = type(gain.spec) is EMA
         self.beta = beta
+        self.source_count = source_count
 
     @staticmethod
     def find_parameters(spectrum: Any, gain: Gain) -> list[Tensor] | None:
@@ -52,12 +54,19 @@ class TiedGain(VectorSource):
             return LayerVectors(log_modulus.exp(), None, -torch.expm1(log_modulus), None, self.beta)
         return LayerVectors(log_modulus.exp(), None, evaluate_lru(log_modulus), None, self.beta)
 
-    def pull_back(self, sources: Sequence[Any], vectors: LayerVectors, gradients: LayerVectors) -> list[Any]:
-        real, gain = gradients.real, gradients.gain_real
+    def linearize(self, sources: Sequence[Any]) -> LinearizedVectors:
+        vectors = self.evaluate(sources)
+        of_real = vectors.real * _evaluate_log_modulus(sources)
+        of_gain = of_real.neg()
         if not self.is_ema:
-            gain = (gain * vectors.real / vectors.gain_real).masked_fill_(vectors.gain_real == 0, 0.0)
-        gradient = (real - gain) * vectors.real * _evaluate_log_modulus(sources)
-        return [gradient, *(gradient.clone() for _ in sources[1:])]  # parameters must not share their gradients' memory
+            of_gain = (of_gain * vectors.real / vectors.gain_real).masked_fill_(vectors.gain_real == 0, 0.0)
+        return LinearizedVectors(vectors, (of_real, of_gain))
+
+    def pull_back(self, at: LinearizedVectors, gradients: LayerVectors) -> list[Any]:
+        of_real, of_gain = at.derivatives
+        gradient = (gradients.real * of_real).addcmul_(gradients.gain_real, of_gain)
+        # Parameters must not share the memory of their gradients.
+        return [gradient, *(gradient.clone() for _ in range(1, self.source_count))]
 
 
 def _evaluate_log_modulus(sources: Sequence[Any]) -> Tensor:

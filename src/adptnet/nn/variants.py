@@ -5,7 +5,7 @@ from typing import Any
 from ..cells import SlowMemory
 from ..recurrence.conjugates import Taylor
 from ..recurrence.directions import FromInput
-from .layer import ADPTNet
+from .adpt_layer import ADPTNet
 
 __all__ = ["CoupledADPTNet", "LinearADPTNet", "TaylorADPTNet"]
 

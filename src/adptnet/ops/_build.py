@@ -30,7 +30,7 @@ from .._io.cache import make_private_folder, preferred_cache_folder, process_fol
 from ..errors import BackendWarning, BuildError, IncompatibleError
 from . import _prebuilt, _trusted_files
 from ._prebuilt import library_suffix
-from ._sources import COMPILE_FLAGS, LINK_FLAGS, OPERATIONS, SCALAR_TYPES, find_source, read_sources
+from ._sources import LINK_FLAGS, OPERATIONS, SCALAR_TYPES, compile_flags, find_source, read_sources
 
 __all__ = [
     "OPERATIONS",
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 # -fPIC is an error for clang on Windows. There, libraries of the compiler would not be found next to the kernel.
-FLAGS = [*COMPILE_FLAGS, *LINK_FLAGS, "-static" if sys.platform == "win32" else "-fPIC"]
+PLATFORM_FLAGS = [*LINK_FLAGS, "-static" if sys.platform == "win32" else "-fPIC"]
 # Environment variables that make a compiler search for headers, libraries or programs elsewhere; an empty entry in most
 # of them means the current folder. The kernels need only the compiler's own.
 IGNORED_VARIABLES = ["CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "LD_RUN_PATH", "COMPILER_PATH"]
@@ -183,7 +183,7 @@ def build(operation: str, scalar: str) -> BuiltLibrary:
         BuildError: There is no compiler, or it fails.
     """
     source = find_source(operation)
-    flags = [*FLAGS, f"-DSCALAR={scalar}", *instruction_set()]
+    flags = [*compile_flags(operation), *PLATFORM_FLAGS, f"-DSCALAR={scalar}", *instruction_set()]
     key = hashlib.sha256(read_sources(operation) + repr(flags).encode()).hexdigest()[:16]
     folder = preferred_cache_folder()
     obstacle = _find_cache_obstacle(folder)

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 
 import torch
+from torch import Tensor
 
 from . import _build
 from ._torch_state import constant_when_compiled
@@ -16,6 +17,7 @@ __all__ = [
     "is_cpu",
     "is_gpu",
     "matmul_precision",
+    "read",
     "shared_memory",
 ]
 
@@ -93,6 +95,16 @@ def matmul_precision(device: str) -> str:
     if torch.version.hip is not None or (index is not None and torch.cuda.get_device_capability(index)[0] < 8):
         return "ieee"
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def read(values: Tensor) -> list[list[int]]:
+    """Return the integers of a matrix. The host waits for the GPU: once per solve.
+
+    Args:
+        values: (rows, columns).
+    """
+    found: list[list[int]] = values.tolist()
+    return found
 
 
 def _find_index(device: str) -> int | None:

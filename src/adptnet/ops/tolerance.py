@@ -1,12 +1,11 @@
 """The tolerance of a parallel solve: the largest residual allowed in each channel of each step."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["HALF_LIFE", "Tolerance", "largest", "random_signs", "recent_scale", "remembered_scale", "running_maximum_"]
+__all__ = ["HALF_LIFE", "Tolerance", "largest", "recent_scale", "remembered_scale", "running_maximum_"]
 
 HALF_LIFE = 8  # steps after which the weight of a step halves
 MAX_INDEXED = 2**18  # elements of a running maximum that are computed at a time
@@ -35,26 +34,6 @@ class Tolerance(NamedTuple):
         scale = recent_scale(values, reset, recent)
         return torch.minimum(scale, largest(values).unsqueeze(-1)).mul_(self.relative).add_(self.floor(values.dtype))
 
-    def allowed_for_rounding(
-        self, step: Callable[[Tensor], Tensor], entering: Tensor, values: Tensor, reset: Tensor | None
-    ) -> Tensor:
-        """Return the residual that rounding alone may cause in each channel, (batch, time, n).
-
-        It is the change of f when its input states are perturbed by one rounding error. In a channel that is small by
-        cancellation of large terms, it exceeds the relative tolerance of that channel. It is at most the relative
-        tolerance of the largest entry of the step.
-
-        Args:
-            step: f, from states to states.
-            entering: (batch, time, n), the states before the steps.
-            values: f(entering).
-            reset: (batch, time) bool.
-        """
-        rounding = torch.finfo(values.dtype).eps
-        change = step(random_signs(entering).mul_(rounding).add_(1).mul_(entering)).sub(values).abs_()
-        size = torch.maximum(largest(entering), largest(values)).unsqueeze(-1)
-        return torch.minimum(recent_scale(change.mul_(8), reset), self.relative * size)
-
     def floor(self, dtype: torch.dtype) -> float:
         """Return the residual allowed at any scale: the absolute tolerance, but at least the smallest normal number.
 
@@ -73,17 +52,6 @@ def largest(values: Tensor) -> Tensor:
     if not values.shape[-1]:
         return values.new_zeros(values.shape[:-1])
     return torch.maximum(values.amax(-1), -values.amin(-1))  # without a copy of the values
-
-
-def random_signs(like: Tensor) -> Tensor:
-    """Return -1 or 1 for each entry of `like`, the same at every call.
-
-    Args:
-        like: Determines shape, dtype and device.
-    """
-    generator = torch.Generator("cpu").manual_seed(0)
-    signs = torch.randint(0, 2, like.shape, generator=generator, dtype=like.dtype, device="cpu").to(like.device)
-    return signs.mul_(2).sub_(1)
 
 
 def running_maximum_(values: Tensor, *, reverse: bool = False) -> Tensor:
@@ -108,9 +76,14 @@ def running_maximum_(values: Tensor, *, reverse: bool = False) -> Tensor:
 
 
 def recent_scale(
-    values: Tensor, reset: Tensor | None = None, recent: Tensor | None = None, *, reverse: bool = False
+    values: Tensor,
+    reset: Tensor | None = None,
+    recent: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    half_life: float = HALF_LIFE,
 ) -> Tensor:
-    """Return max |values| over the steps since the last reset, halved every `HALF_LIFE` steps, (batch, time, n).
+    """Return max |values| over the steps since the last reset, halved every `half_life` steps, (batch, time, n).
 
     Computed as a running maximum of logarithms, shifted by the time, and by more than the range of floating point for
     each reset so far.
@@ -120,12 +93,13 @@ def recent_scale(
         reset: (batch, time) bool.
         recent: (batch, n), the recent scale before the first step.
         reverse: Let time run backwards: a reset then cuts off the later steps, and `recent` follows the last.
+        half_life: The number of steps after which the weight of a step halves.
     """
     steps = values.shape[1]
     if not steps:
         return values.abs()
     dtype = torch.float64 if reset is not None and steps > 2048 else values.dtype
-    shift = torch.arange(steps, dtype=dtype, device=values.device).div_(HALF_LIFE).unsqueeze(-1)
+    shift = torch.arange(steps, dtype=dtype, device=values.device).div_(half_life).unsqueeze(-1)
     if reset is not None:
         span = 300 if values.dtype == torch.float32 else 2200
         marks = reset.flip(1) if reverse else reset
@@ -134,7 +108,7 @@ def recent_scale(
         shift = shift.flip(-2)
     keys = values.abs().to(dtype).log2_().add_(shift)
     if recent is not None:
-        before = recent.to(dtype).log2() - 1 / HALF_LIFE
+        before = recent.to(dtype).log2() - 1 / half_life
         first = -1 if reverse else 0
         keys[:, first] = torch.maximum(keys[:, first], before)  # smaller than any key after a reset
     return running_maximum_(keys, reverse=reverse).sub_(shift).exp2_().to(values.dtype)

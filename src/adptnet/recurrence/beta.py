@@ -97,7 +97,8 @@ class Beta(NoDecay):
                 used = used.detach() + (raw - raw.detach())
             return used.reshape(()) if used.numel() == 1 else used.unsqueeze(-1)
         if isinstance(self.value, tuple):
-            used = torch.tensor(self.value, dtype=like.dtype, device=like.device)
+            # Filled on the device: a tensor of the tuple would be copied there, and a GPU would wait for it.
+            used = torch.stack([torch.full((), value, dtype=like.dtype, device=like.device) for value in self.value])
             return used.reshape(()) if used.numel() == 1 else used.unsqueeze(-1)
         assert isinstance(self.value, (int, float))
         return float(self.value)

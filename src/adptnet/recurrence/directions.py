@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from .._typing import Device, DType, Vector
 from ..errors import InputError, SpecError
 from ..ops._unit_vectors import fix_dot_product, spike, unit
 from ..optim import DirectionOnly
-from ..spec import Spec, check_positive, check_size, spec
+from ..spec import Spec, check_nonnegative, check_positive, check_size, spec
 from .projections import Projection, ProjectionSpec
 from .projections.base import Biased, apply_map, bind_map, is_hooked
 from .projections.heads import Heads
@@ -24,6 +24,7 @@ __all__ = [
     "Directions",
     "FromInput",
     "FromState",
+    "FromWholeState",
     "KeyValue",
     "apply_source",
     "bind_directions",
@@ -79,6 +80,7 @@ class DirectionSpec(Spec, abc.ABC):
     layer_norm: bool
     dot: float | None
     heads: int
+    sees_whole_state: ClassVar[bool] = False  # whether K and V of a head act on the states of all heads
 
     def __post_init__(self) -> None:
         check_size(self, heads=self.heads)
@@ -103,6 +105,14 @@ class DirectionSpec(Spec, abc.ABC):
             dtype: Dtype of the parameters.
         """
         return Directions(self, state_size, projection, device, dtype)
+
+    def projected_size(self, state_size: int) -> int:
+        """Return the size of the square matrices K and V, each of which is for one head unless it sees the whole state.
+
+        Args:
+            state_size: State dimension n.
+        """
+        return state_size if self.sees_whole_state else state_size // self.heads
 
     def source(self, x: Tensor) -> Tensor:
         """Return the vector that K and V are applied to: `x`, its ReLU or its spikes.
@@ -149,6 +159,34 @@ class FromState(DirectionSpec):
 
     def source(self, x: Tensor) -> Tensor:
         return apply_source(x, self.relu, self.spike)
+
+
+@spec
+class FromWholeState(DirectionSpec):
+    """Key and value of every head are directions along K_h x and V_h x of the whole state x: a plane for each head.
+
+    K and V are n-by-n, as for one head, and K_h is the rows of K that belong to head h. With several heads K_h has a
+    null space, near which the key rotates arbitrarily fast, so that no bound on the Jacobian holds. A positive softness
+    ε restores one (bounds.md, section 3): the key is K_h x / √(‖K_h x‖² + ε²‖x‖²), shorter than one.
+
+    Attributes:
+        heads: See `DirectionSpec`; state dimensions of about 8 per head work best.
+        softness: ε; 0 for unit vectors.
+    """
+
+    sees_whole_state: ClassVar[bool] = True
+    heads: int = 1
+    softness: float = 0.0
+    layer_norm: ClassVar[bool] = False  # type: ignore[misc]
+    dot: ClassVar[float | None] = None  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_nonnegative(self, softness=self.softness)
+
+    @property
+    def keeps_lemmas(self) -> bool:
+        return self.heads == 1 or self.softness > 0
 
 
 @spec
@@ -199,9 +237,9 @@ class Directions(DirectionOnly):
         self.spec = spec
 
         def projections() -> Projection:
-            size = state_size // spec.heads
-            heads = [projection.build(size, size, device=device, dtype=dtype) for _ in range(spec.heads)]
-            return heads[0] if spec.heads == 1 else Heads(heads)
+            size = spec.projected_size(state_size)
+            heads = [projection.build(size, size, device=device, dtype=dtype) for _ in range(state_size // size)]
+            return heads[0] if len(heads) == 1 else Heads(heads)
 
         def norm() -> nn.LayerNorm | None:
             return nn.LayerNorm(state_size, LAYER_NORM_EPS, device=device, dtype=dtype) if spec.layer_norm else None
@@ -228,6 +266,11 @@ class Directions(DirectionOnly):
         Args:
             dtype: The dtype of the states.
         """
+        if isinstance(self.spec, FromWholeState) and self.spec.softness:
+            project_key, project_value = (
+                _bind_square(part, dtype) for part in (self.key_projection, self.value_projection)
+            )
+            return _make_soft_directions(project_key, project_value, self.spec)
         key_of = _make_direction(_bind_square(self.key_projection, dtype), self.key_norm, self.spec.heads)
         value_of = _make_direction(_bind_square(self.value_projection, dtype), self.value_norm, self.spec.heads)
 
@@ -320,6 +363,24 @@ def _make_direction(
         return _normalize(y, heads)
 
     return direction
+
+
+def _make_soft_directions(
+    project_key: Callable[[Tensor], Tensor], project_value: Callable[[Tensor], Tensor], spec: FromWholeState
+) -> Callable[[Tensor], KeyValue]:
+    """Return the function to key and value of each head, the first parts of unit vectors along [K_h x; ε‖x‖]."""
+
+    def directions(x: Tensor) -> KeyValue:
+        length = (unit(x) * x).sum(-1, keepdim=True)  # ‖x‖; squares neither overflow nor underflow
+        scaled = spec.softness * (length if spec.heads == 1 else length.unsqueeze(-2))
+
+        def soften(y: Tensor) -> Tensor:
+            y = y if spec.heads == 1 else y.unflatten(-1, (spec.heads, -1))
+            return unit(torch.cat((y, scaled.expand(*y.shape[:-1], 1)), -1))[..., :-1]
+
+        return KeyValue(soften(project_key(x)), soften(project_value(x)))
+
+    return directions
 
 
 def _normalize(y: Tensor, heads: int) -> Tensor:

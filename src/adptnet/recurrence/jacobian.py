@@ -30,16 +30,24 @@ class ProjectedDirection(NamedTuple):
 
 
 class StepJacobian(NamedTuple):
-    """The Jacobian Λ + (Σ diag(weight_i) W_i) diag(slope) + columns rows, at states (*b, n)."""
+    """The Jacobian Λ + (Σ diag(weight_i) W_i) diag(slope) + columns rows, at states (*b, n).
+
+    With a phase it is P times that.
+    """
 
     eigen: BlockDiagonal
     matrices: list[tuple[Tensor, Tensor]]  # weight (*b, n), W (n, n)
     slope: Tensor | None  # (*b, n), the derivative of the function of x that K and V act on; None if they act on x
     columns: Tensor  # (*b, n, r)
     rows: Tensor  # (*b, r, n)
+    phase: BlockDiagonal | None = None  # P, (*b, n)
 
     def dense(self) -> Matrix:
         """Return the Jacobian as a matrix, (*b, n, n)."""
+        dense = self._unphased()
+        return dense if self.phase is None else self.phase.mm(dense)
+
+    def _unphased(self) -> Matrix:
         (weight, matrix), *others = self.matrices
         dense = weight.unsqueeze(-1) * matrix
         for weight, matrix in others:
@@ -67,18 +75,21 @@ class StepJacobian(NamedTuple):
             None if self.slope is None else self.slope[..., start:stop, :],
             self.columns[..., start:stop, :, :],
             self.rows[..., start:stop, :, :],
+            None if self.phase is None else self.phase.map(lambda part: part[..., start:stop, :]),
         )
 
     def blocks(self) -> BlockDiagonal:
-        """Return the diagonal; for complex pairs the nearest a + ib of each 2-by-2 block."""
+        """Return the diagonal; for complex pairs, and with a phase, the nearest a + ib of each 2-by-2 block."""
         index = torch.arange(self.rows.shape[-1], device=self.rows.device)
         diagonal = self.eigen.real + self._entries(index, index)
-        if self.eigen.imag is None:
+        if self.eigen.imag is None and self.phase is None:
             return BlockDiagonal(diagonal)
         beside = self._entries(index, index ^ 1)  # above the diagonal in even rows, below it in odd ones
         real = (diagonal[..., ::2] + diagonal[..., 1::2]) / 2
-        imag = self.eigen.imag[..., ::2] + (beside[..., 1::2] - beside[..., ::2]) / 2
-        return BlockDiagonal(real.repeat_interleave(2, -1), imag.repeat_interleave(2, -1))
+        imag = (beside[..., 1::2] - beside[..., ::2]) / 2
+        imag = imag if self.eigen.imag is None else self.eigen.imag[..., ::2] + imag
+        blocks = BlockDiagonal(real.repeat_interleave(2, -1), imag.repeat_interleave(2, -1))
+        return blocks if self.phase is None else self.phase.multiply(blocks)
 
     def _entries(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Return the entries (i, columns[i]) of all terms but Λ; `rows` holds all i."""

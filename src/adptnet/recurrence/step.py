@@ -1,5 +1,7 @@
 """The ADPT recurrence x_t = M x_{t-1} + drive_t: a step, its operator M and its Jacobian.
 
+With an input-driven phase P, the operator and the Jacobian are those of x_t = P M x_{t-1} + drive_t.
+
 Pure functions of `Parameters`, the parameters of a cell evaluated for one call. Every other program of the recurrence,
 such as a kernel, is compared with `step`; `analysis.definition` defines the same step with dense matrices.
 """
@@ -17,11 +19,13 @@ from .conjugates import (
     Eigen,
     Exact,
     MultiHeadConjugate,
+    PhasedConjugate,
     Product,
     RotatedBlocks,
     Taylor,
 )
-from .directions import DirectionMatrices, Directions, FromState, KeyValue
+from .directions import DirectionMatrices, Directions, FromInput, FromState, KeyValue
+from .drive import unpack_phase
 from .jacobian import ProjectedDirection, StepJacobian, rotation_coefficients, step_jacobian, taylor_coefficients
 from .retractions import Retraction
 from .spectra import BlockDiagonal
@@ -68,6 +72,7 @@ class Parameters(NamedTuple):
     spectrum: Callable[[Tensor | None], BlockDiagonal] | None = None  # Λ̄ as a function of `dt`
     start: Tensor | None = None  # Q₀
     memory: Memory | None = None  # the state is then (x, w)
+    phased: bool = False  # whether the drive holds an input-driven phase P
 
 
 class DriveParts(NamedTuple):
@@ -75,6 +80,7 @@ class DriveParts(NamedTuple):
 
     drive: Tensor  # (*b, n)
     planes: list[KeyValue] | None  # None if the directions come from the state
+    phase: BlockDiagonal | None  # P, (*b, n); None without an input-driven phase
     dt: Tensor | None  # (*b, 1)
     beta: Tensor | None  # (*b, 1)
 
@@ -126,7 +132,8 @@ def conjugate(parameters: Parameters, state: Tensor, drive: Tensor) -> Conjugate
 def _make_operator(parameters: Parameters, x: Tensor, parts: DriveParts) -> Conjugate:
     eigen, planes, beta = evaluate_plane(parameters, x, parts)
     operator = parameters.conjugate.operator(eigen, planes, beta, parameters.retraction)
-    return operator if parameters.heads == 1 else MultiHeadConjugate(operator, parameters.heads)
+    operator = operator if parameters.heads == 1 else MultiHeadConjugate(operator, parameters.heads)
+    return operator if parts.phase is None else PhasedConjugate(operator, parts.phase)
 
 
 def evaluate_plane(
@@ -179,7 +186,9 @@ def jacobian(parameters: Parameters, state: Tensor, drive: Tensor) -> StepJacobi
     if parameters.memory is not None:
         return None
     parts, form = split_drive(parameters, drive), parameters.conjugate
-    if parameters.directions is None or not form.has_directions:
+    # directions of the input that are not part of the drive belong to a β of 0, where M = Λ̄
+    from_input = any(isinstance(m, Directions) and isinstance(m.spec, FromInput) for m in parameters.modules)
+    if parameters.directions is None or from_input or not form.has_directions:
         return _make_operator(parameters, state, parts)  # M does not depend on the state
     if type(form) not in (Exact, Product, Taylor) or form.planes > 1:
         return None  # a subclass may define another step
@@ -201,7 +210,8 @@ def jacobian(parameters: Parameters, state: Tensor, drive: Tensor) -> StepJacobi
     dtype = blocks.real.dtype
     pair = (module.key_projection, module.value_projection)
     directions = [ProjectedDirection(projection.dense().to(dtype), projection.bind(dtype)) for projection in pair]
-    return step_jacobian(state, blocks, direction.source, directions, coefficients)
+    closed = step_jacobian(state, blocks, direction.source, directions, coefficients)
+    return closed._replace(phase=parts.phase)
 
 
 def bound_radius(
@@ -239,13 +249,18 @@ def split_drive(parameters: Parameters, drive: Tensor) -> DriveParts:
         drive: (*b, features).
     """
     in_drive, by_dt, by_beta = parameters.directions is None, parameters.blocks is None, parameters.beta is None
-    if not (in_drive or by_dt or by_beta):
-        return DriveParts(drive, None, None, None)
+    if not (in_drive or by_dt or by_beta or parameters.phased):
+        return DriveParts(drive, None, None, None, None)
     size, heads = parameters.size, parameters.heads
     count = 2 * parameters.conjugate.planes if in_drive else 0
-    driven, *rest = drive.split([size, *[size] * count, *[1] * by_dt, *[1] * by_beta], -1)
+    vector_count = count + parameters.phased
+    driven, *rest = drive.split([size, *[size] * vector_count, *[1] * by_dt, *[1] * by_beta], -1)
     vectors = [v if heads == 1 else v.unflatten(-1, (heads, -1)) for v in rest[:count]]
     planes = [KeyValue(*vectors[i : i + 2]) for i in range(0, count, 2)]
     return DriveParts(
-        driven, planes if in_drive else None, rest[count] if by_dt else None, rest[-1] if by_beta else None
+        driven,
+        planes if in_drive else None,
+        unpack_phase(rest[count]) if parameters.phased else None,
+        rest[vector_count] if by_dt else None,
+        rest[-1] if by_beta else None,
     )

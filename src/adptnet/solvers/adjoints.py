@@ -13,11 +13,13 @@ from torch.utils.checkpoint import checkpoint
 from ..cells.base import Cell
 from ..cells.structure import make_step
 from ..errors import IncompatibleError, InputError
-from ..ops import _buffers
+from ..ops import _buffers, _gpu
 from ..ops._backends import Backend
 from ..ops._torch_state import separate_views
-from ..ops.tolerance import Tolerance, largest, random_signs, recent_scale, running_maximum_
+from ..ops.adpt_step import DevicePass
+from ..ops.tolerance import Tolerance, largest, recent_scale, running_maximum_
 from .convergence_test import Contraction, allowed_drift, default_rtol, rounding_excess
+from .rounding import PROBES, WORKING_SET, accumulate, limit_accumulated, random_signs, select, split_rows
 from .system import Loop, System, chunk_length
 from .time_axis import mark_before_reset
 from .transitions import Transition
@@ -25,6 +27,7 @@ from .transitions import Transition
 __all__ = ["Adjoint", "Backward", "Checkpointed", "Implicit", "Unrolled", "evaluate_steps"]
 
 PATIENCE = 3  # rises of the residual in a row after which the iterations for a gradient stop
+MARGIN = 8  # how many times its measured size the rounding error of a residual may be
 
 
 class Adjoint(abc.ABC):  # noqa: B024 - the two kinds below share no method, only their place in a call
@@ -260,37 +263,45 @@ class _GradientTolerance:
             self.starts = starts if part.reset is None else part.reset.unsqueeze(-1).clone()
             if self.axis.rank == 0:
                 self.starts[:, 0] = True
-        self.rounding: Tensor | None = None
 
-    def allowed(self, g: Tensor, residual: Tensor, left: int, rounding: Callable[[], Tensor]) -> Tensor:
+    def allowed(self, g: Tensor, left: int) -> Tensor:
         """Return the tolerance of the residual of the first `left` steps, (batch, left, n).
 
         Args:
             g: (batch, time, n).
-            residual: (batch, left, n), its absolute value.
             left: The number of leading steps that have not converged.
-            rounding: Returns the rounding error of the residual. It is the smallest tolerance once all residuals are
-                within the tolerance by the recent scale of g.
         """
         least = torch.finfo(g.dtype).tiny
         cut, later = mark_before_reset(self.reset), self.axis.later_scale(g, self.reset)
         scale = recent_scale(g, cut, later, reverse=True)
-        strict = recent = scale.mul_(self.rtol).add_(least)[:, :left]
+        allowed = scale.mul_(self.rtol).add_(least)[:, :left]
         if self.magnitude is not None:
             weighted = self.axis.later_maximum(running_maximum_(g.abs().mul_(self.magnitude), reverse=True))
             weighted = weighted[:, :left].div_(self.magnitude[:, :left])
-            strict = torch.minimum(strict, weighted.mul_(self.rtol).add_(least))
+            torch.minimum(allowed, weighted.mul_(self.rtol).add_(least), out=allowed)
+            del weighted
         if self.starts is not None:
             alone = g[:, :left].abs().mul_(self.rtol).add_(least)
-            strict = torch.where(self.starts[:, :left], torch.minimum(strict, alone), strict)
-        if strict is recent:
-            return recent
-        if self.rounding is None:
-            above = torch.stack([~(residual <= allowed).all() for allowed in (recent, strict)])
-            above_recent, above_strict = self.axis.maximum(above.to(torch.uint8)).bool().tolist()
-            if above_strict and not above_recent:
-                self.rounding = rounding()
-        return strict if self.rounding is None else torch.minimum(recent, strict.maximum(self.rounding[:, :left]))
+            allowed = torch.where(self.starts[:, :left], torch.minimum(allowed, alone), allowed)
+        return allowed
+
+    def find_cancelling(self, g: Tensor, size: Tensor, suspected: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the steps that are within tolerance as a whole, as all after them are, in suspected sequences.
+
+        Args:
+            g: (batch, time, n).
+            size: (batch, left), the largest residual of each step.
+            suspected: (batch, left) bool, whether the residual of a step may be a rounding error.
+
+        Returns:
+            (batch, left) bool, False for sequences without a suspected step; and (batch, left, 1), the residual allowed
+            relative to the largest entry of the step.
+        """
+        entries = largest(g)
+        entries[:, :-1] = torch.maximum(entries[:, :-1], entries[:, 1:])
+        whole = entries[:, : size.shape[1]].mul_(self.rtol).add_(torch.finfo(g.dtype).tiny)
+        settled = (size <= whole).flip(1).cumprod(1).flip(1).bool()
+        return settled & (settled & suspected).any(1, keepdim=True), whole.unsqueeze(-1)
 
 
 class _Progress:
@@ -307,19 +318,41 @@ class _Progress:
         self.drift = allowed_drift(Tolerance(0.0, rtol), steps, dtype)
         self.rounding = rounding_excess(Tolerance(0.0, rtol), dtype)
         self.contraction: Contraction | None = None
+        self.is_rate_known = False
 
-    def is_converged(self, excess: Tensor, move: Tensor) -> Tensor:
-        """Return whether each step has converged, (batch, remaining steps).
+    def mark_stagnating(self, excess: Tensor) -> Tensor:
+        """Return whether the residual of each step may be a rounding error, (batch, remaining steps).
+
+        Args:
+            excess: The residual of each step, in tolerances.
+        """
+        if self.contraction is None:
+            return torch.zeros_like(excess, dtype=torch.bool)
+        return self.contraction.mark_stagnating(excess)
+
+    def update(self, excess: Tensor) -> None:
+        """Update the rate of convergence.
+
+        Args:
+            excess: The residual of each step, in tolerances.
+        """
+        if self.contraction is None:
+            self.contraction = Contraction(excess, self.rounding)
+        else:
+            self.contraction.update(excess)
+            self.is_rate_known = True
+
+    def error(self, excess: Tensor, move: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Return the estimated error of each step, (batch, remaining steps); infinity if its residual is too large.
 
         Args:
             excess: The residual of each step, in tolerances.
             move: The change of each step in the next iteration, in tolerances.
+            rows: The sequences that they belong to; None for all.
         """
-        if self.contraction is None:  # the rate of convergence is not known yet
-            self.contraction = Contraction(excess, self.rounding)
-            return (excess <= self.rounding) & (move <= self.drift)
-        self.contraction.update(excess)
-        return (excess <= 1) & (self.contraction.error(move, self.steps) <= self.drift)
+        assert self.contraction is not None
+        error = self.contraction.part(rows, 0).error(move, self.steps)
+        return torch.where(excess <= (1 if self.is_rate_known else self.rounding), error, torch.inf)
 
     def drop(self, count: int) -> None:
         """Exclude steps that have converged in all sequences.
@@ -329,6 +362,16 @@ class _Progress:
         """
         assert self.contraction is not None
         self.contraction = self.contraction.part(None, count)
+
+
+def _largest_ratio(values: Tensor, limits: Tensor) -> Tensor:
+    """Return the largest |values| / limits of each step, (batch, time), computed for a few sequences at a time.
+
+    Args:
+        values, limits: (batch, time, n).
+    """
+    rows = max(1, WORKING_SET // max(1, values[:1].numel()))
+    return torch.cat([(a / b).abs_().amax(-1) for a, b in zip(values.split(rows), limits.split(rows), strict=True)])
 
 
 class Backward:
@@ -356,6 +399,7 @@ class Backward:
         self.has_initial_gradient = system.initial.requires_grad or system.reset_state.requires_grad
         with torch.no_grad():
             self.system = system.detach(make_step(cell))
+            self.device_pass = _find_device_pass(cell, self.system)
 
     def solve(self, gradient: Tensor, states: Tensor) -> Tensor:
         """Return g from dL/dx, solved block by block from the last to the first.
@@ -419,18 +463,38 @@ class Backward:
         for _ in range(iterations):
             residual = torch.sub(known[:, :left], g[:, :left], out=buffer[:, :left])
             self._pull_back_all(part, states, g, left, residual)
-            size = residual.abs()
-            allowed = tolerance.allowed(g, size, left, lambda: self._rounding(part, states, known, g))
-            excess, worst = axis.later_maximum((size / allowed).amax(-1)), float(axis.maximum(size.amax()))
-            del size
+            size, allowed = largest(residual), tolerance.allowed(g, left)
+            excess = _largest_ratio(residual, allowed)
+            suspected = progress.mark_stagnating(excess.flip(1)).flip(1)
+            cancelling, whole = tolerance.find_cancelling(g, size, suspected)
+            worst, any_cancelling = axis.maximum(torch.stack((size.amax(), cancelling.any().to(size)))).tolist()
+            if any_cancelling:
+                rounding = self._rounding(part, states, known, g)[:, :left].mul_(MARGIN)
+                torch.minimum(rounding, whole, out=rounding).masked_fill_(~cancelling.unsqueeze(-1), 0.0)
+                torch.maximum(allowed, rounding, out=allowed)
+                del rounding
+                excess = _largest_ratio(residual, allowed)
+            excess = axis.later_maximum(excess)
             rises = rises + 1 if worst > previous else 0
             previous = worst
             if rises == PATIENCE or not math.isfinite(worst):
                 break
             move = scan_back(residual)
             g[:, :left] += move
-            converged = progress.is_converged(excess.flip(1), (move.abs_() / allowed).amax(-1).flip(1)).flip(1)
-            count = axis.count_trailing(converged.all(0))
+            progress.update(excess.flip(1))
+            error = progress.error(excess.flip(1), _largest_ratio(move, allowed).flip(1)).flip(1)
+            drifting = (excess <= 1).all(1) & ~(error <= progress.drift).all(1) & error.isfinite().all(1)
+            for rows in split_rows(axis.maximum(drifting.to(torch.uint8)).nonzero().squeeze(-1), total * g.shape[2]):
+                some, (inside, outer, of) = (
+                    select(part, rows),
+                    (each.index_select(0, rows) for each in (states, known, g)),
+                )
+                raised = limit_accumulated(*self._accumulated(some, inside, outer, of, left), rtol, progress.drift)
+                raised = torch.maximum(allowed.index_select(0, rows), raised.div_(progress.drift))
+                size = _largest_ratio(move.index_select(0, rows), raised)
+                explained = progress.error(excess.index_select(0, rows).flip(1), size.flip(1), rows).flip(1)
+                error[rows] = torch.where(drifting[rows].unsqueeze(-1), explained, error[rows])
+            count = axis.count_trailing((error <= progress.drift).all(0))
             if axis.is_split:
                 unconverged = total - count
             else:
@@ -441,11 +505,31 @@ class Backward:
         return unconverged
 
     def _rounding(self, part: System, states: Tensor, known: Tensor, g: Tensor) -> Tensor:
-        """Return the residual that the rounding of g and of dL/dx alone may cause, (batch, time, n)."""
-        rounding = torch.finfo(g.dtype).eps
-        change = torch.zeros_like(g)
-        self._pull_back_all(part, states, random_signs(g).mul_(rounding).mul_(g), part.steps, change)
-        return 8 * (change.abs_() + rounding * known.abs())
+        """Return the residual that the rounding of g, of the states and of dL/dx alone may cause, (batch, time, n)."""
+        eps, rounding = torch.finfo(g.dtype).eps, torch.empty_like(g)
+        every = torch.arange(len(g), device=g.device)
+        for rows in split_rows(every, part.axis.total(part.steps) * g.shape[2]):
+            some, at, of = select(part, rows), states.index_select(0, rows), g.index_select(0, rows)
+            pulled, change = torch.zeros_like(of), known.index_select(0, rows).abs().mul_(eps)
+            largest_change = torch.zeros_like(of)
+            self._pull_back_all(some, at, of, part.steps, pulled)
+            for seed in range(PROBES):
+                factor, found = random_signs(of, seed, reverse=True).mul_(eps).add_(1), pulled.neg()
+                self._pull_back_all(some, at * factor, of * factor, part.steps, found)
+                torch.maximum(largest_change, found.abs_(), out=largest_change)
+            rounding[rows] = change.add_(largest_change)
+        return rounding
+
+    def _accumulated(self, part: System, states: Tensor, known: Tensor, g: Tensor, left: int) -> tuple[Tensor, Tensor]:
+        """Return the recent scale of accumulated rounding errors, and the largest |g| since the last reset."""
+        assert self.linearize is not None
+        rounding, cut = self._rounding(part, states, known, g)[:, :left], mark_before_reset(part.reset)
+        with torch.no_grad():
+            transition = self.linearize(part, part.entering_states(states))
+        total = accumulate(rounding, part.axis.make_scan_back(transition, part.reset, part.steps), reverse=True)
+        del rounding
+        total = recent_scale(total, None if cut is None else cut[:, :left], reverse=True)
+        return total, recent_scale(g, cut, reverse=True, half_life=math.inf)[:, :left]
 
     def _pull_back_all(self, part: System, states: Tensor, g: Tensor, left: int, to: Tensor) -> None:
         """Add J'_{t+1} g_{t+1} to `to` for the first `left` steps t, also that of the next process."""
@@ -466,15 +550,24 @@ class Backward:
         for start in range(times.start, times.stop, length):
             at = slice(start, min(start + length, times.stop))
             here = part.slice_steps(states, at.start, at.stop)
-            with torch.enable_grad():
-                point = here.entering_states(states[:, at]).detach().requires_grad_()
-                values = here.step(point, *here.step_inputs)
-                if not values.requires_grad:
-                    continue  # a step that does not depend on the state
-                (pulled,) = torch.autograd.grad(values, point, g[:, at], materialize_grads=True)
+            pulled = self._differentiate_steps(here, here.entering_states(states[:, at]), g[:, at])
+            if pulled is None:
+                continue  # a step that does not depend on the state
             if part.reset is not None:
                 pulled = pulled.masked_fill(part.reset[:, at].unsqueeze(-1), 0.0)
             to[:, start - times.start : at.stop - times.start] += pulled
+
+    def _differentiate_steps(self, part: System, entering: Tensor, g: Tensor) -> Tensor | None:
+        """Return J'g of every step, by a kernel if there is one; None if no step depends on the state."""
+        if self.device_pass is not None:
+            return self.device_pass.pull_back(entering, part.step_inputs[0], g)
+        with torch.enable_grad():
+            point = entering.detach().requires_grad_()
+            values = part.step(point, *part.step_inputs)
+            if not values.requires_grad:
+                return None
+            (pulled,) = torch.autograd.grad(values, point, g, materialize_grads=True)
+        return pulled
 
     def differentiable_gradient(
         self, gradient: Tensor, drive: Tensor, initial: Tensor, reset_state: Tensor, parameters: list[Tensor]
@@ -504,6 +597,15 @@ class Backward:
                 "step uses one from outside. Make it a parameter of an nn.Module and pass that to cells.from_function, "
                 "or pass adjoint=adjoints.Unrolled()."
             )
+
+
+def _find_device_pass(cell: Cell, system: System) -> DevicePass | None:
+    """Return the kernels for the step of a cell on a GPU; None if there are none."""
+    make_pass = cell.structure().newton_pass
+    if make_pass is None or not _gpu.is_gpu(system.initial.device) or len(system.step_inputs) != 1:
+        return None
+    found = make_pass(system.initial, system.step_inputs[0], diagonal=False)
+    return found if isinstance(found, DevicePass) else None
 
 
 class _SequentialRun(nn.Module):

@@ -1,11 +1,11 @@
 """Automatic choice of a solver by device, batch size, state size and length, with the reason as a sentence."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..cells.base import ADPTState, Cell
+from ..cells.base import Cell
 from ..cells.spec import ADPTSpec
 from ..cells.structure import choose_scan, find_eigenvalues
 from ..ops._backends import Backend, note_run
@@ -14,7 +14,7 @@ from .adjoints import Adjoint
 from .base import Solution, Solver
 from .blockwise import BlockWise
 from .newton import DEER, ConvDEER, QuasiDEER
-from .problem import check_cell
+from .problem import resolve_system
 from .sequential import Sequential
 
 __all__ = ["Auto", "Choice"]
@@ -51,7 +51,6 @@ class Auto(Solver):
             steps: Their length.
             device: The device of the inputs.
         """
-        check_cell(cell)
         size = cell.state_size
         what = f"batch {batch}, {steps} steps, state size {size}, on {torch.device(device).type}"
         if steps < SHORT:
@@ -74,15 +73,16 @@ class Auto(Solver):
 
     def __call__(
         self,
-        cell: Cell,
+        cell: nn.Module,
         inputs: Tensor,
-        state: Tensor | ADPTState | None = None,
+        state: Any = None,
         *,
         guess: Tensor | None = None,
         lengths: Tensor | None = None,
         reset: Tensor | None = None,
         adjoint: Adjoint | None = None,
     ) -> Solution:
+        cell, inputs, state, reset = resolve_system(cell, inputs, state, reset)
         batch = inputs.shape[0] if inputs.dim() == 3 else 1
         choice = self.choose(cell, batch, inputs.shape[-2] if inputs.dim() > 1 else 0, inputs.device)
         solver = choice.solver

@@ -3,11 +3,12 @@
 import abc
 import dataclasses
 import enum
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..cells.base import ADPTState, Cell
+from ..cells.base import Cell
 from .adjoints import Adjoint
 from .fixed_point import History
 
@@ -40,6 +41,8 @@ class Solution:
         residual: (batch,), max |f(s_{t-1}) - s_t|.
         converged_steps: (batch,) int64, the number of leading steps that have converged.
         solver: The solver that was used.
+        cell: The cell. `solution.cell.unravel(solution.states)` has the structure of the module or function that it
+            wraps.
         history: The residuals of each iteration; None for solvers that do not iterate.
     """
 
@@ -51,12 +54,18 @@ class Solution:
     residual: Tensor
     converged_steps: Tensor
     solver: "Solver"
+    cell: Cell
     history: History | None = None
 
     @property
     def result(self) -> Result:
         """Worst result of the batch."""
         return Result(int(self.results.max())) if self.results.numel() else Result.CONVERGED
+
+    @property
+    def outputs(self) -> Tensor:
+        """The outputs of the cell, (batch, time, output_size); for an `nn.LSTM` h of the last layer at each step."""
+        return self.cell.output(self.states)
 
     def __repr__(self) -> str:
         return (
@@ -79,9 +88,9 @@ class Solver(abc.ABC):
     @abc.abstractmethod
     def __call__(
         self,
-        cell: Cell,
+        cell: nn.Module,
         inputs: Tensor,
-        state: Tensor | ADPTState | None = None,
+        state: Any = None,
         *,
         guess: Tensor | None = None,
         lengths: Tensor | None = None,
@@ -91,9 +100,11 @@ class Solver(abc.ABC):
         """Solve a batch of sequences.
 
         Args:
-            cell: The cell, which defines one step.
-            inputs: (batch, time, features), or (time, features) for one sequence.
-            state: The state that enters the first step, (batch, state_size); the cell's initial state if not given.
+            cell: The cell, which defines one step; or a layer, or an `nn.GRU` or another module of `torch.nn`.
+            inputs: (batch, time, features), or (time, features) for one sequence. A layer or module with
+                `batch_first=False` takes (time, batch, features); the solution is batch first nevertheless.
+            state: The state that enters the first step, (batch, state_size), or in the structure of the module or
+                function that the cell wraps; the cell's initial state if not given.
             guess: (batch, time, state_size), the states to start from, for solvers that iterate.
             lengths: (batch,) true lengths of right-padded sequences. States past the end are zero, and `final` is the
                 state at the true end.

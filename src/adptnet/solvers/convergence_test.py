@@ -65,6 +65,7 @@ class Contraction:
     """
 
     SLOW = 0.9
+    STAGNATING = 0.75
     SHARE = 1 / 16  # weight of the last iteration in the mean of ln θ: near rounding the residual falls in jumps
 
     def __init__(self, excess: Tensor, rounding: float):
@@ -87,6 +88,14 @@ class Contraction:
         forget = ~above & (following > self.now) & (~self.sure | (self.rate < self.SLOW))
         self.rate = torch.where(forget, 0.0, self.rate)
         self.now = following
+
+    def mark_stagnating(self, excess: Tensor) -> Tensor:
+        """Return whether the residual of each step is above rounding but has hardly fallen, (batch, time).
+
+        Args:
+            excess: (batch, time), of the next iterate.
+        """
+        return (excess > self.rounding) & (_prefix_maximum(excess) > self.STAGNATING * self.now)
 
     def error(self, move: Tensor, steps: int) -> Tensor:
         """Return the estimated error of each step, in the units of `move`.

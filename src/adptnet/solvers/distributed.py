@@ -23,7 +23,7 @@ from .base import Solution, Solver
 from .distributed_adjoint import attach
 from .newton import Newton
 from .parallel import check_guess, full_precision, is_transform_active
-from .problem import make_problem
+from .problem import make_problem, resolve_system
 from .ranks import RankedTimeAxis, Ranks
 from .step_check import check_step
 
@@ -65,15 +65,16 @@ class TimeParallel(Solver):
 
     def __call__(
         self,
-        cell: Cell,
+        cell: nn.Module,
         inputs: Tensor,
-        state: Tensor | ADPTState | None = None,
+        state: Any = None,
         *,
         guess: Tensor | None = None,
         lengths: Tensor | None = None,
         reset: Tensor | None = None,
         adjoint: Adjoint | None = None,
     ) -> Solution:
+        cell, inputs, state, reset = resolve_system(cell, inputs, state, reset)
         ranks = Ranks(self.group)
         with torch.autocast(inputs.device.type, enabled=False), full_precision():
             with ranks.synchronize_errors() as calls:
@@ -111,6 +112,7 @@ class TimeParallel(Solver):
             residual=outcome.residual,
             converged_steps=outcome.converged_steps,
             solver=self,
+            cell=cell,
             history=outcome.history,
         )
 

@@ -13,9 +13,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..ops.adpt_step import Outcome, Rules
 from ..ops.tolerance import Tolerance
 from .convergence_test import Contraction, allowed_drift, rounding_excess
 from .iterates import EvaluatedIterate, Iterate, MeasuredIterate, MeasureFunction
+from .rounding import find_cancelling_steps, split_rows
 from .system import System
 from .transitions import Transition
 
@@ -57,6 +59,7 @@ class IterationResult(NamedTuple):
     residual: Tensor
     converged_steps: Tensor
     history: History
+    all_converged: bool | None = None  # the same for all sequences, where the host knows it already
 
 
 class Limits(NamedTuple):
@@ -94,11 +97,13 @@ class UpdateRule:
         damping: The damping of the iteration.
         fused: Computes the residual of an iterate and the next iterate in one operation, in place of `linearize` and
             `damping`.
+        iterate: Runs the whole loop on a GPU; see `DevicePass`.
     """
 
     linearize: Callable[[System, Tensor | None, int, Tensor], Transition]
     damping: StepDamping
     fused: MeasureFunction | None = None
+    iterate: Callable[..., Outcome | None] | None = None
 
 
 RETRIES = 3  # how often a sequence with a non-finite iterate is reset before it is given up
@@ -114,6 +119,10 @@ def solve(system: System, guess: Tensor, rule: UpdateRule, tolerance: Tolerance,
         tolerance: The tolerance of a converged step. Convergence is tested on each new iterate.
         limits: The limits of the loop.
     """
+    if rule.iterate is not None and guess.numel() and limits.most:
+        found = _solve_on_device(system, guess, rule.iterate, tolerance, limits)
+        if found is not None:
+            return found
     loop = _NewtonLoop(system, guess, rule, tolerance, limits)
     del guess  # as large as the states, and the caller holds no reference either
     while not loop.is_finished:
@@ -121,6 +130,30 @@ def solve(system: System, guess: Tensor, rule: UpdateRule, tolerance: Tolerance,
         loop.test()
         loop.drop()
     return loop.result()
+
+
+def _solve_on_device(
+    system: System, guess: Tensor, iterate: Callable[..., Outcome | None], tolerance: Tolerance, limits: Limits
+) -> IterationResult | None:
+    """Run the loop on a GPU; None if a sequence needs the loop on the host, which then starts anew."""
+    total = system.axis.total(system.steps)
+    slack = _allowed_error(system, tolerance, total, guess.dtype)
+    rules = Rules(*limits, slack, rounding_excess(tolerance, guess.dtype), total)
+    given = system.step_inputs[0], system.initial, system.reset_state, system.reset
+    found = iterate(guess, *given, tolerance=tolerance, recent=system.recent_scale, rules=rules)
+    if found is None:
+        return None
+    return IterationResult(
+        found.states,
+        found.converged,
+        torch.ones_like(found.converged),
+        found.rising,
+        found.iterations,
+        found.residual,
+        found.converged_steps,
+        History(found.residuals, found.prefixes),
+        found.all_converged,
+    )
 
 
 @dataclasses.dataclass
@@ -151,6 +184,7 @@ class _NewtonLoop:
         self.rows: Tensor | None = None  # the remaining sequences; None for all
         self.start = 0  # the first remaining step
         self.iteration = 0
+        self.next_probe, self.pause = 1, 1  # when and how often rounding errors of f are measured
         self.kept: Tensor | None = None  # the states of dropped steps and sequences, allocated when needed
         self.progress = _Progress(batch, self.total, system, guess)
         self.is_finished = not batch or not steps or not limits.most
@@ -175,8 +209,10 @@ class _NewtonLoop:
     def test(self) -> None:
         """Test which steps have converged, and which sequences are finished."""
         at, sequences, limits = self.at, self.sequences, self.limits
+        self._allow_rounding()
         self.contraction.update(at.excess)
         self.error = self.contraction.error(at.next_change(), self.total)
+        self._exclude_rounding()
         leading, converged = slice(0, self.error.shape[1]), at.within_tolerance.clone()
         self.droppable = converged[:, leading] & (self.error <= min(1.0, self.slack))
         converged[:, leading] &= self.error <= self.slack
@@ -194,6 +230,33 @@ class _NewtonLoop:
         self.progress.mark(self.rows, self.done, finite, is_rising)
         may_stop = self.iteration >= limits.least
         self.stopped = ((self.done | is_rising) if may_stop else torch.zeros_like(finite)) | ~finite
+
+    def _allow_rounding(self) -> None:
+        """Raise the tolerances of steps whose residual no longer falls to the rounding error of f.
+
+        If that does not explain their residual, the next attempts are made after 2, 4, 8, ... iterations.
+        """
+        at, axis = self.at, self.at.system.axis
+        if self.iteration < self.next_probe:
+            return
+        found = find_cancelling_steps(self.contraction.mark_stagnating(at.excess), at.mark_settled())
+        if not bool(axis.maximum(at.residual.new_tensor(float(found is not None)))):
+            return
+        before = at.excess.clone()
+        at.allow_rounding(found)
+        helped = axis.maximum((at.excess < 0.5 * before).any().to(torch.uint8))
+        self.pause = 1 if bool(helped) else 2 * self.pause
+        self.next_probe = self.iteration + self.pause
+
+    def _exclude_rounding(self) -> None:
+        """Compare the error with accumulated rounding errors in sequences that are within tolerance, but whose error is
+        not."""
+        at, axis = self.at, self.at.system.axis
+        flags = (~at.within_tolerance.all(1), ~(self.error <= self.slack).all(1))
+        unsettled, drifting = axis.maximum(torch.stack(flags).to(torch.uint8)).bool()
+        for rows in split_rows((~unsettled & drifting).nonzero().squeeze(-1), self.total * self.shape[2]):
+            move = at.next_change_beyond_rounding(rows, self.slack)
+            self.error[rows] = self.contraction.part(rows, 0).error(move, self.total)
 
     def drop(self) -> None:
         """Drop finished sequences, then leading steps that have converged in all others."""

@@ -10,20 +10,22 @@ from ..cells.base import Cell
 from ..cells.structure import find_eigenvalues
 from ..errors import IncompatibleError
 from ..ops._backends import REFERENCE, Backend, note_run
-from ..ops.adpt_step import Pass, reference
+from ..ops.adpt_step import DevicePass, Pass, reference
 from ..ops.tolerance import Tolerance
 from .damping import Damping
-from .iterates import MeasuredIterate, MeasureFunction, fails_only_per_channel, measure_residual
+from .iterates import MeasuredIterate, MeasureFunction
 from .linearizations import Linearization
+from .rounding import CancellingSteps, allow_rounding, select
 from .system import System
+from .transitions import Transition
 
-__all__ = ["make_fused_measure"]
+__all__ = ["find_newton_pass", "make_measure"]
 
 
-def make_fused_measure(
+def find_newton_pass(
     cell: Cell, system: System, linearization: Linearization, damping: Damping, tiles: int | None
-) -> MeasureFunction | None:
-    """Return a function that computes residuals and the next iterate in one pass; None if there is no such operation.
+) -> Callable[..., Pass] | None:
+    """Return the operation that computes residuals and the next iterate in one pass; None if there is none.
 
     Args:
         cell: The cell of the system.
@@ -47,16 +49,32 @@ def make_fused_measure(
             note_run("iteration", Backend(REFERENCE, reason), log=False)
         else:
             newton_pass = make_pass(system.initial, system.step_inputs[0], diagonal=diagonal)
-        if newton_pass is None and tiles is not None:
+        if tiles is not None and (newton_pass is None or isinstance(newton_pass, DevicePass)):
             newton_pass = _make_reference_pass(cell, system, diagonal)
-    if newton_pass is not None:
-        return lambda part, states, tolerance: _FusedIterate(part, states, tolerance, newton_pass, tiles)
-    if tiles is None:
-        return None
+    if newton_pass is not None or tiles is None:
+        return newton_pass
     raise IncompatibleError(
         f"tiles={tiles}: a sweep over tiles needs undamped ConvDEER or ForwardDEER, a cell with a real spectrum, and "
         "no lengths=. Drop tiles=."
     )
+
+
+def make_measure(
+    newton_pass: Callable[..., Pass] | None, cell: Cell, linearization: Linearization, tiles: int | None
+) -> MeasureFunction | None:
+    """Return a function that measures an iterate by one pass; None without such an operation.
+
+    Args:
+        newton_pass: The operation.
+        cell, linearization, tiles: As in `find_newton_pass`.
+    """
+    if newton_pass is None:
+        return None
+
+    def linearize(part: System, entering: Tensor) -> Transition:
+        return linearization.transition(cell, part, entering)
+
+    return lambda part, states, tolerance: _FusedIterate(part, states, tolerance, newton_pass, linearize, tiles)
 
 
 def _explain_unsupported(system: System, linearization: Linearization, damping: Damping) -> Backend | None:
@@ -96,11 +114,12 @@ class _FusedIterate(MeasuredIterate):
         states: Tensor,
         tolerance: Tolerance,
         newton_pass: Callable[..., Pass],
+        linearize: Callable[[System, Tensor], Transition],
         tiles: int | None,
     ):
         has_dense_rows = states.stride(2) == 1 and states.stride(1) == states.shape[2]
         self.states = states.clone() if tiles is not None else states if has_dense_rows else states.contiguous()
-        self.system = system
+        self.system, self.tolerance, self.linearize = system, tolerance, linearize
         result = newton_pass(
             self.states,
             system.step_inputs[0],
@@ -112,17 +131,30 @@ class _FusedIterate(MeasuredIterate):
             tiles=tiles,
         )
         self.next, self.residual, self.excess, self.move = result.states, result.residual, result.excess, result.move
-        if fails_only_per_channel(tolerance, result.residual, result.excess, result.scale):
-            residual = measure_residual(system, self.states, tolerance)
-            self.excess = residual.excess
-            self.move = ((self.next - self.states).abs() / residual.allowed).amax(-1)
+        self.scale = result.scale
         self.within_tolerance = self.excess <= 1  # False for NaN
+
+    def allow_rounding(self, found: CancellingSteps | None) -> None:
+        for part in [] if found is None else found.split(self.states.shape[2]):
+            rows, at = part.rows, slice(None, part.steps)
+            values, allowed = allow_rounding(self.system, self.states, self.tolerance, part)
+            before, after = (each.index_select(0, rows)[:, at] for each in (self.states, self.next))
+            self.excess[rows, at] = ((values - before).abs_() / allowed).amax(-1)
+            self.move[rows, at] = ((after - before).abs_() / allowed).amax(-1)
+        self.within_tolerance = self.excess <= 1
 
     def next_states(self, strength: Tensor) -> Tensor:
         return self.next
 
     def next_change(self) -> Tensor:
         return self.move[:, : self.count_leading()]
+
+    def next_change_beyond_rounding(self, rows: Tensor, slack: float) -> Tensor:
+        states, part = self.states.index_select(0, rows), select(self.system, rows)
+        entering = part.entering_states(states)
+        transition = self.linearize(part, entering)
+        allowed = self.tolerance.allowed(part.evaluate(entering), part.reset, part.recent_scale)
+        return self.exclude_rounding(rows, slack, transition, self.next.index_select(0, rows) - states, allowed)
 
     def refine(self, rows: Tensor | None, steps: int) -> None:
         at = slice(None) if rows is None else rows
@@ -131,7 +163,7 @@ class _FusedIterate(MeasuredIterate):
     def part(self, rows: Tensor | None, start: int) -> "_FusedIterate":
         left = copy.copy(self)
         left.system = self.part_system(rows, start)
-        for name in ("states", "next", "residual", "excess", "move", "within_tolerance"):
+        for name in ("states", "next", "residual", "excess", "scale", "move", "within_tolerance"):
             every = getattr(self, name)[:, start:]
             setattr(left, name, every if rows is None else every.index_select(0, rows))
         return left

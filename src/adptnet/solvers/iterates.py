@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..ops.tolerance import Tolerance, largest
+from .rounding import CancellingSteps, allow_accumulated, allow_rounding, select
 from .system import System, chunk_length
 from .transitions import Transition
 
@@ -20,7 +21,6 @@ __all__ = [
     "MeasuredIterate",
     "Residual",
     "UpdateFunction",
-    "fails_only_per_channel",
     "measure_residual",
     "newton_update",
 ]
@@ -69,16 +69,20 @@ class MeasuredIterate(abc.ABC):
 
     Attributes:
         system: The equations.
+        tolerance: The tolerance of the residual.
         states: (batch, time, n).
         residual: (batch, time), the largest residual of each step.
         excess: (batch, time), the same, each channel divided by its tolerance.
+        scale: (batch, time), the largest entry of each step, of its entering state and of f.
         within_tolerance: (batch, time) bool, whether the excess is at most 1.
     """
 
     system: System
+    tolerance: Tolerance
     states: Tensor
     residual: Tensor
     excess: Tensor
+    scale: Tensor
     within_tolerance: Tensor
 
     @abc.abstractmethod
@@ -90,10 +94,33 @@ class MeasuredIterate(abc.ABC):
         """
 
     @abc.abstractmethod
+    def allow_rounding(self, found: CancellingSteps | None) -> None:
+        """Raise the tolerances of some steps to the rounding error of f.
+
+        Args:
+            found: The steps; None if there are none in this process, but in another one.
+        """
+
+    def mark_settled(self) -> Tensor:
+        """Return whether each step is within tolerance relative to its largest entry, (batch, time)."""
+        return self.residual <= self.tolerance.relative * self.scale + self.tolerance.floor(self.scale.dtype)
+
+    @abc.abstractmethod
     def next_change(self) -> Tensor:
         """Return the size of the undamped change of the next iteration, in tolerances, (batch, leading steps).
 
         The leading steps are those of `count_leading`.
+        """
+
+    @abc.abstractmethod
+    def next_change_beyond_rounding(self, rows: Tensor, slack: float) -> Tensor:
+        """Return `next_change` of sequences in which all steps are within tolerance, (len(rows), time).
+
+        The tolerances are raised to the rounding errors of f that accumulate along the sequence.
+
+        Args:
+            rows: Indices of the sequences.
+            slack: The number of tolerances that an error may be.
         """
 
     @abc.abstractmethod
@@ -116,6 +143,22 @@ class MeasuredIterate(abc.ABC):
             rows: Indices of the sequences; None for all.
             start: The first step.
         """
+
+    def exclude_rounding(
+        self, rows: Tensor, slack: float, transition: Transition, change: Tensor, allowed: Tensor
+    ) -> Tensor:
+        """Return the size of a change in tolerances that are raised to accumulated rounding errors, (len(rows), time).
+
+        Args:
+            rows, slack: As in `next_change_beyond_rounding`.
+            transition: The linearization of the sequences.
+            change: (len(rows), time, n).
+            allowed: (len(rows), time, n), their tolerances.
+        """
+        part, states = select(self.system, rows), self.states.index_select(0, rows)
+        accumulated = allow_accumulated(part, states, transition, self.tolerance, slack)
+        size = (change.abs() / torch.maximum(allowed, accumulated / slack)).amax(-1)
+        return size if part.valid is None else torch.where(part.valid, size, 0.0)
 
     def count_leading(self) -> int:
         """Return the number of steps before the first that is not within tolerance, in the sequence that has most.
@@ -166,10 +209,11 @@ class EvaluatedIterate(MeasuredIterate):
         update: UpdateFunction,
     ):
         self.system, self.states, self.update = system.axis.with_previous(system, states), states, update
-        self.entering, self.values, self.residual, excess, self.allowed = measure_residual(
+        self.tolerance = tolerance
+        self.entering, self.values, self.residual, self.own_excess, self.scale, self.allowed = measure_residual(
             self.system, states, tolerance
         )
-        self.excess = self.system.axis.earlier_maximum(excess)
+        self.excess = self.system.axis.earlier_maximum(self.own_excess)
         self.within_tolerance = self.excess <= 1  # False for NaN
         self.linearize = linearize
         self._transition: Transition | None = None
@@ -186,10 +230,24 @@ class EvaluatedIterate(MeasuredIterate):
         self._change = None
         return self.update(self.transition, self.system, Iterate(self.states, self.entering, self.values), strength)
 
+    def allow_rounding(self, found: CancellingSteps | None) -> None:
+        if found is not None:
+            for part in found.split(self.states.shape[2]):
+                _, allowed = allow_rounding(self.system, self.states, self.tolerance, part)
+                self.allowed[part.rows, : part.steps] = allowed
+            self.own_excess = _distance(self.system, self.values, self.states, self.allowed)[1]
+        self.excess = self.system.axis.earlier_maximum(self.own_excess)
+        self.within_tolerance = self.excess <= 1
+
     def next_change(self) -> Tensor:
         change = self._change = self._leading_change()
         size, valid = (change.abs() / self.allowed[:, : change.shape[1]]).amax(-1), self.system.valid
         return size if valid is None else torch.where(valid[:, : size.shape[1]], size, 0.0)
+
+    def next_change_beyond_rounding(self, rows: Tensor, slack: float) -> Tensor:
+        assert self._change is not None
+        change, allowed = self._change.index_select(0, rows), self.allowed.index_select(0, rows)
+        return self.exclude_rounding(rows, slack, self.transition.part(rows, 0), change, allowed)
 
     def _leading_change(self) -> Tensor:
         """Return the undamped change of the next iteration in the leading steps, (batch, leading steps, n)."""
@@ -210,7 +268,8 @@ class EvaluatedIterate(MeasuredIterate):
     def part(self, rows: Tensor | None, start: int) -> "EvaluatedIterate":
         left = copy.copy(self)
         left.system, left._transition = self.part_system(rows, start), self.transition.part(rows, start)
-        for name in ("states", "entering", "values", "residual", "excess", "within_tolerance", "allowed"):
+        per_step = ("residual", "own_excess", "excess", "scale", "within_tolerance")
+        for name in ("states", "entering", "values", "allowed", *per_step):
             values = getattr(self, name)[:, start:]
             setattr(left, name, values if rows is None else values.index_select(0, rows))
         if self._change is not None:
@@ -226,14 +285,12 @@ class Residual(NamedTuple):
     values: Tensor  # (batch, time, n), f of the entering states
     size: Tensor  # (batch, time), max |f(s_{t-1}) - s_t|
     excess: Tensor  # (batch, time), the same, each channel divided by its tolerance
+    scale: Tensor  # (batch, time), the largest entry of each step, of its entering state and of f
     allowed: Tensor  # (batch, time, n), the tolerances
 
 
 def measure_residual(system: System, states: Tensor, tolerance: Tolerance) -> Residual:
     """Return the residual of an iterate.
-
-    If every step is within tolerance relative to its largest entry but some channel is not, the tolerances are raised
-    to the rounding error of f.
 
     Args:
         system: The equations.
@@ -245,24 +302,7 @@ def measure_residual(system: System, states: Tensor, tolerance: Tolerance) -> Re
     allowed = tolerance.allowed(values, system.reset, system.recent_scale)
     size, excess = _distance(system, values, states, allowed)
     scale = torch.maximum(largest(entering), largest(values))
-    if not torch.compiler.is_compiling() and fails_only_per_channel(tolerance, size, excess, scale):
-        rounding = tolerance.allowed_for_rounding(system.evaluate, entering, values, system.reset)
-        allowed = torch.maximum(allowed, rounding)
-        size, excess = _distance(system, values, states, allowed)
-    return Residual(entering, values, size, excess, allowed)
-
-
-def fails_only_per_channel(tolerance: Tolerance, size: Tensor, excess: Tensor, scale: Tensor) -> bool:
-    """Return whether some sequence is within tolerance relative to the largest entry of each step, but not per channel.
-
-    Args:
-        tolerance: The tolerance of the residual.
-        size: (batch, time), the largest residual of each step.
-        excess: (batch, time), the same, each channel divided by its tolerance.
-        scale: (batch, time), the largest entry of each step.
-    """
-    whole = size <= tolerance.relative * scale + tolerance.floor(scale.dtype)
-    return bool(((excess > 1).any(-1) & whole.all(-1)).any())
+    return Residual(entering, values, size, excess, scale, allowed)
 
 
 def _distance(system: System, values: Tensor, states: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:

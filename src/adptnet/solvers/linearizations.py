@@ -138,8 +138,6 @@ class JacobianDiagonal(Linearization):
         drive = system.step_inputs[0]
         if self.probes is not None:
             return DiagonalTransition(BlockDiagonal(self._estimate(make_step(cell), entering, drive)))
-        lambda_bar = find_eigenvalues(cell)
-        pairs = lambda_bar is not None and lambda_bar.imag is not None
 
         def stack_blocks(state: Tensor, drive: Tensor) -> Tensor:
             blocks = compute_jacobian_blocks(cell, state, drive)
@@ -147,6 +145,7 @@ class JacobianDiagonal(Linearization):
             return real if blocks.imag is None else torch.cat((real, blocks.imag.expand_as(state)), -1)
 
         stacked = _map_chunks(stack_blocks, entering, drive, cell.state_size)
+        pairs = stacked.shape[-1] > entering.shape[-1]
         return DiagonalTransition(BlockDiagonal(*stacked.chunk(2, -1)) if pairs else BlockDiagonal(stacked))
 
     def _estimate(self, step: Callable[[Tensor, Tensor], Tensor], entering: Tensor, drive: Tensor) -> Tensor:

@@ -10,12 +10,13 @@ from torch import Tensor
 from ..cells.base import Cell
 from ..cells.structure import make_linear_transition
 from ..errors import IncompatibleError, InputError
+from ..ops.adpt_step import DevicePass
 from ..ops.linear_scan import linear_scan
 from ..ops.tolerance import Tolerance
 from .convergence_test import default_rtol
 from .damping import Damping, Undamped
 from .fixed_point import Limits, UpdateRule, solve
-from .fused_pass import make_fused_measure
+from .fused_pass import find_newton_pass, make_measure
 from .iterates import Iterate
 from .linearizations import (
     ConjugateDiagonal,
@@ -119,10 +120,12 @@ class Newton(Parallel):
     def solve_system(self, cell: Cell, system: System, guess: Tensor | None) -> SystemSolution:
         system = self._with_radius(cell, system)
         guess = self.initial_guess(cell, system) if guess is None else guess
+        newton_pass = find_newton_pass(cell, system, self.linearization, self.damping, self.tiles)
         rule = UpdateRule(
             lambda part, rows, start, entering: self.linearization.transition(cell, part, entering),
             self.damping,
-            make_fused_measure(cell, system, self.linearization, self.damping, self.tiles),
+            make_measure(newton_pass, cell, self.linearization, self.tiles),
+            newton_pass.iterate if isinstance(newton_pass, DevicePass) else None,
         )
         outcome = solve(system, guess, rule, self.tolerance(system.initial.dtype), self._limits(system))
         return self.on_failure.apply(system, outcome, self)

@@ -1,9 +1,10 @@
 """Base class of the parallel-in-time solvers: input handling, failure policies and attaching gradients."""
 
 import abc
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..cells.base import ADPTState, Cell
 from ..errors import InputError
@@ -17,7 +18,7 @@ from .damping import Undamped
 from .fixed_point import History, IterationResult, Limits, UpdateRule, solve
 from .iterates import Iterate, measure_residual, newton_update
 from .policies import Policy, SystemSolution
-from .problem import Problem, make_problem
+from .problem import Problem, make_problem, resolve_system
 from .step_check import check_step
 from .system import System
 from .transitions import Transition
@@ -95,15 +96,16 @@ class Parallel(Solver):
 
     def __call__(
         self,
-        cell: Cell,
+        cell: nn.Module,
         inputs: Tensor,
-        state: Tensor | ADPTState | None = None,
+        state: Any = None,
         *,
         guess: Tensor | None = None,
         lengths: Tensor | None = None,
         reset: Tensor | None = None,
         adjoint: Adjoint | None = None,
     ) -> Solution:
+        cell, inputs, state, reset = resolve_system(cell, inputs, state, reset)
         if torch.compiler.is_compiling():
             with torch.autocast(inputs.device.type, enabled=False):
                 return self._solve_compiled(cell, make_problem(cell, inputs, state, lengths, reset, adjoint), guess)
@@ -116,7 +118,7 @@ class Parallel(Solver):
             guess = check_guess(guess, problem)
             system = problem.make_system(cell)
             if is_transform_active():
-                return _solve_sequentially(self, problem, system)
+                return _solve_sequentially(self, cell, problem, system)
             if self.check:
                 check_step(cell, system)
             with torch.no_grad():
@@ -126,6 +128,7 @@ class Parallel(Solver):
         outcome = solved.outcome
         return problem.make_solution(
             self,
+            cell,
             states,
             results=solved.results,
             iterations=outcome.iterations,
@@ -152,6 +155,7 @@ class Parallel(Solver):
             results = torch.where(residual.isfinite().all(-1), results, int(Result.NON_FINITE))
         return problem.make_solution(
             self,
+            cell,
             states,
             results=results,
             iterations=torch.full_like(prefix, self.fixed_iterations),
@@ -243,7 +247,7 @@ def is_transform_active() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
-def _solve_sequentially(solver: Solver, problem: Problem, system: System) -> Solution:
+def _solve_sequentially(solver: Solver, cell: Cell, problem: Problem, system: System) -> Solution:
     """Solve sequentially, in operations that every transform supports."""
     states = Unrolled().run(system.make_loop(), problem.state, problem.steps)
     batch = problem.state.shape[0]
@@ -251,6 +255,7 @@ def _solve_sequentially(solver: Solver, problem: Problem, system: System) -> Sol
     steps = zeros + problem.steps if problem.lengths is None else problem.lengths
     return problem.make_solution(
         solver,
+        cell,
         states,
         results=zeros + int(Result.FINISHED),
         iterations=zeros,

@@ -42,7 +42,7 @@ class Policy(abc.ABC):
         failed = ~outcome.converged
         results = torch.where(outcome.converged, int(Result.CONVERGED), int(Result.NOT_CONVERGED))
         results = torch.where(failed & (outcome.rising | ~outcome.finite), int(Result.DIVERGED), results)
-        if not bool(failed.any()):
+        if outcome.all_converged or (outcome.all_converged is None and not bool(failed.any())):
             return SystemSolution(outcome.states, results, outcome)
         return self.handle(system, outcome, results, solver)
 

@@ -1,6 +1,6 @@
 """Validation and normalization of the arguments of every solver."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,6 +8,7 @@ from torch import Tensor
 from .._validate import check_dtype, check_lengths, check_not_nested, check_reset, make_validity_mask
 from ..cells.base import ADPTState, Cell, count_positions
 from ..cells.structure import make_step
+from ..cells.wrap import as_cell, is_time_first
 from ..errors import InputError
 from .adjoints import Adjoint
 from .base import Solution, Solver
@@ -15,7 +16,15 @@ from .fixed_point import History
 from .system import System
 from .time_axis import ONE_PROCESS
 
-__all__ = ["Problem", "check_cell", "make_problem"]
+__all__ = ["Problem", "Trajectory", "make_problem", "resolve_system"]
+
+
+class Trajectory(NamedTuple):
+    """The fields of a `Solution` that say nothing of how the solve went."""
+
+    states: Tensor  # (batch, time, state_size)
+    final: Tensor  # (batch, state_size)
+    position: Tensor  # (batch,)
 
 
 class Problem(NamedTuple):
@@ -87,9 +96,19 @@ class Problem(NamedTuple):
         last = (self.lengths - 1)[:, None, None].expand(-1, 1, states.shape[-1])
         return states.gather(1, last).squeeze(1)
 
+    def make_trajectory(self, states: Tensor) -> "Trajectory":
+        """Return the states as a `Solution` has them, without a batch dimension if the inputs had none.
+
+        Args:
+            states: (batch, time, state_size).
+        """
+        found = self.zero_padding(states), self.final_state(states), self.position
+        return Trajectory(*(found if self.batched else (values.squeeze(0) for values in found)))
+
     def make_solution(
         self,
         solver: Solver,
+        cell: Cell,
         states: Tensor,
         *,
         results: Tensor,
@@ -102,6 +121,7 @@ class Problem(NamedTuple):
 
         Args:
             solver: The solver that was used.
+            cell: The cell.
             states: (batch, time, state_size).
             results: (batch,) int64, one `Result` per sequence.
             iterations: (batch,) int64, the number of iterations.
@@ -109,16 +129,14 @@ class Problem(NamedTuple):
             converged_steps: (batch,) int64, the number of leading steps that have converged.
             history: The residuals of each iteration; None for solvers that do not iterate.
         """
-        final, states = self.final_state(states), self.zero_padding(states)
         return Solution(
-            states=states if self.batched else states.squeeze(0),
-            final=final if self.batched else final.squeeze(0),
-            position=self.position if self.batched else self.position.squeeze(0),
+            **self.make_trajectory(states)._asdict(),
             results=results,
             iterations=iterations,
             residual=residual,
             converged_steps=converged_steps,
             solver=solver,
+            cell=cell,
             history=history,
         )
 
@@ -144,7 +162,6 @@ def make_problem(
     Raises:
         InputError: If an argument has the wrong type, shape, dtype or device.
     """
-    check_cell(cell)
     if adjoint is not None and not isinstance(adjoint, Adjoint):
         raise InputError(f"adjoint={adjoint!r}: must be an Adjoint object. Pass adjoint=adjoints.Implicit().")
     if not isinstance(inputs, Tensor):
@@ -195,17 +212,26 @@ def _position_after(start: Tensor, positions: Tensor, lengths: Tensor | None) ->
     return 1 + (positions[:, -1] if lengths is None else positions.gather(1, lengths.unsqueeze(-1) - 1).squeeze(-1))
 
 
-def check_cell(cell: Cell) -> None:
-    """Raise `InputError` with conversion hints if `cell` is not a `Cell`.
+def resolve_system(
+    system: object, inputs: Tensor, state: Any, reset: Tensor | None
+) -> tuple[Cell, Tensor, Tensor | ADPTState | None, Tensor | None]:
+    """Return the cell of a layer or of a module of `torch.nn`, inputs and resets batch first, and a flat state.
 
     Args:
-        cell: The value to check.
+        system: A cell; or a layer or module, which may take (time, batch, features).
+        inputs: (batch, time, features), or as `system` takes them.
+        state: The state that enters the first step, flat or in the structure of the module or function in the cell.
+        reset: (batch, time) bool, laid out as the inputs.
+
+    Raises:
+        InputError: `system` has no cell, or the state has another structure.
     """
-    if not isinstance(cell, Cell):
-        raise InputError(
-            f"a solver runs a cell; this is {type(cell).__name__}. Pass layer.cell of a layer, cells.from_torch(cell) "
-            "for a torch.nn cell, or cells.from_function(step, state_size) for a function."
-        )
+    cell = as_cell(system)
+    if state is not None and not isinstance(state, ADPTState):
+        state = cell.ravel(state)
+    if is_time_first(system) and isinstance(inputs, Tensor) and inputs.dim() == 3:
+        return cell, inputs.transpose(0, 1), state, None if reset is None else torch.as_tensor(reset).transpose(0, 1)
+    return cell, inputs, state, reset
 
 
 def _check_state(cell: Cell, state: Tensor | None, batch: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,6 +1,8 @@
 """Check that the step of a user's cell treats rows independently and is deterministic."""
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +34,7 @@ def check_step(cell: Cell, system: System) -> None:
 
     A parallel solver calls the step with steps and sequences as rows, batched differently from a sequential loop. The
     result of a row must therefore depend on that row only. Cells that consist of known modules without hooks are not
-    called.
+    called. Buffers of the cell are unchanged afterwards.
 
     Args:
         cell: The cell.
@@ -43,9 +45,26 @@ def check_step(cell: Cell, system: System) -> None:
     drive = system.step_inputs[0].flatten(0, 1)
     index = torch.linspace(0, len(drive) - 1, min(ROWS, len(drive)), device=drive.device).long()
     inputs = drive.index_select(0, index)
-    states = _usable_states(cell, system, inputs)
-    if states is None:
-        return
+    with _buffers_restored(cell):
+        states = _usable_states(cell, system, inputs)
+        if states is not None:
+            _compare_calls(system, states, inputs)
+
+
+@contextmanager
+def _buffers_restored(cell: Cell) -> Iterator[None]:
+    """Context manager that restores buffers, such as the running statistics of a batch norm in training mode."""
+    before = [(buffer, buffer.clone()) for buffer in cell.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
+
+
+def _compare_calls(system: System, states: Tensor, inputs: Tensor) -> None:
+    """Raise `InputError` unless calls with the same rows, and with other rows beside them, give the same result."""
     expected, again = (_call_step(system, states, inputs) for _ in range(2))
     if not torch.equal(expected.nan_to_num(), again.nan_to_num()):
         raise InputError(

@@ -23,6 +23,7 @@ __all__ = [
     "CoupledTransition",
     "DenseTransition",
     "DiagonalTransition",
+    "PairTransition",
     "PiecewiseTransition",
     "Transition",
     "ZeroTransition",
@@ -305,25 +306,23 @@ class BasisTransition(Transition):
         return BasisTransition(self.basis, self.inner.product(steps))
 
 
-class CoupledTransition(Transition):
-    """A state of two halves, where the i-th entry (or pair) of one half couples only to the i-th of the other.
+class _BlockTransition(Transition):
+    """Base class of transitions of small blocks of the state.
 
     Args:
-        matrices: (batch or 1, time or 1, blocks, m, m), with m = 2 for real entries and m = 4 for pairs.
+        matrices: (batch or 1, time or 1, blocks, m, m).
     """
 
     def __init__(self, matrices: Tensor):
         self.matrices = matrices
 
+    @abc.abstractmethod
     def _to_blocks(self, x: Tensor) -> Tensor:
-        """Reshape (…, 2·blocks·m/2) to (…, blocks, m)."""
-        blocks, size = self.matrices.shape[-3], self.matrices.shape[-1]
-        reshaped: Tensor = x.unflatten(-1, (2, blocks, size // 2)).transpose(-3, -2).flatten(-2)
-        return reshaped
+        """Reshape states (…, blocks·m) to (…, blocks, m)."""
 
+    @abc.abstractmethod
     def _from_blocks(self, x: Tensor) -> Tensor:
-        reshaped: Tensor = x.unflatten(-1, (2, -1)).transpose(-3, -2).flatten(-3)
-        return reshaped
+        """Reshape blocks (…, blocks, m) to states."""
 
     def mv(self, x: Tensor) -> Tensor:
         return self._from_blocks((self.matrices @ self._to_blocks(x).unsqueeze(-1)).squeeze(-1))
@@ -353,26 +352,60 @@ class CoupledTransition(Transition):
         return self._from_blocks(states.transpose(1, 2))
 
     def scale(self, factor: float | Tensor) -> Transition:
-        return CoupledTransition((factor[..., None, None] if isinstance(factor, Tensor) else factor) * self.matrices)
+        return type(self)((factor[..., None, None] if isinstance(factor, Tensor) else factor) * self.matrices)
 
     def backward(self) -> Transition:
-        return CoupledTransition(_shift_left(self.matrices.mT, 1))
+        return type(self)(_shift_left(self.matrices.mT, 1))
 
     def part(self, rows: Tensor | None, start: int, stop: int | None = None) -> Transition:
-        return CoupledTransition(_select(self.matrices, rows, start, stop, 1))
+        return type(self)(_select(self.matrices, rows, start, stop, 1))
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> Transition:
-        return CoupledTransition(change(self.matrices))
+        return type(self)(change(self.matrices))
 
     def product(self, steps: int) -> Transition:
         dense = DenseTransition(self.matrices).product(steps)
         assert isinstance(dense, DenseTransition)
-        return CoupledTransition(dense.matrices)
+        return type(self)(dense.matrices)
 
     def concatenate(self, later: Sequence[Transition]) -> Transition:
-        return CoupledTransition(
-            torch.cat([part.matrices for part in (self, *later) if isinstance(part, CoupledTransition)], 1)
+        return type(self)(
+            torch.cat([part.matrices for part in (self, *later) if isinstance(part, _BlockTransition)], 1)
         )
+
+
+class CoupledTransition(_BlockTransition):
+    """A state of two halves, where the i-th entry (or pair) of one half couples only to the i-th of the other.
+
+    Args:
+        matrices: (batch or 1, time or 1, blocks, m, m), with m = 2 for real entries and m = 4 for pairs.
+    """
+
+    def _to_blocks(self, x: Tensor) -> Tensor:
+        blocks, size = self.matrices.shape[-3], self.matrices.shape[-1]
+        reshaped: Tensor = x.unflatten(-1, (2, blocks, size // 2)).transpose(-3, -2).flatten(-2)
+        return reshaped
+
+    def _from_blocks(self, x: Tensor) -> Tensor:
+        reshaped: Tensor = x.unflatten(-1, (2, -1)).transpose(-3, -2).flatten(-3)
+        return reshaped
+
+
+class PairTransition(_BlockTransition):
+    """A 2-by-2 matrix for each pair of neighbouring state dimensions, which need not be a complex number.
+
+    Args:
+        matrices: (batch or 1, time or 1, n / 2, 2, 2).
+    """
+
+    rounded = True  # as for `DenseTransition`
+
+    def _to_blocks(self, x: Tensor) -> Tensor:
+        reshaped: Tensor = x.unflatten(-1, (-1, 2))
+        return reshaped
+
+    def _from_blocks(self, x: Tensor) -> Tensor:
+        return x.flatten(-2)
 
 
 class PiecewiseTransition(Transition):

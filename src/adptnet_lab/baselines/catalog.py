@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from adptnet.cells import GRU, LSTM, ADPTSpec, OrthogonalRNN, ReLURNN, TanhRNN
 from adptnet.errors import InputError
-from adptnet.nn.layer import LayerSpec
+from adptnet.nn.adpt_layer import LayerSpec
 from adptnet.nn.mixer import MixerSpec
 from adptnet.recurrence.conjugates import Diagonal
 from adptnet.recurrence.drive import LRU, ZOH

@@ -1,5 +1,6 @@
 """`adptnet bench`: measure operations, layers and solvers on this machine, and compare them with stated goals."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +18,13 @@ from ..paper import svg
 from . import checks, machine, report, result_files, summary_figure
 from .benchmark import Benchmark, Size, parse_size
 from .goals import Measurements, judge_goals
+from .gpu import run_gpu
 from .suite import BENCHMARKS
 from .timing import time_interleaved
 
 __all__ = ["Bench", "run"]
 
+GPU = "gpu"
 REPEATS, FAST_REPEATS = 7, 3
 SECONDS = 20.0  # per size: longer than most disturbances of a shared machine
 
@@ -37,7 +40,8 @@ class Bench:
     """
 
     benchmarks: Positional[tuple[str, ...]] = ()
-    """Benchmarks to measure; all if none is named. --list shows them."""
+    """Benchmarks to measure; all but `gpu` if none is named. --list shows them. `gpu` checks and times the GPU kernels
+    on this card and writes gpu.json; it is measured alone."""
     list: bool = False
     """Show the benchmarks and measure nothing."""
     fast: bool = False
@@ -45,11 +49,15 @@ class Bench:
     sizes: tuple[str, ...] = ()
     """Sizes to measure at, each batch,steps,state (8,1024,128), instead of the benchmark's own."""
     repeats: int | None = None
-    """Repeats of each side. By default at least 7, and more until 20 seconds have passed; 3 with --fast."""
+    """Repeats of each side. By default at least 7, and more until --seconds have passed; 3 with --fast."""
+    seconds: float = SECONDS
+    """Seconds per size, unless --repeats or --fast is given."""
     threads: tuple[int, ...] = (1, 2)
     """Numbers of threads to measure with."""
     output: Path = Path("runs/bench")
     """Folder of the results."""
+    minutes: float = 10.0
+    """Time limit of `gpu`: no measurement starts after it."""
 
 
 def run(options: Bench) -> None:
@@ -62,14 +70,20 @@ def run(options: Bench) -> None:
         InputError: A benchmark, a size or a number is not valid.
         WrongResultError: An operation disagrees with its reference; the other benchmarks were measured.
     """
+    if options.benchmarks == (GPU,):
+        run_gpu(options.output, options.minutes)
+        return
     if options.list:
         for name, benchmark in BENCHMARKS.items():
             print(f"{name}: {benchmark.about}\n  sizes {'; '.join(map(str, benchmark.sizes))}")
+        print(f"{GPU}: the GPU kernels against their references, then against other layers, on this card")
         return
     chosen = {name: _find_benchmark(name) for name in options.benchmarks or BENCHMARKS}
     sizes = [parse_size(size) for size in options.sizes]
     if (options.repeats is not None and options.repeats < 1) or not options.threads or min(options.threads) < 1:
         raise InputError(f"--repeats {options.repeats} --threads {options.threads}: both are integers >= 1.")
+    if not 0 <= options.seconds < math.inf:
+        raise InputError(f"--seconds {options.seconds}: must be a number >= 0, such as 20.")
     options.output.mkdir(parents=True, exist_ok=True)
     description = machine.describe_machine()  # once, because writing a result may change the state of the repository
     rejected: dict[str, str] = {}
@@ -97,6 +111,8 @@ def run(options: Bench) -> None:
 
 
 def _find_benchmark(name: str) -> Benchmark:
+    if name == GPU:
+        raise InputError("gpu is measured alone: adptnet bench gpu.")
     if name not in BENCHMARKS:
         raise InputError(f"there is no benchmark {name!r}.{suggest_name(name, BENCHMARKS)}")
     return BENCHMARKS[name]
@@ -106,7 +122,7 @@ def _measure(name: str, benchmark: Benchmark, size: Size, options: Bench, descri
     """Measure one case, write it and print its verdicts."""
     threads = [count for count in options.threads if benchmark.threads is None or count in benchmark.threads]
     repeats = options.repeats or (FAST_REPEATS if options.fast else REPEATS)
-    seconds = 0.0 if options.repeats or options.fast else SECONDS
+    seconds = 0.0 if options.repeats or options.fast else options.seconds
     with machine.watch_load() as load, _default_float32():
         case = benchmark.make_case(size, options.fast)
         times = time_interleaved(case.sides, repeats=repeats, seconds=seconds, threads=threads or [1])

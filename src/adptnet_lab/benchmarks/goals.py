@@ -21,7 +21,7 @@ class NotMeasured(Exception):
 
 @dataclass(frozen=True)
 class Measurements:
-    """Everything that was measured in one case.
+    """Everything that was measured in one case, of every side: one of the programs that a benchmark compares.
 
     Attributes:
         times: The times of each side, by its name and the number of threads.

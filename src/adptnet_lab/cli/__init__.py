@@ -33,6 +33,7 @@ COMMANDS = {
     "export": Command("cli.export", "Export", "Write a trained model as an ONNX or torch.export program."),
     "kernels": Command("cli.kernels", "Kernels", "Compile the kernels now, or show what executes each operation."),
     "bench": Command("benchmarks.command", "Bench", "Measure operations, layers and solvers against stated goals."),
+    "benchmark": Command("benchmarks.models.command", "Benchmark", "Train any model on a suite, beside known models."),
     "data": Command("cli.data", "Data", "List, fetch and verify the data sets that tasks read."),
     "cochlea": Command("cli.cochlea", "Listen", "Convert wav files to spikes in the layout of SHD and SSC."),
     "reproduce": Command("paper.reproduce", "Reproduce", "Run experiments of the paper by their labels."),
@@ -54,6 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: With code 2 for wrong options, and with code 0 after `COMMAND --help`.
     """
     typed = list(sys.argv[1:] if arguments is None else arguments)
+    modules = []
+    while typed[:1] == ["--import"] and len(typed) > 1:
+        modules.append(typed[1])
+        typed = typed[2:]
     name = ALIASES.get(typed[0], typed[0]) if typed else ""
     if name in ("-h", "--help"):
         return run_and_exit_code(lambda: print(_overview()))
@@ -68,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from adptnet.ops import _buffers
 
         _buffers.keep_freed()
-    return run_and_exit_code(lambda: _run(name, typed[1:]))
+    return run_and_exit_code(lambda: _run(name, typed[1:], modules))
 
 
 def run_and_exit_code(program: Callable[[], object]) -> int:
@@ -105,26 +110,35 @@ def run_and_exit_code(program: Callable[[], object]) -> int:
     return 0
 
 
-def _run(name: str, arguments: list[str]) -> None:
+def _run(name: str, arguments: list[str], modules: list[str]) -> None:
     import tyro
 
+    from .._own_objects import import_module
+
+    for module in modules:
+        import_module(module)
+
     command = COMMANDS[name]
-    module = importlib.import_module(f"adptnet_lab.{command.module}")
-    kind = module.make_options(arguments) if command.options is None else getattr(module, command.options)
-    module.run(tyro.cli(kind, args=arguments, prog=f"adptnet {name}"))
+    implementation = importlib.import_module(f"adptnet_lab.{command.module}")
+    if command.options is None:
+        kind = implementation.make_options(arguments)
+    else:
+        kind = getattr(implementation, command.options)
+    implementation.run(tyro.cli(kind, args=arguments, prog=f"adptnet {name}"))
 
 
 def _overview() -> str:
     width = max(map(len, COMMANDS))
     return "\n".join(
         [
-            "usage: adptnet COMMAND [OPTIONS]",
+            "usage: adptnet [--import MODULE] COMMAND [OPTIONS]",
             "",
             "Recurrent layers with prescribed timescales and adjustable non-linearity.",
             "",
             *(f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items()),
             "",
-            "`adptnet COMMAND --help` lists the options of a command.",
+            "`adptnet COMMAND --help` lists the options of a command. `--import MODULE` imports a module of",
+            "your own, whose specs a run was trained with.",
         ]
     )
 

@@ -23,8 +23,8 @@ from adptnet.cells import ADPTSpec, CellSpec, SlowMemory, SpikingADPT
 from adptnet.cells.spiking import NeuronSpec
 from adptnet.errors import AdptnetError, InputError, SpecError
 from adptnet.nn import GatedSpec, SpikingModelSpec, SwiGLUBlockSpec, spiking_adpt_for_speech
+from adptnet.nn.adpt_layer import LayerSpec
 from adptnet.nn.block import BlockSpec
-from adptnet.nn.layer import LayerSpec
 from adptnet.nn.model import ModelSpec
 from adptnet.nn.presets import PRESETS
 from adptnet.nn.spiking_layer import spiking_adpt
@@ -33,7 +33,8 @@ from adptnet.recurrence.directions import FromInput
 from adptnet.spec import ModuleSpec, Spec, known_specs, suggest_name
 
 from .. import baselines  # noqa: F401 - makes their specs known
-from ..tasks import TASKS, Task, get_preset
+from .._own_objects import find_own
+from ..tasks import TASKS, Task, get_preset, get_task
 from ..training import Cosine, Experiment, TrainConfig, read_experiment
 
 __all__ = [
@@ -165,16 +166,27 @@ def make_layer(name: str, width: int) -> Any:
     """Return the spec of a layer or of a spiking network.
 
     Args:
-        name: One of `known_layers` or `known_networks`.
+        name: One of `known_layers` or `known_networks`; or of your own: "module:Name", or the name of an entry point in
+            the group `adptnet.layers` or `adptnet.cells`. It is the class of a spec, or a function of the width.
         width: Its width.
 
     Raises:
         InputError: There is none of this name.
     """
     known = {**known_layers(), **known_networks()}
-    if name not in known:
-        raise InputError(f"there is no layer {name!r}.{suggest_name(name, known)}")
-    return known[name](width)
+    if name in known:
+        return known[name](width)
+    own = find_own(name, "adptnet.layers", "adptnet.cells")
+    if own is None:
+        raise InputError(f"there is no layer {name!r}.{suggest_name(name, known)} One of your own: module:Name.")
+    made = own(width) if callable(own) else own
+    made = LayerSpec(made) if isinstance(made, CellSpec) else made
+    if not isinstance(made, (*typing.get_args(typing.get_type_hints(BlockSpec)["layer"]), SpikingModelSpec)):
+        raise InputError(
+            f"{name}({width}) is a {type(made).__name__}. It must be the spec of a cell, layer or mixer, marked "
+            "with @spec."
+        )
+    return made
 
 
 class Draft(NamedTuple):
@@ -322,9 +334,7 @@ def default_draft(task: Task) -> Draft:
 
 
 def _make_task(name: str) -> Task:
-    if name not in TASKS:
-        raise InputError(f"there is no task {name!r}.{suggest_name(name, TASKS)}")
-    return TASKS[name]()
+    return get_task(name)()
 
 
 def read_draft(arguments: Sequence[str]) -> tuple[str, Draft]:

@@ -103,7 +103,10 @@ def make_options(arguments: Sequence[str]) -> type:
         arguments: The arguments after `adptnet sweep`.
     """
     name, draft = read_draft(arguments)
-    task = Annotated[Positional[str], tyro.conf.arg(metavar="TASK", help="Task to learn: " + ", ".join(TASKS) + ".")]
+    task = Annotated[
+        Positional[str],
+        tyro.conf.arg(metavar="TASK", help="Task to learn: " + ", ".join(TASKS) + "; or your own, module:Name."),
+    ]
     options = dataclasses.make_dataclass(
         "Sweep", [("name", task, name), *_OPTIONS, *make_flags(draft)], frozen=True, namespace={"draft": draft}
     )

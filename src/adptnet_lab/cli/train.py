@@ -34,7 +34,10 @@ def make_options(arguments: Sequence[str]) -> type:
         arguments: The arguments after `adptnet train`.
     """
     name, draft = read_draft(arguments)
-    task = Annotated[Positional[str], tyro.conf.arg(metavar="TASK", help="Task to learn: " + ", ".join(TASKS) + ".")]
+    task = Annotated[
+        Positional[str],
+        tyro.conf.arg(metavar="TASK", help="Task to learn: " + ", ".join(TASKS) + "; or your own, module:Name."),
+    ]
     options = dataclasses.make_dataclass(
         "Train", [("name", task, name), *_OPTIONS, *make_flags(draft)], frozen=True, namespace={"draft": draft}
     )
@@ -50,7 +53,7 @@ def run(options: Any) -> None:
     """
     experiment = make_experiment(options, options.draft)
     strategy = training.detect_strategy(experiment.training.precision, sharded=options.sharded, device=options.device)
-    output = options.output or Path("runs") / f"{options.name or 'train'}-{experiment.digest}"
+    output = options.output or Path("runs") / f"{options.name.replace(':', '.') or 'train'}-{experiment.digest}"
     if strategy.is_main:
         with suppress(BrokenPipeError):  # a run continues when nobody reads its lines
             if options.draft.preset:

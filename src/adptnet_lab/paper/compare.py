@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from tyro.conf import Positional, arg
 
+from .forecast import Forecast
 from .recipe import SCALES, Check, GridPoint, Rows, Scale, Subset
 from .registry import Claim, Headline, PaperResult, ReproductionError, find_results, load_headlines
 from .rows import DEFAULT_FOLDER, RowStore, open_row_store
@@ -32,6 +33,7 @@ __all__ = [
     "print_rows_folder",
     "render_verdicts",
     "run",
+    "summarize_tally",
     "tally_verdicts",
 ]
 
@@ -72,6 +74,16 @@ class JudgedResult(NamedTuple):
     verdicts: list[tuple[Claim, ClaimVerdict]]
     problem: str = ""  # why the rows are invalid; no figure or table is made from invalid rows
 
+    @property
+    def reduction(self) -> str:
+        """By how much rows of the scale `paper` are smaller than the paper's; empty if they are not."""
+        return self.result.recipe.reduction(self.rows[0].settings) if self.scale == "paper" and self.rows else ""
+
+    @property
+    def size(self) -> str:
+        """The scale of the rows in words; empty if nothing was run."""
+        return f"{self.scale} with {self.reduction}" if self.reduction else self.scale or ""
+
 
 class JudgedHeadline(NamedTuple):
     """A statement of the abstract, with the verdicts on the claims that decide it."""
@@ -79,6 +91,50 @@ class JudgedHeadline(NamedTuple):
     headline: Headline
     verdict: ClaimVerdict
     parts: list[tuple[str, Claim, ClaimVerdict]]  # with the name of the result
+
+    @property
+    def ours(self) -> str:
+        """Our numbers beside the paper's."""
+        return self._fill_in(self.headline.ours)
+
+    @property
+    def found(self) -> str:
+        """Findings of the runs, in sentences."""
+        return self._fill_in(self.headline.found)
+
+    @property
+    def scales(self) -> str:
+        """The scales of the claims with their numbers of runs, and how many claims have no rows that can test them."""
+        runs: dict[str, list[int]] = {}
+        untested = 0
+        for _, _, verdict in self.parts:
+            if verdict.outcome in (Outcome.NOT_RUN, Outcome.NOT_TESTABLE) or verdict.scale is None:
+                untested += 1
+            else:
+                name = verdict.scale + (f" with {verdict.reduction}" if verdict.reduction else "")
+                runs.setdefault(name, []).append(verdict.runs)
+        texts = [f"{name}, {_format_range(counts)}" for name, counts in runs.items()]
+        if untested:
+            texts.append(f"{untested} of {len(self.parts)} claims not tested")
+        return "; ".join(texts)
+
+    def _fill_in(self, text: str) -> str:
+        return text.format(*(_Shown(verdict) for _, _, verdict in self.parts))
+
+
+class _Shown:
+    """A verdict as the placeholders of `abstract.toml` show it; a number that does not exist is its outcome."""
+
+    def __init__(self, verdict: ClaimVerdict):
+        self.interval = verdict.interval or str(verdict.outcome)
+        self.why = verdict.why if verdict.interval else str(verdict.outcome)
+        self.outcome = str(verdict.outcome)
+        self.runs = verdict.runs
+
+
+def _format_range(counts: Sequence[int]) -> str:
+    low, high = min(counts), max(counts)
+    return f"{high} run{'s' if high != 1 else ''}" if low == high else f"{low} to {high} runs"
 
 
 def judge(result: PaperResult, store: RowStore, scale: Scale | None = None) -> JudgedResult:
@@ -109,7 +165,9 @@ def judge(result: PaperResult, store: RowStore, scale: Scale | None = None) -> J
                 f"{result.name}: its rows at the scale {needed.scale} lack what the test of {claim.id!r} needs "
                 f"({type(error).__name__}: {error}). If they were edited, delete their file and run them again."
             ) from error
-        verdicts.append((claim, _add_cause(claim, verdict)))
+        if verdict.scale == "paper" and needed.rows:
+            verdict = verdict._replace(reduction=result.recipe.reduction(needed.rows[0].settings))
+        verdicts.append((claim, _add_cause(claim, _allow_for_size(verdict))))
     return JudgedResult(result, complete.scale, complete.rows, verdicts, complete.problem)
 
 
@@ -143,10 +201,15 @@ def _judge_claim(check: Check, needed: _ScaleRows, complete: _ScaleRows) -> Clai
     if needed.scale is None:
         return ClaimVerdict(Outcome.NOT_RUN, needed.missing, runs=0)
     verdict = not_testable(f"the rows are invalid: {needed.problem}") if needed.problem else check.test(needed.rows)
-    if verdict.by_size and needed.scale != "paper":
-        needs = "at this reduced size the interval excludes the paper's effect, which is that of another size"
-        verdict = verdict._replace(outcome=Outcome.UNDECIDED, needs=needs)
     return verdict._replace(scale=needed.scale)
+
+
+def _allow_for_size(verdict: ClaimVerdict) -> ClaimVerdict:
+    """Leave a claim undecided that fails at a reduced size only because the paper's effect is larger."""
+    if not verdict.by_size or verdict.is_at_size:
+        return verdict
+    needs = "at this reduced size the interval excludes the paper's effect, which is that of another size"
+    return verdict._replace(outcome=Outcome.UNDECIDED, needs=needs)
 
 
 def _add_cause(claim: Claim, verdict: ClaimVerdict) -> ClaimVerdict:
@@ -155,7 +218,7 @@ def _add_cause(claim: Claim, verdict: ClaimVerdict) -> ClaimVerdict:
         return verdict
     if claim.cause:
         return verdict._replace(cause=claim.cause, because=claim.because)
-    if verdict.scale != "paper":
+    if not verdict.is_at_size:
         return verdict._replace(cause="scale", because="run at a reduced size only, which may not carry over")
     return verdict
 
@@ -197,14 +260,14 @@ def judge_headlines(judged: Sequence[JudgedResult]) -> list[JudgedHeadline]:
 
 def _judge_parts(parts: Sequence[tuple[str, Claim, ClaimVerdict]]) -> ClaimVerdict:
     """Return the verdict on a statement from those on its claims."""
-    failing = [verdict for _, _, verdict in parts if verdict.outcome == Outcome.FAILS and verdict.scale == "paper"]
+    failing = [verdict for _, _, verdict in parts if verdict.outcome == Outcome.FAILS and verdict.is_at_size]
     if failing:
         return failing[0]
     weakest = min((verdict for _, _, verdict in parts), key=lambda verdict: verdict.runs)
     undecided = [
         f"{result}/{claim.id}"
         for result, claim, verdict in parts
-        if verdict.outcome != Outcome.HOLDS or verdict.scale != "paper"
+        if verdict.outcome != Outcome.HOLDS or not verdict.is_at_size
     ]
     if not undecided:
         return weakest
@@ -226,9 +289,10 @@ def describe_scale(verdict: ClaimVerdict) -> str:
     """
     if verdict.outcome == Outcome.NOT_RUN or verdict.scale is None:
         return "not run"
+    scale = f"scale {verdict.scale}" + (f" with {verdict.reduction}" if verdict.reduction else "")
     if verdict.outcome == Outcome.NOT_TESTABLE:
-        return f"not testable with the rows at the scale {verdict.scale}"
-    return f"scale {verdict.scale}, {verdict.runs} run{'s' if verdict.runs != 1 else ''}"
+        return f"not testable with the rows at the {scale}"
+    return f"{scale}, {verdict.runs} run{'s' if verdict.runs != 1 else ''}"
 
 
 def tally_verdicts(judged: Sequence[JudgedResult]) -> Tally:
@@ -249,7 +313,7 @@ def _find_group(claim: Claim, verdict: ClaimVerdict) -> str:
         return CHECKS
     if claim.kind != "paper":
         return OWN
-    return AT_SIZE if verdict.scale == "paper" else REDUCED
+    return AT_SIZE if verdict.is_at_size else REDUCED
 
 
 def describe_tally(tally: Tally) -> list[str]:
@@ -266,6 +330,20 @@ def describe_tally(tally: Tally) -> list[str]:
     return lines
 
 
+def summarize_tally(tally: Tally) -> str:
+    """Return the counts of the paper's claims in words, as the README has them.
+
+    Args:
+        tally: The counts.
+    """
+    size, reduced = tally[AT_SIZE], tally[REDUCED]
+    return (
+        f"Of the paper's claims, {size.total()} were tested at its own scale: {size[Outcome.HOLDS]} hold, "
+        f"{size[Outcome.FAILS]} fail, {size[Outcome.UNDECIDED]} are undecided and {size[Outcome.NOT_TESTABLE]} cannot "
+        f"be tested. Of {reduced.total()} more, run at reduced scale or not at all, {reduced[Outcome.HOLDS]} hold there"
+    )
+
+
 def describe_progress(result: PaperResult, store: RowStore) -> tuple[Scale | None, list[str]]:
     """Return the largest scale that is complete, and for each scale the number of finished points and the cost.
 
@@ -278,7 +356,8 @@ def describe_progress(result: PaperResult, store: RowStore) -> tuple[Scale | Non
     for scale in SCALES:
         stored = store.read_rows(result, scale)
         largest = largest if stored.gaps else scale
-        texts.append(f"{len(stored.rows)} of {len(stored.rows) + stored.left}, {result.recipe.cost[scale]}")
+        cost = Forecast(store, scale).cost(result)
+        texts.append(f"{len(stored.rows)} of {len(stored.rows) + stored.left}, {cost}")
     return largest, texts
 
 
@@ -298,7 +377,22 @@ def print_rows_folder(store: RowStore) -> None:
         print(f"Rows from {store.folder}.")
 
 
-FIELDS = ("result", "claim", "says", "kind", "outcome", "scale", "runs", "mean", "low", "high", "unit", "why", "needs")
+FIELDS = (
+    "result",
+    "claim",
+    "says",
+    "kind",
+    "outcome",
+    "scale",
+    "reduction",
+    "runs",
+    "mean",
+    "low",
+    "high",
+    "unit",
+    "why",
+    "needs",
+)
 
 
 def list_verdicts(judged: Sequence[JudgedResult]) -> list[dict[str, Any]]:
@@ -317,6 +411,7 @@ def list_verdicts(judged: Sequence[JudgedResult]) -> list[dict[str, Any]]:
                 "kind": claim.kind,
                 "outcome": str(verdict.outcome),
                 "scale": verdict.scale,
+                "reduction": verdict.reduction,
                 "runs": verdict.runs,
             }
             for key in ("mean", "low", "high"):
@@ -337,8 +432,10 @@ def render_verdicts(judged: Sequence[JudgedResult], form: Literal["csv", "json"]
     """
     records = list_verdicts(judged)
     if form == "json":
-        tally = {group: {str(o): n for o, n in counts.items()} for group, counts in tally_verdicts(judged).items()}
-        return json.dumps({"counts": tally, "claims": records}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        tally = tally_verdicts(judged)
+        counts = {group: {str(outcome): n for outcome, n in found.items()} for group, found in tally.items()}
+        content = {"summary": summarize_tally(tally), "counts": counts, "claims": records}
+        return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     page = io.StringIO()
     writer = csv.DictWriter(page, [*FIELDS, "cause", "because"], lineterminator="\n")
     writer.writeheader()

@@ -63,7 +63,8 @@ class Estimate(NamedTuple):
             scale, unit = 100.0, f"% {unit}"
         values = [scale * value for value in (self.mean, self.low, self.high)]
         mean, low, high = (f"{value:{sign}.3g}" if math.isfinite(value) else "?" for value in values)
-        return f"{mean} [{low}, {high}]{' ' * bool(unit)}{unit}"
+        unit = " " * bool(unit) + unit
+        return f"{mean}{unit} (no interval)" if low == high == "?" else f"{mean} [{low}, {high}]{unit}"
 
 
 @functools.cache

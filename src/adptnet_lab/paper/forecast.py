@@ -15,7 +15,7 @@ __all__ = ["Forecast", "TrainingProgress", "describe_rest", "format_duration"]
 
 _SECONDS_BETWEEN_REPORTS = 60.0
 # settings that a point's time is nearly proportional to, if nothing else differs
-_PROPORTIONAL = ("steps", "sequences", "epochs", "trials", "training_sequences", "images")
+_PROPORTIONAL = ("steps", "length", "sequences", "epochs", "trials", "training_sequences", "images")
 
 
 class Forecast:
@@ -52,12 +52,25 @@ class Forecast:
         least = min(distance for distance, _ in distances)
         return median(seconds for distance, seconds in distances if distance == least)
 
+    def cost(self, result: PaperResult) -> str:
+        """Return the expected time of all points of a result, in words; that of its recipe if no row is like them.
+
+        Args:
+            result: The result.
+        """
+        if result.recipe.source is not None:
+            return result.recipe.cost[self._scale]
+        seconds = [self.seconds(result, point) for point in result.recipe.points(self._scale)]
+        known = [value for value in seconds if value is not None]
+        return format_duration(sum(known)) if len(known) == len(seconds) else result.recipe.cost[self._scale]
+
     def _read(self, result: PaperResult) -> list[tuple[Mapping[str, Any], int, float]]:
         if result.name not in self._known:
             found = []
             for store in self._stores:
                 for row in store.read_lines(result, self._scale).values():
-                    seconds = row["time"].get("seconds")
+                    # processor time, if the row has it: other programs on the machine do not lengthen it
+                    seconds = row["time"].get("processor", row["time"].get("seconds"))
                     if isinstance(seconds, int | float):
                         found.append((row["settings"], row["seed"], float(seconds)))
             self._known[result.name] = found

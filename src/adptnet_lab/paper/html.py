@@ -7,7 +7,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from .compare import GROUPS, JudgedHeadline, describe_scale
-from .markdown import CAUSES, KINDS
+from .markdown import CAUSES, KINDS, describe_outcome, group_failures
 from .recipe import Table
 from .registry import Claim, load_labels
 from .tables import format_cell
@@ -56,7 +56,8 @@ def render_html(content: "ReportContent", dial: Mapping[str, Any] | None) -> str
 <header>
 <h1>Claims of the paper, tested</h1>
 <p>The statements of the abstract of <i>ADPTNet: Adaptive with Prescriptive Timescales Non-Linear SSM for Sequence
-Modelling</i>, tested on our own runs.</p>
+Modelling</i>, tested on our own runs. Brackets are 95 % intervals. At the scale <i>paper</i> the networks have the
+paper's sizes, at the scale <i>laptop</i> smaller ones, which decide nothing about the abstract.</p>
 </header>
 <main>
 <section id="abstract">{"".join(map(_render_headline, content.headlines))}</section>
@@ -83,7 +84,7 @@ def _make_anchor(name: str) -> str:
 
 
 def _render_badge(verdict: ClaimVerdict) -> str:
-    return f'<span class="badge {_KIND[verdict.outcome]}">{escape(verdict.outcome)}</span>'
+    return f'<span class="badge {_KIND[verdict.outcome]}">{escape(describe_outcome(verdict))}</span>'
 
 
 def _render_link(entry: "ReportEntry") -> str:
@@ -99,15 +100,14 @@ def _render_headline(judged: JudgedHeadline) -> str:
         f'</p><p><a href="#{_make_anchor(result)}">{escape(result)}</a></p></li>'
         for result, claim, verdict in judged.parts
     )
-    ours = "; ".join(dict.fromkeys(verdict.interval for _, _, verdict in judged.parts if verdict.interval)) or "none"
-    scales = "; ".join(dict.fromkeys(describe_scale(verdict) for _, _, verdict in judged.parts))
     needs = f"<p>To decide: {escape(judged.verdict.needs)}.</p>" if judged.verdict.needs else ""
     return f"""<article class="headline {_KIND[judged.verdict.outcome]}">
 <h3>{_render_badge(judged.verdict)} {escape(headline.says)}</h3>
-<p><b>Paper:</b> {escape(headline.paper)} · <b>ours:</b> {escape(ours)} · {escape(scales)}</p>
+<p><b>Paper:</b> {escape(headline.paper)}</p>
+<p><b>Ours:</b> {escape(judged.ours)} <span class="scale">Scale: {escape(judged.scales)}</span></p>
 <details><summary>What was run, what came out, what remains open</summary>
-<p><b>Run.</b> {escape(headline.run)}</p><ul class="claims">{parts}</ul>{needs}
-<p><b>Open.</b> {escape(headline.open)}</p></details>
+<p><b>What was run.</b> {escape(headline.run)}</p><p><b>What came out.</b> {escape(judged.found)}</p>
+<p><b>What remains open.</b> {escape(headline.open)}</p>{needs}<ul class="claims">{parts}</ul></details>
 </article>
 """
 
@@ -126,16 +126,13 @@ def _render_tally(content: "ReportContent") -> str:
 
 def _render_failures(entries: Sequence["ReportEntry"]) -> str:
     parts = []
-    for cause, heading in CAUSES.items():
+    for heading, found in group_failures(entries).items():
         lines = [
             f"<li>{_render_link(entry)}: {escape(_say(claim))}"
             f"<p>{escape(verdict.because)} ({escape(verdict.interval)})</p></li>"
-            for entry in entries
-            for claim, verdict in entry.judged.verdicts
-            if verdict.outcome == Outcome.FAILS and verdict.cause == cause
+            for entry, claim, verdict in found
         ]
-        if lines:
-            parts.append(f'<h3>{escape(heading)}</h3><ul class="claims">{"".join(lines)}</ul>')
+        parts.append(f'<h3>{escape(heading)}</h3><ul class="claims">{"".join(lines)}</ul>')
     return "".join(parts)
 
 
@@ -151,7 +148,7 @@ def _render_overview_row(entry: "ReportEntry") -> str:
         f"{MARKS[verdict.outcome]}</span>"
         for claim, verdict in entry.judged.verdicts
     )
-    return f"<tr><td>{_render_link(entry)}</td><td>{entry.judged.scale or 'not run'}</td><td>{marks}</td></tr>"
+    return f"<tr><td>{_render_link(entry)}</td><td>{escape(entry.judged.size or 'not run')}</td><td>{marks}</td></tr>"
 
 
 def _render_result(entry: "ReportEntry") -> str:
@@ -172,7 +169,11 @@ def _render_result(entry: "ReportEntry") -> str:
     state = "not run"
     if scale:
         source = result.recipe.source
-        state = f"rows of {source}" if source else f"rows of the scale {scale}, {result.recipe.cost[scale]} on one core"
+        state = (
+            f"rows of {source}"
+            if source
+            else f"rows of the scale {entry.judged.size}, {result.recipe.cost[scale]} on one core"
+        )
     return f"""<section id="{_make_anchor(result.name)}" class="result">
 <h2>{escape(result.title)}</h2>
 <p class="labels">{" ".join(f"<code>{escape(label)}</code>" for label in result.labels)} · {escape(result.section)}</p>

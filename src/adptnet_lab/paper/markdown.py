@@ -12,8 +12,9 @@ from .verdicts import MARKS, ClaimVerdict, Outcome
 if TYPE_CHECKING:
     from .report import ReportContent, ReportEntry
 
-__all__ = ["CAUSES", "KINDS", "describe_headline", "render_markdown"]
+__all__ = ["CAUSES", "KINDS", "describe_headline", "describe_outcome", "group_failures", "render_markdown"]
 
+SHORT_CAUSES = {"paper": "wrong as stated", "ours": "our set-up differs", "scale": "reduced scale"}
 CAUSES = {
     "paper": "The paper's statement is wrong",
     "ours": "Our set-up or program differs from the paper's",
@@ -32,7 +33,10 @@ def render_markdown(content: "ReportContent") -> str:
         "# Claims of the paper, tested",
         "",
         "`adptnet report --rows results --output docs/report` writes this page, an HTML version with a β slider, and",
-        "every table as CSV. [Reproduce the paper](../how-to/reproduce.md) explains the verdicts.",
+        "every table as CSV and JSON. [Reproduce the paper](../how-to/reproduce.md) explains the verdicts.",
+        "",
+        "At the scale `paper` networks have the paper's sizes, at the scale `laptop` smaller ones, which decide",
+        "nothing about the abstract.",
         "",
         "## The abstract",
         "",
@@ -59,11 +63,18 @@ def render_markdown(content: "ReportContent") -> str:
 def _list_headlines(headlines: Sequence[JudgedHeadline]) -> Table:
     rows = []
     for judged in headlines:
-        evidence = "; ".join(dict.fromkeys(v.interval for _, _, v in judged.parts if v.interval)) or "none"
-        scales = "; ".join(dict.fromkeys(describe_scale(verdict) for _, _, verdict in judged.parts))
-        verdict = f"{MARKS[judged.verdict.outcome]} {judged.verdict.outcome}"
-        rows.append([judged.headline.says, judged.headline.paper, evidence, scales, verdict])
+        verdict = f"{MARKS[judged.verdict.outcome]} {describe_outcome(judged.verdict)}"
+        rows.append([judged.headline.says, judged.headline.paper, judged.ours, judged.scales, verdict])
     return Table(["the abstract says", "the paper", "ours (95 % interval)", "scale and runs", "verdict"], rows)
+
+
+def describe_outcome(verdict: ClaimVerdict) -> str:
+    """Return the outcome, and the cause of a failure in brackets.
+
+    Args:
+        verdict: The verdict.
+    """
+    return f"{verdict.outcome} ({SHORT_CAUSES[verdict.cause]})" if verdict.cause else str(verdict.outcome)
 
 
 def describe_headline(judged: JudgedHeadline) -> str:
@@ -72,30 +83,40 @@ def describe_headline(judged: JudgedHeadline) -> str:
     Args:
         judged: The statement and its verdicts.
     """
-    came_out = [
-        f"{claim.says.rstrip('.')}: *{verdict.outcome}* ({describe_scale(verdict)}; {verdict.why})"
-        for _, claim, verdict in judged.parts
-    ]
-    needs = "" if not judged.verdict.needs else f" The verdict is {judged.verdict.outcome}: {judged.verdict.needs}."
+    claims = ", ".join(f"{result}/{claim.id} ({verdict.outcome})" for result, claim, verdict in judged.parts)
+    needs = "; ".join(filter(None, (judged.verdict.because.rstrip("."), judged.verdict.needs)))
+    needs = f": {needs}" if needs else ""
     headline = judged.headline
-    return f"*Run:* {headline.run} *Came out:* {'; '.join(came_out)}.{needs} *Open:* {headline.open}"
+    return (
+        f"*What was run.* {headline.run} *What came out.* {judged.found} *What remains open.* {headline.open} "
+        f"*Verdict.* {describe_outcome(judged.verdict).capitalize()}{needs}. It rests on {claims}."
+    )
+
+
+def group_failures(entries: Sequence["ReportEntry"]) -> dict[str, list[tuple["ReportEntry", Claim, ClaimVerdict]]]:
+    """Group failing claims by cause, and our own readings and additions apart from the paper's claims.
+
+    Args:
+        entries: All results.
+    """
+    groups: dict[str, list[tuple[ReportEntry, Claim, ClaimVerdict]]] = {text: [] for text in CAUSES.values()}
+    own = groups.setdefault("Our readings and additions", [])
+    for entry in entries:
+        for claim, verdict in entry.judged.verdicts:
+            if verdict.outcome == Outcome.FAILS:
+                (groups[CAUSES[verdict.cause]] if claim.kind == "paper" else own).append((entry, claim, verdict))
+    return {heading: found for heading, found in groups.items() if found}
 
 
 def _render_failures(entries: Sequence["ReportEntry"]) -> list[str]:
     lines = []
-    for cause, heading in CAUSES.items():
-        found = [
-            (entry.judged.result.name, claim, verdict)
-            for entry in entries
-            for claim, verdict in entry.judged.verdicts
-            if verdict.outcome == Outcome.FAILS and verdict.cause == cause
+    for heading, found in group_failures(entries).items():
+        lines += [f"{heading}:", ""]
+        lines += [
+            f"- {entry.judged.result.name}: {_say(claim)} *{verdict.because}* ({verdict.interval})"
+            for entry, claim, verdict in found
         ]
-        if found:
-            lines += [f"{heading}:", ""]
-            lines += [
-                f"- {name}: {_say(claim)} {verdict.because} ({verdict.interval})" for name, claim, verdict in found
-            ]
-            lines.append("")
+        lines.append("")
     return lines
 
 

@@ -210,6 +210,8 @@ class Recipe:
         dtype: Default dtype of a run.
         rank: Rank of a point by its settings, where several versions of an experiment exist, such as lengths of which
             few people can afford the largest. The result uses only the points of the highest rank that is complete.
+        reduction: Returns by how much points of the scale `paper` are smaller than the paper's, in words; empty if they
+            have its size. Verdicts on smaller ones count as those of a reduced scale.
         options: Settings that points do not have but `--set` may add, with what they do.
         find_missing_data: Returns which data files a scale needs and lacks, and how to get them; None if nothing is
             missing.
@@ -226,5 +228,6 @@ class Recipe:
     borrows: tuple[str, ...] = ()
     dtype: torch.dtype = torch.float64
     rank: Callable[[Mapping[str, Any]], Any] | None = None
+    reduction: Callable[[Mapping[str, Any]], str] = lambda settings: ""
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
     find_missing_data: Callable[[Scale], str | None] = lambda scale: None

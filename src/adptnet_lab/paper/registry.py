@@ -63,7 +63,9 @@ class Headline:
         says: The sentence, in our words.
         paper: The paper's numbers.
         claims: The claims on which it rests, as (result, claim).
+        ours: Our numbers beside the paper's, with `{0.interval}` for the number that decides the first claim.
         run: What was run for it.
+        found: What came out, in sentences with the same placeholders; also `{0.why}`, `{0.outcome}` and `{0.runs}`.
         open: What remains open.
     """
 
@@ -71,7 +73,9 @@ class Headline:
     says: str
     paper: str
     claims: tuple[tuple[str, str], ...]
+    ours: str
     run: str
+    found: str
     open: str
 
 
@@ -158,7 +162,9 @@ def load_headlines() -> tuple[Headline, ...]:
             entry["says"],
             entry["paper"],
             tuple(_split_reference(text) for text in entry["claims"]),
+            entry["ours"],
             entry["run"],
+            entry["found"],
             entry["open"],
         )
         for name, entry in entries.items()

@@ -26,14 +26,14 @@ from .recipe import Scale, Table
 from .registry import ReproductionError, find_results
 from .rows import RowStore, open_row_store
 from .svg import add_background, make_inline, render_svg
-from .tables import make_paper_table, merge_tables, render_csv
+from .tables import make_paper_table, merge_tables, render_csv, render_json
 
 __all__ = ["Report", "ReportContent", "ReportEntry", "ReportFigure", "run"]
 
 
 @dataclass(frozen=True)
 class Report:
-    """Write index.html (self-contained), index.md, the figures, and every table as CSV, from the stored rows."""
+    """Write index.html (self-contained), index.md, the figures, and every table as CSV and JSON."""
 
     rows: Path | None = None
     """Folder of the rows. Default: runs/paper, where reproduce writes them; if it has none, the rows in results/, which
@@ -87,6 +87,7 @@ def run(options: Report) -> Tally:
     for entry in entries:
         for heading, table in entry.tables.items():
             files[f"tables/{_make_stem(entry.judged.result.name)}-{_make_stem(heading)}.csv"] = render_csv(table)
+    files["tables.json"] = render_json({entry.judged.result.name: entry.tables for entry in entries})
     files["index.html"] = render_html(content, collect_dial_data(judged))
     files["index.md"] = render_markdown(content)
     files["verdicts.csv"] = render_verdicts(judged, "csv")
@@ -131,7 +132,8 @@ def _make_tables(judged: JudgedResult, store: RowStore) -> dict[str, Table]:
     ours = None
     if recipe.table and judged.scale is not None and not judged.problem:
         ours = recipe.table(judged.rows)
-    at_size = ours if judged.scale == "paper" else None
+    is_at_size = judged.scale == "paper" and not judged.reduction
+    at_size = ours if is_at_size else None
     if at_size is None and keys and recipe.table and judged.scale != "paper":
         partial = store.read_rows(judged.result, "paper").rows
         at_size = recipe.table(partial) if partial else None
@@ -142,6 +144,6 @@ def _make_tables(judged: JudgedResult, store: RowStore) -> dict[str, Table]:
             tables["numbers of the paper"] = paper
         if at_size is not None:
             tables["our numbers at the paper's scale"] = at_size
-    if ours is not None and judged.scale != "paper":
-        tables[f"our numbers at reduced scale ({judged.scale})"] = ours
+    if ours is not None and not is_at_size:
+        tables[f"our numbers at reduced scale ({judged.size})"] = ours
     return tables

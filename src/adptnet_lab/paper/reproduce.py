@@ -55,6 +55,8 @@ class Reproduce:
     """Run the I-th of N shards, to divide the work over machines."""
     processes: int = 1
     """Number of points to run in parallel, one core each."""
+    keep_networks: bool = False
+    """Save the trained network of each point beside the rows, for adptnet.load. The row names its file."""
     device: str = "cpu"
     """Device for training networks: cuda, cuda:1, … Everything else runs on the CPU."""
 
@@ -227,10 +229,12 @@ def _run_or_traceback(name: str, point: GridPoint, options: Reproduce) -> dict[s
 def _run_point(name: str, point: GridPoint, options: Reproduce) -> dict[str, Any]:
     """Run one point and return its row."""
     result = load_results()[name]
-    began, clock = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic()
+    began, clock, processor = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic(), time.process_time()
     keeps_checkpoints = options.scale == "paper"
-    folder = RowStore(options.rows).checkpoint_folder(result, options.scale, point) if keeps_checkpoints else None
-    with _isolate_run(point.seed, result.recipe.dtype, options.device, folder):
+    store = RowStore(options.rows)
+    folder = store.checkpoint_folder(result, options.scale, point) if keeps_checkpoints else None
+    network = store.network_file(result, options.scale, point) if options.keep_networks else None
+    with _isolate_run(point.seed, result.recipe.dtype, options.device, folder, network):
         output = result.recipe.run(point)
         machine = {**describe_environment(), "device": options.device}
     versions = {part: machine.pop(part) for part in ("adptnet", "torch", "python")} | {"numpy": numpy.__version__}
@@ -242,16 +246,25 @@ def _run_point(name: str, point: GridPoint, options: Reproduce) -> dict[str, Any
         "recipe": result.recipe.version,
         "numbers": output.numbers,
         "spec": None if output.spec is None else json.loads(output.spec.to_json()),
+        **({"network": network.name} if network is not None and network.exists() else {}),
         "versions": versions,
         "machine": machine,
-        "time": {"began": began, "seconds": time.monotonic() - clock, **output.times},
+        "time": {
+            "began": began,
+            "seconds": time.monotonic() - clock,
+            "processor": time.process_time() - processor,
+            **output.times,
+        },
     }
 
 
 @contextmanager
-def _isolate_run(seed: int, dtype: torch.dtype, device: str, folder: Path | None) -> Iterator[None]:
+def _isolate_run(
+    seed: int, dtype: torch.dtype, device: str, folder: Path | None, network: Path | None
+) -> Iterator[None]:
     """Set one thread, the default dtype and the seed, so that numbers do not depend on earlier runs; then restore."""
     device_token, folder_token = scoring.training_device.set(device), scoring.checkpoint_folder.set(folder)
+    network_token = scoring.network_file.set(network)
     threads, default_dtype = torch.get_num_threads(), torch.get_default_dtype()
     torch.set_num_threads(1)
     torch.set_default_dtype(dtype)
@@ -264,6 +277,7 @@ def _isolate_run(seed: int, dtype: torch.dtype, device: str, folder: Path | None
         torch.set_default_dtype(default_dtype)
         scoring.training_device.reset(device_token)
         scoring.checkpoint_folder.reset(folder_token)
+        scoring.network_file.reset(network_token)
 
 
 def _check_device(name: str) -> None:

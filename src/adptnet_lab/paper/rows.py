@@ -4,10 +4,11 @@
     ROWS/SCALE/fig-time_ablation.jsonl.gz           the same, compressed; read only
     ROWS/SCALE/fig-time_ablation.2-of-4.jsonl       rows of one shard of several
     ROWS/SCALE/unfinished/                          checkpoints of points in progress, which may take hours
+    ROWS/SCALE/networks/                            trained networks, with --keep-networks; rows name their file
 
 All files of a result are read together, so shards are merged by copying them into one folder. If two rows belong to
-the same point, the first counts. An incomplete line, left by a process that was killed, is skipped, and its point runs
-again.
+the same point, the first counts. A line that is not JSON is skipped with a warning, and its point runs again. The last
+line of a file may be incomplete, because a process was killed or is writing; it is skipped without a warning.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ import io
 import json
 import shutil
 import tempfile
+import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +31,7 @@ from adptnet._io.untrusted import LimitedReader, parse_json
 from .recipe import SCALES, GridPoint, Row, Rows, Scale, Subset, change_settings, is_in_subset
 from .registry import PaperResult, ReproductionError, load_results
 
-__all__ = ["DEFAULT_FOLDER", "RowStore", "StoredRows", "open_row_store", "point_key", "to_row_value"]
+__all__ = ["DEFAULT_FOLDER", "RowStore", "RowWarning", "StoredRows", "open_row_store", "point_key", "to_row_value"]
 
 DEFAULT_FOLDER = Path("runs/paper")  # where rows are written unless another folder is given
 COMMITTED_FOLDERS = (Path("results"), Path(__file__).parents[3] / "results")  # relative to a clone, and of this clone
@@ -54,6 +56,10 @@ def to_row_value(value: Any) -> Any:
         value: Numbers, text, tensors, and mappings and lists of them.
     """
     return to_json_value(value, digits=_DIGITS)
+
+
+class RowWarning(UserWarning):
+    """Lines of a file of rows that cannot be read."""
 
 
 class StoredRows(NamedTuple):
@@ -152,8 +158,17 @@ class RowStore:
             scale: The scale.
             point: The point.
         """
-        identity = json.dumps([result.name, result.recipe.version, point_key(point)])
-        return self.folder / scale / "unfinished" / hashlib.sha256(identity.encode()).hexdigest()[:16]
+        return self.folder / scale / "unfinished" / _make_hash(result, point)
+
+    def network_file(self, result: PaperResult, scale: Scale, point: GridPoint) -> Path:
+        """Return the file of the trained network of a point, for `adptnet.load`.
+
+        Args:
+            result: The result.
+            scale: The scale.
+            point: The point.
+        """
+        return self.folder / scale / "networks" / f"{_file_stem(result.name)}-{_make_hash(result, point)}.safetensors"
 
     def delete_checkpoints(self, result: PaperResult, scale: Scale, point: GridPoint) -> None:
         """Delete the checkpoint folder of a point, if there is one.
@@ -248,19 +263,30 @@ def _highest_complete(
 
 
 def _complete_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the content of each line with its number, without lines that were cut off."""
+    """Yield the content of each line of JSON with its number; warn of other lines, except an incomplete last one."""
     try:
         content = read_regular(path)
         if path.suffix == ".gz":
             content = _unpack(content)
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise ReproductionError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
-    for number, text in enumerate(content.splitlines(), 1):
+    damaged = []
+    for number, text in enumerate(content.splitlines(keepends=True), 1):
         try:
             row = parse_json(text)
         except ValueError:
+            if text.strip() and text.endswith(b"\n"):
+                damaged.append(number)
             continue
         yield number, row
+    if damaged:
+        numbers = ", ".join(map(str, damaged[:10])) + (", …" if len(damaged) > 10 else "")
+        warnings.warn(
+            f"{path}: {len(damaged)} lines are not JSON and are skipped (number {numbers}). Their points run again. "
+            "Delete these lines.",
+            RowWarning,
+            stacklevel=2,
+        )
 
 
 def _unpack(content: bytes) -> bytes:
@@ -281,6 +307,12 @@ def _check_row(row: Any, label: str, scale: Scale, place: str) -> None:
             f"{place}: a row of {row['label']} at the scale {row['scale']}, but the file is for {label} at the scale "
             f"{scale}. Keep rows in the file and folder they were written to."
         )
+
+
+def _make_hash(result: PaperResult, point: GridPoint) -> str:
+    """Return a short text that identifies a point of a recipe version."""
+    identity = json.dumps([result.name, result.recipe.version, point_key(point)])
+    return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
 def _file_stem(name: str) -> str:

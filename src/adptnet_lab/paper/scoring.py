@@ -12,6 +12,7 @@ from torch import nn
 
 from adptnet._io.files import write_atomic
 from adptnet.analysis import plot
+from adptnet.checkpoint import save
 from adptnet.errors import CheckpointError
 from adptnet.spec import ModuleSpec, Spec
 
@@ -38,6 +39,7 @@ __all__ = [
     "format_estimate",
     "make_accuracy_table",
     "mean_accuracy",
+    "network_file",
     "train_and_score",
     "training_device",
 ]
@@ -46,6 +48,7 @@ CEILING = 99.0  # percent; differences between accuracies above it are not judge
 
 training_device: ContextVar[str] = ContextVar("training_device", default="cpu")
 checkpoint_folder: ContextVar[Path | None] = ContextVar("checkpoint_folder", default=None)  # None: no checkpoints
+network_file: ContextVar[Path | None] = ContextVar("network_file", default=None)  # None: networks are not kept
 
 
 class TrainedNetwork(NamedTuple):
@@ -88,7 +91,9 @@ def train_and_score(
         if folder is not None:
             hold = stack.enter_context(lock_folder(folder))
             settings = {name: json.loads(part.to_json())["spec"] for name, part in parts.items()}
-            keeper = RunFolder(folder, SingleProcess(training_device.get()), SaveOptions(), settings, hold)
+            keeper = RunFolder(
+                folder, SingleProcess(training_device.get(), config.precision), SaveOptions(), settings, hold
+            )
             keeper.resume_hint = ". The same command resumes from the last checkpoint."
             stack.callback(keeper.close)
         observations = _Observations(folder)
@@ -103,6 +108,10 @@ def train_and_score(
                 observations.add(step, look(step))
 
         record = train(model, task, config, on_step=on_step, recorder=keeper)
+    kept = network_file.get()
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        save(model, kept)
     scores = list(evaluate(model, task, lengths or (None,), size=sequences, batch_size=batch).values())
     accuracies = [100 * float(each["accuracy"]) for each in scores]  # type: ignore[arg-type]
     numbers = {

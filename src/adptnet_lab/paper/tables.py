@@ -2,12 +2,13 @@
 
 import csv
 import io
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .recipe import Table
 
-__all__ = ["format_cell", "make_paper_table", "merge_tables", "render_csv"]
+__all__ = ["format_cell", "make_paper_table", "merge_tables", "render_csv", "render_json"]
 
 
 def format_cell(value: Any) -> str:
@@ -61,6 +62,27 @@ def _make_key(table: Table, row: Sequence[Any], keys: Sequence[str]) -> tuple[st
 
 def _find_cells(table: Table, row: Sequence[Any] | None) -> Any:
     return lambda column: "" if row is None else row[table.columns.index(column)]
+
+
+def render_json(tables: Mapping[str, Mapping[str, Table]]) -> str:
+    """Return tables as JSON: by result and heading, each with its `columns` and `rows`.
+
+    Args:
+        tables: Tables by result and heading. Results without a table are left out.
+    """
+    content = {
+        name: {
+            heading: {"columns": table.columns, "rows": [list(map(_to_cell, row)) for row in table.rows]}
+            for heading, table in some.items()
+        }
+        for name, some in tables.items()
+        if some
+    }
+    return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _to_cell(value: Any) -> Any:
+    return value if isinstance(value, int) else format_cell(value)
 
 
 def render_csv(table: Table) -> str:

@@ -73,6 +73,7 @@ class ClaimVerdict(NamedTuple):
         runs: Number of independent runs (seeds, networks) behind it.
         needs: For an undecided claim: the effect that these runs could have detected, and how many would decide.
         scale: Scale of the rows.
+        reduction: By how much points of the scale `paper` are smaller than the paper's; empty if they are not.
         by_size: Whether the claim fails only because an effect of the paper's size is excluded, not its sign.
         cause: For a failing claim: "paper", "ours" or "scale".
         because: The cause in words.
@@ -84,9 +85,15 @@ class ClaimVerdict(NamedTuple):
     runs: int = 1
     needs: str = ""
     scale: Scale | None = None
+    reduction: str = ""
     by_size: bool = False
     cause: str = ""
     because: str = ""
+
+    @property
+    def is_at_size(self) -> bool:
+        """Whether the rows have the paper's own size."""
+        return self.scale == "paper" and not self.reduction
 
     @property
     def interval(self) -> str:

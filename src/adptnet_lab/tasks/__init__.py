@@ -17,6 +17,7 @@ from .mad import (
     mad_score,
     mad_settings,
 )
+from .multi_query_recall import MultiQueryRecall
 from .parity import Parity
 from .registry import TASKS, get_preset, get_task
 from .selective_copy import SELECTIVE_COPY_SETTINGS, SelectiveCopy
@@ -41,6 +42,7 @@ __all__ = [
     "MadMemorisation",
     "MadNoisyRecall",
     "MadSelectiveCopying",
+    "MultiQueryRecall",
     "Parity",
     "Scores",
     "SelectiveCopy",

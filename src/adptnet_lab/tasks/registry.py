@@ -3,6 +3,7 @@
 from adptnet.errors import InputError
 from adptnet.spec import suggest_name
 
+from .._own_objects import find_own
 from .base import Task
 from .copy_memory import CopyMemory
 from .event_frames import EventFrames
@@ -15,6 +16,7 @@ from .mad import (
     MadNoisyRecall,
     MadSelectiveCopying,
 )
+from .multi_query_recall import MultiQueryRecall
 from .parity import Parity
 from .selective_copy import SelectiveCopy
 from .sequential_image import SequentialImage
@@ -34,6 +36,7 @@ TASKS: dict[str, type[Task]] = {
     "mad-in-context-recall": MadInContextRecall,
     "mad-noisy-recall": MadNoisyRecall,
     "mad-fuzzy-recall": MadFuzzyRecall,
+    "mqar": MultiQueryRecall,
     "sequential-image": SequentialImage,
     "event-frames": EventFrames,
     "text": Text,
@@ -45,6 +48,7 @@ _PRESETS: dict[type[Task], str] = {
     SelectiveCopy: "recall",
     WordProblem: "tracking",
     Parity: "tracking",
+    MultiQueryRecall: "recall",
     MadSelectiveCopying: "recall",
     MadInContextRecall: "recall",
     MadNoisyRecall: "recall",
@@ -68,11 +72,17 @@ def get_task(name: str) -> type[Task]:
     """Return the class of the task called `name`, e.g. `get_task("word-problem")("S5", length=16)`.
 
     Args:
-        name: Name of the task.
+        name: Name of the task; or of your own: "module:Name", or the name of an entry point in the group
+            `adptnet.tasks`.
 
     Raises:
         InputError: There is none; the message suggests the nearest name.
     """
-    if name not in TASKS:
-        raise InputError(f"there is no task {name!r}.{suggest_name(str(name), TASKS)}")
-    return TASKS[name]
+    if name in TASKS:
+        return TASKS[name]
+    own = find_own(name, "adptnet.tasks")
+    if own is None:
+        raise InputError(f"there is no task {name!r}.{suggest_name(str(name), TASKS)} One of your own: module:Name.")
+    if not (isinstance(own, type) and issubclass(own, Task)):
+        raise InputError(f"{name} is not a task. It must be a subclass of adptnet_lab.tasks.Task, marked with @spec.")
+    return own

@@ -12,7 +12,7 @@ from .schedules import Linear, ReduceOnPlateau, Schedule
 
 __all__ = ["Precision", "SolverName", "TrainConfig"]
 
-Precision = Literal["float32", "bf16", "fp16"]
+Precision = Literal["float32", "bf16", "bf16-all", "fp16"]
 SolverName = Literal["sequential", "auto", "deer", "quasi-deer", "forward-deer", "conv-deer", "koopman-deer"]
 
 
@@ -35,7 +35,9 @@ class TrainConfig(Spec):
         schedule: Constant, Linear, Cosine or ReduceOnPlateau, with their warm-up.
         clip: Gradients with a larger norm are scaled down to this norm; None for no clipping.
         accumulation: Micro-batches into which each process splits its share of a batch, to save memory.
-        precision: "bf16" or "fp16" for autocast around float32 weights. The recurrence stays in float32.
+        precision: "bf16" or "fp16" for autocast around float32 weights. The recurrence stays in float32. "bf16-all" is
+            bf16 with the products of the recurrence, too (K, V, B and read-out), for CPUs with bfloat16 instructions:
+            see `adptnet.ops.products`.
         solver: Solver of the recurrent layers.
         seed: Seed of weights, data and dropout.
         evaluate_every: Steps between evaluations on validation data; None to evaluate only at the end.

@@ -13,7 +13,7 @@ from adptnet._dtype import compute_dtype
 from adptnet.errors import DistributedError, IncompatibleError
 
 from .config import Precision
-from .strategy import DetachedStates, Strategy, clip_gradients
+from .strategy import DetachedStates, Strategy, bfloat16_autocast, clip_gradients
 
 __all__ = ["AccelerateStrategy", "SharedBatchNorm", "share_batch_norms"]
 
@@ -38,8 +38,11 @@ class AccelerateStrategy(Strategy):
 
         # Batch norms share their statistics, so buffers agree; a layer at β = 0 has weights without a gradient.
         data_parallel = DistributedDataParallelKwargs(broadcast_buffers=False, find_unused_parameters=True)
-        mixed = "no" if precision == "float32" else precision
-        cpu = device == "cpu" or not torch.accelerator.is_available()  # without it accelerate forms no group on CPUs
+        mixed = {"float32": "no", "bf16-all": "bf16"}.get(precision, precision)
+        self._bfloat16_recurrence = precision == "bf16-all"
+        cpu = (
+            device == "cpu" or not torch.accelerator.is_available()
+        )  # accelerate forms a process group on CPUs only on request
         AcceleratorState._reset_state()  # global: an earlier run of this process may have had another precision
         self._accelerator = Accelerator(mixed_precision=mixed, cpu=cpu, kwargs_handlers=[data_parallel])
         self.rank, self.world_size = self._accelerator.process_index, self._accelerator.num_processes
@@ -81,6 +84,8 @@ class AccelerateStrategy(Strategy):
             parameter._optim = marks[name]  # type: ignore[attr-defined]
 
     def autocast(self) -> AbstractContextManager[Any]:
+        if self._bfloat16_recurrence:
+            return bfloat16_autocast(self.device, recurrence=True)
         context: AbstractContextManager[Any] = self._accelerator.autocast()
         return context
 

@@ -3,7 +3,8 @@
 import abc
 import math
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,11 +12,19 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from adptnet.errors import IncompatibleError
+from adptnet.ops.products import bfloat16_products
 
 from ..tasks import Batch
 from .config import Precision
 
-__all__ = ["DetachedStates", "SingleProcess", "Strategy", "clip_gradients", "detect_strategy"]
+__all__ = [
+    "DetachedStates",
+    "SingleProcess",
+    "Strategy",
+    "bfloat16_autocast",
+    "clip_gradients",
+    "detect_strategy",
+]
 
 
 class Strategy(abc.ABC):
@@ -123,22 +132,31 @@ class Strategy(abc.ABC):
 
 
 class SingleProcess(Strategy):
-    """One process in float32, which needs no package besides torch.
+    """One process, in float32 or bfloat16, which needs no package besides torch.
 
     Args:
         device: The device to train on; the CPU by default.
+        precision: The precision of outputs and loss.
+
+    Raises:
+        IncompatibleError: fp16, which needs a scaled loss.
     """
 
     rank, world_size = 0, 1
 
-    def __init__(self, device: torch.device | str | None = None):
+    def __init__(self, device: torch.device | str | None = None, precision: Precision = "float32"):
+        if precision == "fp16":
+            raise IncompatibleError("precision='fp16' scales the loss. Pass strategy=detect_strategy('fp16').")
         self.device = torch.device(device or "cpu")
+        self.precision = precision
 
     def wrap(self, model: nn.Module) -> nn.Module:
         return DetachedStates(model)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return nullcontext()
+        if self.precision == "float32":
+            return nullcontext()
+        return bfloat16_autocast(self.device, recurrence=self.precision == "bf16-all")
 
     def backward(self, loss: Tensor, wrapped: nn.Module, last: bool) -> None:
         loss.backward()
@@ -156,6 +174,18 @@ class SingleProcess(Strategy):
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
+
+
+@contextmanager
+def bfloat16_autocast(device: torch.device, *, recurrence: bool) -> Iterator[None]:
+    """Return a context with autocast to bfloat16.
+
+    Args:
+        device: The device.
+        recurrence: Whether the products of the recurrence run in bfloat16, too.
+    """
+    with torch.autocast(device.type, torch.bfloat16), bfloat16_products(recurrence):
+        yield
 
 
 class DetachedStates(nn.Module):
@@ -187,7 +217,7 @@ def clip_gradients(parameters: list[nn.Parameter], clip: float | None) -> Tensor
 def detect_strategy(precision: Precision = "float32", *, sharded: bool = False, device: str | None = None) -> Strategy:
     """Return the strategy for the way this process was started: directly or by torchrun.
 
-    Accelerate is imported only if there are several processes, mixed precision or sharded weights.
+    Accelerate is imported only if there are several processes, fp16 or sharded weights.
 
     Args:
         precision: The precision of outputs and loss.
@@ -200,8 +230,8 @@ def detect_strategy(precision: Precision = "float32", *, sharded: bool = False, 
     if device is not None:
         _check_device(device)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if processes == 1 and precision == "float32" and not sharded:
-        return SingleProcess(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if processes == 1 and precision != "fp16" and not sharded:
+        return SingleProcess(device or ("cuda" if torch.cuda.is_available() else "cpu"), precision)
     try:
         from .distributed import AccelerateStrategy
 

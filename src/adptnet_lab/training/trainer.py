@@ -76,7 +76,7 @@ def train(
         TrainingDiverged: The loss or the gradient norm is not finite.
         Interrupted: The run was asked to stop.
     """
-    strategy = strategy or SingleProcess(next(model.parameters()).device)
+    strategy = strategy or SingleProcess(next(model.parameters()).device, config.precision)
     with torch.random.fork_rng(devices=[strategy.device] if strategy.device.type == "cuda" else []):
         torch.manual_seed(_derive_seed(config.seed, strategy.rank))  # dropout draws from the global generator
         loop = _Loop(

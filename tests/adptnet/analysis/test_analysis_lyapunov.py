@@ -23,7 +23,7 @@ from adptnet.analysis import (
     singular_value_shifts,
 )
 from adptnet.analysis.lyapunov import random_frame
-from adptnet.errors import InputError, NonFiniteError
+from adptnet.errors import IncompatibleError, InputError, NonFiniteError
 from support.members import build, legal, name_of
 
 
@@ -459,10 +459,8 @@ def test_wrong_types_and_devices_are_explained():
     layer, x = ADPTNet.paper(4), torch.randn(2, 30, 4)
     with pytest.raises(InputError, match="the state is a list"):
         lyapunov_exponents(henon, state=[0.1, 0.1], steps=20)
-    with pytest.raises(InputError, match=r"nn.GRU runs whole sequences.*nn.GRUCell"):
-        lyapunov_exponents(nn.GRU(4, 3), x)
-    with pytest.raises(InputError, match=r"nn.LSTM runs whole sequences"):
-        certificate(nn.LSTM(4, 3))
+    with pytest.raises(IncompatibleError, match=r"bidirectional nn\.GRU needs the whole sequence"):
+        lyapunov_exponents(nn.GRU(4, 3, bidirectional=True), x)
     with pytest.raises(InputError, match=r"steps=100.0.*an integer >= 1"):
         lyapunov_exponents(henon, state=torch.zeros(2), steps=100.0)
     with pytest.raises(InputError, match=r"is called as f\(state, input\), since there are inputs"):

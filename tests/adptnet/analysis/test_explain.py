@@ -6,7 +6,19 @@ import pytest
 import torch
 
 import adptnet
-from adptnet import ADPTNet, Recurrent, adjoints, cells, conjugates, directions, explain, retractions, solvers, spectra
+from adptnet import (
+    ADPTNet,
+    Recurrent,
+    adjoints,
+    cells,
+    conjugates,
+    directions,
+    drive,
+    explain,
+    retractions,
+    solvers,
+    spectra,
+)
 from adptnet.cells import wrap
 from adptnet.cells.spiking import lif
 from adptnet.errors import InputError
@@ -262,7 +274,7 @@ def test_without_gradients_only_the_forward_pass_runs(steps, ran):
         "forward": "adpt_layer" if steps == 8 else "cpu"
     }
     assert not explanation.advice
-    assert "Nothing is known" in str(explanation)
+    assert "No faster way is known" in str(explanation)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -293,6 +305,29 @@ def test_auto_is_advised_where_it_would_not_loop():
     explanation = explain(layer, x)
     assert any("solvers.Auto()" in advice and "ConvDEER" in advice for advice in explanation.advice)
     assert not any("Auto" in advice for advice in explain(layer, x[:, :20]).advice)  # it would loop, too
+
+
+@pytest.mark.parametrize("steps", [8, 70])
+def test_why_a_short_call_is_not_prepared_is_named(steps):
+    with torch.no_grad():
+        advice = explain(ADPTNet.paper(WIDTH, rope=drive.RoPE()), torch.randn(2, steps, WIDTH)).advice
+    assert any("rope=" in sentence for sentence in advice) == (steps == 8)
+
+
+def test_a_short_call_with_gradients_is_explained_by_the_programs_that_run(ran):
+    layer, x = ADPTNet(WIDTH), torch.randn(2, 8, WIDTH)
+    explanation = explain(layer, x)
+    assert {part: program.name for part, program in explanation.programs.items()} == {
+        "forward": "cpu",
+        "backward": "cpu",
+    }
+    assert "short" in explanation.programs["forward"].reason
+    assert_agrees(explanation, *run_call(layer, x, {}, ran))
+
+
+def test_solvers_that_a_cell_gains_nothing_from_are_not_advised():
+    advice = explain(gru(), 0.3 * torch.randn(2, 20, WIDTH), solver=solvers.DEER()).advice
+    assert not any("ConvDEER" in sentence for sentence in advice)
 
 
 def test_explain_leaves_no_trace():

@@ -51,10 +51,11 @@ def assert_agree(layer):
 
 @pytest.mark.parametrize("retraction", all_retractions, ids=repr)
 @pytest.mark.parametrize("spectrum", all_spectra, ids=repr)
-@pytest.mark.parametrize("size", [6, 13])
 @pytest.mark.parametrize("beta", [0.0, 0.125, 1.0, 4.0])
-def test_a_trajectory_is_the_brute_force_one(retraction, spectrum, size, beta):
-    size = make_even(size, spectrum)
+def test_a_trajectory_is_the_brute_force_one(retraction, spectrum, beta):
+    # Each size occurs with every spectrum, retraction and β, though not with every three of them.
+    place = all_spectra.index(spectrum) + all_retractions.index(retraction) + [0.0, 0.125, 1.0, 4.0].index(beta)
+    size = make_even((6, 13)[place % 2], spectrum)
     axes = {"width": size, "spectrum": spectrum, "retraction": retraction, "gate": drive.SoftplusGate()}
     assert_agree(build({**axes, "beta": TrainableBeta(beta), "gain": drive.LRU(tied=size == 6)}))
 

@@ -46,7 +46,7 @@ BAD_CALLS = {
         lambda f: f(torch.randn(2, 5, 6), f.initial_state(3)),
         "Make one with initial_state(2)",
     ),
-    "state of a bare tensor": (lambda f: f(torch.randn(2, 5, 6), torch.zeros(2, 6)), "the ADPTState an earlier call"),
+    "state of a list": (lambda f: f(torch.randn(2, 5, 6), [0.0] * 6), "the state is a list"),
     "length zero": (
         lambda f: f(torch.randn(2, 5, 6), lengths=torch.tensor([5, 0])),
         "lengths[1] = 0; a length must be between 1",
@@ -146,9 +146,9 @@ def test_missing_steps_and_references_are_reported():
     with pytest.raises(InputError, match="takes \\(batch, time, 4\\)"):
         both(torch.randn(5, 4))
     with pytest.raises(IncompatibleError, match="verify compares an ADPTNet"):
-        verify(torch.nn.GRU(3, 3), torch.randn(1, 2, 3))
-    with pytest.raises(IncompatibleError, match=r"nn\.RNNCell, nn\.GRUCell or nn\.LSTMCell; got GRU"):
-        cells.from_torch(torch.nn.GRU(3, 3))
+        verify(torch.nn.Linear(3, 3), torch.randn(1, 2, 3))
+    with pytest.raises(IncompatibleError, match=r"such as nn\.GRUCell or nn\.GRU; got function"):
+        cells.from_torch(lambda x, h: h)
 
 
 def test_a_state_can_be_passed_by_name_and_taken_apart(layer):

@@ -5,10 +5,15 @@ import copy
 import pytest
 import torch
 
-from adptnet import ADPTNet, TrainableBeta, drive, projections, solvers, spectra
+from adptnet import ADPTNet, TrainableBeta, conjugates, directions, drive, projections, solvers, spectra
+from adptnet.errors import InputError
 from adptnet.nn import short_calls
 from adptnet.ops.adpt_layer import TrainingCall
 from support.members import legal_layers
+
+
+def is_prepared(layer):
+    return isinstance(short_calls.find_prepared(layer), short_calls.PreparedLayer)
 
 
 def general(layer, x, state=None):
@@ -35,7 +40,7 @@ def test_a_short_call_equals_the_general_path(axes, batch):
 @pytest.mark.parametrize("size", [1, 7, 64, 97])
 def test_the_default_layer_is_prepared_at_odd_sizes(size, dtype):
     layer, x = ADPTNet.paper(size, dtype=dtype), torch.randn(9, 2, size, dtype=dtype)
-    assert short_calls.find_prepared(layer) is not None
+    assert is_prepared(layer)
     with torch.no_grad():
         torch.testing.assert_close(layer(x)[0], general(layer, x)[0])
 
@@ -46,6 +51,7 @@ GATED = [
     {"spectrum": spectra.S4DInv(), "state_size": 10},
     {"input_projection": projections.Dense(bias=True), "gain": drive.ZOH()},
     {"beta": 0.0},
+    {"input_projection": projections.Identity()},
 ]
 
 
@@ -57,7 +63,7 @@ def test_an_input_gate_runs_in_the_short_call(axes, dtype, batch, steps):
     torch.nn.init.normal_(layer.cell.drive.gate.up)
     layer.cell.drive.gate.bias.data.copy_(torch.linspace(-120, 60, layer.state_size))  # beyond both ends of softplus
     x = torch.randn(batch, steps, 7, dtype=dtype)
-    assert short_calls.find_prepared(layer) is not None
+    assert is_prepared(layer)
     with torch.no_grad():
         y, state = layer(x)
     expected, end = general(layer, x)
@@ -96,6 +102,21 @@ def test_eigenvalues_of_one_have_finite_gradients_with_the_lru_gain():
     for name, p in layer.named_parameters():
         torch.testing.assert_close(found[name], p.grad, rtol=1e-9, atol=1e-12)
         assert p.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("axes", "word"),
+    [
+        ({"rope": drive.RoPE()}, "rope="),
+        ({"start": True}, "start="),
+        ({"direction": directions.FromInput()}, "FromInput"),
+        ({"projection": projections.LowParam(factors=(3, 2), rank=1)}, "dense projections"),
+        ({"conjugate": conjugates.Product(2)}, "Product"),
+    ],
+    ids=str,
+)
+def test_the_reason_is_given_where_a_short_call_is_not_prepared(axes, word):
+    assert word in short_calls.find_prepared(ADPTNet(6, **axes))
 
 
 def test_every_change_of_the_layer_is_seen():
@@ -162,6 +183,34 @@ def test_a_training_call_is_one_function(axes, monkeypatch):
     assert len(calls) == 1
     for one, p in zip(found, layer.parameters(), strict=True):
         torch.testing.assert_close(one, p.grad)
+
+
+@pytest.mark.parametrize(("batch", "steps"), [(1, 1), (70, 1), (41, 16)])  # rows: one, over one and over two blocks
+@pytest.mark.parametrize(
+    "axes", [{}, {"gate": None}, {"gate": None, "input_projection": projections.Dense(bias=True)}], ids=str
+)
+@pytest.mark.parametrize("width", [1, 3, 18, 33])
+def test_gradients_of_the_drive_over_blocks_of_rows(batch, steps, axes, width):
+    layer = ADPTNet(width, state_size=19, **axes, dtype=torch.float64)
+    x = torch.randn(batch, steps, width, dtype=torch.float64, requires_grad=True)
+    if layer.cell.drive.gate is not None:
+        torch.nn.init.normal_(layer.cell.drive.gate.up)
+    weights, state = (torch.randn_like(x), torch.randn(batch, 19, dtype=torch.float64)), layer.initial_state(batch)
+    state = state._replace(state=state.state.requires_grad_())
+    _, _, found = gradients(layer, x, state, weights)
+    _, _, expected = gradients(layer, x, state, weights, solver=solvers.Sequential())
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("convert", [torch.Tensor.float, lambda t: t[..., :-1]], ids=["dtype", "shape"])
+def test_saved_tensors_that_a_hook_changed_are_rejected(convert):
+    layer, x = ADPTNet(6, dtype=torch.float64), torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
+    changed = (2, 3, 6)  # the inputs and the drive
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: convert(t) if t.shape == changed else t):
+        y = layer(x)[0]
+        with pytest.raises(InputError, match="saved-tensor hooks"):
+            y.sum().backward()
 
 
 def test_frozen_parameters_and_partial_gradients():

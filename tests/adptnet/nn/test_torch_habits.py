@@ -225,7 +225,7 @@ def test_a_cell_without_reset_parameters_is_named():
 
 
 def test_a_read_out_of_another_size_is_reset():
-    layer = adpt.Recurrent(cells.from_torch(nn.GRUCell(WIDTH, 5)))
+    layer = adpt.Recurrent(cells.from_torch(nn.GRUCell(WIDTH, 5)), readout=projections.Dense())
     before = copy.deepcopy(layer.state_dict())
     layer.reset_parameters()
     assert not any(torch.equal(before[name], value) for name, value in layer.state_dict().items())
@@ -731,11 +731,15 @@ def test_a_synchronized_batch_norm_is_still_over_batch_and_time():
 # Names.
 
 
-def test_the_other_name_for_the_number_of_layers_gets_a_hint():
-    with pytest.raises(SpecError, match=r"Stack has no argument 'depth'\. Pass num_layers="):
-        adpt.Stack(SPEC, depth=2)
-    with pytest.raises(SpecError, match=r"SequenceModel has no argument 'num_layers'\. Pass depth="):
-        SequenceModel(SPEC, num_layers=2, vocabulary=5)
+def test_the_number_of_layers_has_one_name_and_that_of_torch_is_accepted():
+    assert adpt.Stack(SPEC, num_layers=2).spec == adpt.Stack(SPEC, depth=2).spec
+    assert SequenceModel(SPEC, num_layers=2, vocabulary=5).spec == SequenceModel(SPEC, depth=2, vocabulary=5).spec
+    with pytest.raises(SpecError, match=r"Stack\(depth=2, num_layers=3\)"):
+        adpt.Stack(SPEC, 2, num_layers=3)
+    with pytest.raises(SpecError, match="Pass vocabulary="):
+        SequenceModel(SPEC, vocab_size=5)
+    with pytest.raises(SpecError, match="depth must be an integer"):
+        SequenceModel(SPEC, num_layers=0, vocabulary=5)
     with pytest.raises(SpecError, match="Perhaps you meant 'dropout'"):
         adpt.Stack(SPEC, drop_out=0.5)
 

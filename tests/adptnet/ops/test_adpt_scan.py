@@ -56,6 +56,14 @@ def test_any_width_and_batch(batch, size, norm, lean):
     assert_agree(*make_problem(batch, 6, size, norm_epsilon=norm), lean=lean)
 
 
+@pytest.mark.parametrize("lean", [False, True])
+@pytest.mark.parametrize("size", [2, 6, 18, 50])
+@pytest.mark.parametrize("batch", [1, 3, 13])
+@pytest.mark.parametrize("aware", [False, True])
+def test_a_phase_at_any_width_and_batch(batch, size, aware, lean):
+    assert_agree(*make_problem(batch, 6, size, phased=True, rotation_aware=aware), lean=lean)
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("size", [17, 33, 40, 70, 81, 140])
 def test_one_or_two_sequences_of_any_width(size, batch):
@@ -94,11 +102,22 @@ def test_every_variant_of_the_recurrence(variant, pairs, lean):
 
 @pytest.mark.parametrize(
     "variant",
-    ["exponential", "taylor two", "heads", "fixed dot", "relu", "spikes", "slow memory, rotation-aware", "speech"],
+    [
+        "exponential",
+        "taylor two",
+        "heads",
+        "fixed dot",
+        "relu",
+        "spikes",
+        "slow memory, rotation-aware",
+        "speech",
+        "phase",
+    ],
 )
-@pytest.mark.parametrize("pairs", [False, True], ids=["real", "pairs"])
-@pytest.mark.parametrize("batch", [1, 3, 13])
-@pytest.mark.parametrize("lean", [False, True])
+@pytest.mark.parametrize(
+    ("pairs", "batch", "lean"),  # every two of their values occur together
+    [(False, 1, False), (True, 3, False), (False, 13, False), (True, 1, True), (False, 3, True), (True, 13, True)],
+)
 def test_sequences_longer_than_a_block_of_the_backward(variant, pairs, batch, lean):
     """A block has 64 rows (steps times sequences of a tile): 64 steps of one sequence, 21 of three."""
     settings = {**VARIANTS[variant], "beta": 0.05}  # small, so that rounding errors do not grow into another trajectory
@@ -108,7 +127,9 @@ def test_sequences_longer_than_a_block_of_the_backward(variant, pairs, batch, le
 
 
 @pytest.mark.parametrize("pairs", [False, True], ids=["real", "pairs"])
-@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant not in ("beta in drive", "diagonal")])
+@pytest.mark.parametrize(
+    "variant", [name for name, of in VARIANTS.items() if "beta_in_drive" not in of and of != {"rotates": False}]
+)
 def test_where_beta_is_fixed_at_zero_directions_are_not_computed_and_change_nothing(variant, pairs):
     drive, state, constants, form = make_problem(5, 7, 12, pairs=pairs, **VARIANTS[variant])
     constants = constants._replace(beta=torch.zeros(form.heads))
@@ -198,7 +219,9 @@ def has_scan_kernel(axes) -> bool:
 
 
 def test_most_legal_layers_have_a_kernel():
-    left = [axes for axes in legal if not has_scan_kernel(axes)]
+    whole_state = [axes for axes in legal if isinstance(axes.get("direction"), directions.FromWholeState)]
+    assert not any(has_scan_kernel(axes) for axes in whole_state)
+    left = [axes for axes in legal if axes not in whole_state and not has_scan_kernel(axes)]
     for axes in left:
         direction, conjugate = axes.get("direction"), axes.get("conjugate", conjugates.Exact())
         reasons = [

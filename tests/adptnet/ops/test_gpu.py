@@ -1,8 +1,10 @@
 """Selection of GPU kernels, with faked GPU properties: neither a GPU nor Triton is needed."""
 
+import collections
 import logging
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import adptnet
 from adptnet import directions, solvers, spectra
 from adptnet.cells import ADPTSpec, SlowMemory
+from adptnet.cells import dispatch as cell_dispatch
 from adptnet.ops import _backends, _gpu, adpt_scan
 from adptnet.ops.adpt_scan import Constants, Form, RetractionKind, diagonal, dispatch, launch, reference
 from adptnet.ops.adpt_scan.form import DEFAULT_FORM
 from adptnet.ops.plane_rotation import rotation
 from adptnet.recurrence.conjugates import Diagonal, Product, Taylor
-from adptnet.recurrence.projections import LowParam
+from adptnet.recurrence.drive import InputPhase
+from adptnet.recurrence.projections import Dense, LowParam
 from support.kernels import SHARED_MEMORY_PER_BLOCK
 
 
@@ -57,21 +61,21 @@ def test_every_launch_fits_into_the_shared_memory_of_the_gpu(with_gpu, gpu):
         assert (reason is None) == (found is not None) == (size <= 2048)
         if found is not None:
             assert size <= found.pad < max(17, 2 * size)  # the next power of two, at least 16
-            assert found.streamed == (size > 64)
-            needed = launch.STREAMED if found.streamed else launch.RESIDENT[found.pad][found.precision]
+            assert found.kind == ("streamed" if size > 64 else "resident")
+            needed = launch.STREAMED if found.kind == "streamed" else launch.RESIDENT[found.pad][found.precision]
             assert needed * 9 // 8 <= available
 
 
 def test_the_size_of_a_head_and_not_of_the_state_decides(with_gpu):
     with_gpu(SHARED_MEMORY_PER_BLOCK["A100"])
     device = torch.device("cuda:0")
-    assert not launch.plan_launch(Form(heads=16), 1024, device).streamed
-    assert launch.plan_launch(Form(heads=2), 4096, device).streamed
+    assert launch.plan_launch(Form(heads=16), 1024, device).kind == "resident"
+    assert launch.plan_launch(Form(heads=2), 4096, device).kind == "streamed"
     assert explain(4100, Form(heads=2)) == (
         "the Triton kernel supports heads of up to 2048 state dimensions; these are 2050."
     )
     given = launch.plan_launch(Form(directions_in_drive=True), 2048, device)
-    assert (given.streamed, given.rows) == (False, 1)  # without K and V there is nothing to stream
+    assert (given.kind, given.rows) == ("given", 1)  # without K and V there is nothing to stream
 
 
 @pytest.mark.parametrize(
@@ -102,10 +106,9 @@ def test_the_reason_for_a_fallback_is_one_line(with_gpu, monkeypatch):
     assert explain(2048) is None
     assert explain(paired=True, slow=True) is None
     assert explain(dtype=torch.float64) == "the Triton kernel supports float32, not torch.float64."
-    assert explain(form=Form(dot=0.5)) == ("the Triton kernel does not support a fixed dot product of key and value.")
-    assert explain(form=Form(retraction=int(RetractionKind.TAYLOR_ONE))) == (
-        "the Triton kernel does not support the Taylor approximations of the transition."
-    )
+    assert explain(form=Form(dot=0.5, retraction=int(RetractionKind.TAYLOR_ONE))) is None
+    assert explain(form=Form(retraction=9)) == "the Triton kernel does not support retraction=9."
+    assert explain(form=Form(source=9)) == "the Triton kernel does not support source=9."
     assert explain(form=Form(rotates=False), slow=True) == (
         "the Triton kernel does not support a slow memory without a rotation."
     )
@@ -115,6 +118,27 @@ def test_the_reason_for_a_fallback_is_one_line(with_gpu, monkeypatch):
     assert explain(512, Form(linear=True)) is None  # a diagonal scan, which also exists in PyTorch
     monkeypatch.setenv("ADPTNET_BACKEND", "reference")
     assert explain(512, Form(linear=True)) == "ADPTNET_BACKEND=reference."
+
+
+def test_a_form_with_a_field_that_the_kernels_do_not_know_has_no_kernel(with_gpu, monkeypatch):
+    """A new axis of the model runs the reference until the kernels, which would ignore it, support it."""
+    with_gpu(SHARED_MEMORY_PER_BLOCK["T4"])
+    fields = dict.fromkeys(Form._fields, object) | {"new": float}
+    Wider = collections.namedtuple("Wider", fields, defaults=(*DEFAULT_FORM, 0.0))
+    monkeypatch.setattr(launch, "DEFAULT_FORM", Wider())
+    assert explain(form=Wider(new=0.0)) is None
+    assert explain(form=Wider(new=2.0)) == "the Triton kernel does not support new=2.0."
+    for form in (Wider(new=2.0, linear=True), Wider(new=2.0, rotates=False)):
+        assert not diagonal.is_diagonal(form, slow=False)
+        assert explain(form=form) is not None
+
+
+def test_a_constant_that_the_kernels_do_not_know_is_an_error():
+    fields = collections.namedtuple("Wider", (*Constants._fields, "new"))
+    values = dict.fromkeys(fields._fields) | {"real": torch.ones(2)}
+    assert launch.check_constants(fields(**values))[0] is values["real"]
+    with pytest.raises(NotImplementedError, match="new"):
+        launch.check_constants(fields(**values | {"new": torch.ones(2)}))
 
 
 def test_the_operation_selects_a_kernel_or_logs_the_reason(with_gpu, monkeypatch, caplog):
@@ -150,9 +174,9 @@ CELLS = {
     "heads": (ADPTSpec(64, direction=directions.FromState(heads=2)), True),
     "complex": (ADPTSpec(64, spectrum=spectra.LRURing()), True),
     "ReLU": (ADPTSpec(64, direction=directions.FromState(relu=True)), True),
-    "fixed dot product": (ADPTSpec(64, direction=directions.FromState(dot=0.5)), False),
+    "fixed dot product": (ADPTSpec(64, direction=directions.FromState(dot=0.5)), True),
     "from the input": (ADPTSpec(64, direction=directions.FromInput()), True),
-    "Taylor": (ADPTSpec(64, conjugate=Taylor(1)), False),
+    "Taylor": (ADPTSpec(64, conjugate=Taylor(1)), True),
     "slow memory": (ADPTSpec(64, memory=SlowMemory()), True),
     "two planes": (ADPTSpec(64, conjugate=Product(2)), False),
     "beta = 0": (ADPTSpec(512, beta=0.0), True),
@@ -178,26 +202,76 @@ def test_auto_knows_which_cells_a_gpu_runs_as_one_operation(with_gpu, name):
         assert ("one compiled operation" in choice.reason) == covered
 
 
-# The networks that the paper trains, at its sizes; docs/explanation/gpu.md has the same table.
-NETWORKS = {
-    "Copy Memory": ADPTSpec(128, projection=LowParam(factors=(32, 4), rank=32)),
-    "Selective Copy": ADPTSpec(256),
-    "Selective Copy, from the input": ADPTSpec(256, direction=directions.FromInput()),
-    "word problem S5": ADPTSpec(512, direction=directions.FromState(relu=True)),
-    "sCIFAR": ADPTSpec(512, spectrum=spectra.LRURing()),
-    "MAD": ADPTSpec(1024, spectrum=spectra.LRURing()),
-    "SSC, 512": ADPTSpec(512, direction=directions.FromState(spike=0.1, layer_norm=True), memory=SlowMemory()),
-    "SSC, 2048": ADPTSpec(2048, direction=directions.FromState(spike=0.1, layer_norm=True), memory=SlowMemory()),
+LOOP = "eager loop"
+# The networks that the paper trains at its sizes, then the axes of the model, each with the program of `Sequential`.
+COVERAGE = {
+    "Copy Memory": (ADPTSpec(128, projection=LowParam(factors=(32, 4), rank=32)), "streamed"),
+    "Selective Copy": (ADPTSpec(256), "streamed"),
+    "Selective Copy, from the input": (ADPTSpec(256, direction=directions.FromInput()), "given"),
+    "word problem S5": (ADPTSpec(512, direction=directions.FromState(relu=True)), "streamed"),
+    "sCIFAR, complex": (ADPTSpec(512, spectrum=spectra.LRURing()), "streamed"),
+    "MAD, complex": (ADPTSpec(1024, spectrum=spectra.LRURing()), "streamed"),
+    "SSC, 512": (
+        ADPTSpec(512, direction=directions.FromState(spike=0.1, layer_norm=True), memory=SlowMemory()),
+        "streamed",
+    ),
+    "SSC, 2048": (
+        ADPTSpec(2048, direction=directions.FromState(spike=0.1, layer_norm=True), memory=SlowMemory()),
+        "streamed",
+    ),
+    "plain": (ADPTSpec(64), "resident"),
+    "heads, β per head": (
+        ADPTSpec(256, direction=directions.FromState(heads=4), beta=(0.1, 0.2, 0.3, 0.4)),
+        "resident",
+    ),
+    "trainable β": (ADPTSpec(64, beta=adptnet.TrainableBeta(0.5)), "resident"),
+    "Cayley": (ADPTSpec(64, retraction=adptnet.retractions.Cayley()), "resident"),
+    "Taylor": (ADPTSpec(64, conjugate=Taylor(2)), "resident"),
+    "fixed dot product": (ADPTSpec(64, direction=directions.FromState(dot=0.5)), "resident"),
+    "rotation-aware drive": (ADPTSpec(64, rotation_aware=True), "resident"),
+    "K and V with bias": (ADPTSpec(64, projection=Dense(bias=True)), "resident"),
+    "slow memory": (ADPTSpec(64, memory=SlowMemory()), "resident"),
+    "β = 0": (ADPTSpec(64, beta=0.0), "linear_scan"),
+    "`Diagonal`": (ADPTSpec(64, beta=0.0, conjugate=Diagonal()), "linear_scan"),
+    "`Product` of several planes": (ADPTSpec(64, conjugate=Product(2)), LOOP),
+    "directions from the whole state": (ADPTSpec(64, direction=directions.FromWholeState(heads=8)), LOOP),
+    "phase from the input": (ADPTSpec(64, phase=InputPhase()), LOOP),
 }
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_every_network_of_the_paper_has_a_kernel_on_every_gpu(with_gpu, name):
+def find_programs(spec: ADPTSpec) -> list[str]:
+    """Return the programs of Sequential, Conv-DEER and Forward-DEER on a faked GPU."""
     with torch.device("meta"):
-        cell = NETWORKS[name].build(dtype=torch.float32)
-    for shared in SHARED_MEMORY_PER_BLOCK.values():
+        cell = spec.build(dtype=torch.float32)
+    backend, recurrence = cell.choose_scan("cuda"), cell.recurrence
+    programs = [LOOP if backend.name == "reference" else backend.name]
+    if backend.name == "triton":
+        programs = [launch.plan_launch(recurrence.form, spec.size, torch.device("cuda")).kind]
+    for forward in (False, True):
+        unsupported = cell_dispatch._explain_custom(spec) or launch.explain_unsupported_pass(
+            recurrence.form, spec.size, paired=spec.spectrum.is_complex, slow=spec.memory is not None,
+            diagonal=forward, dtype=torch.float32, device="cuda",
+        )  # fmt: skip
+        programs.append("fused" if unsupported is None else "eager")
+    return programs
+
+
+@pytest.mark.parametrize("name", COVERAGE)
+def test_the_programs_of_a_network_are_those_of_the_documentation(with_gpu, name):
+    """On every GPU; a Newton pass for heads of 512 does not fit those with 64 KiB of shared memory."""
+    spec, program = COVERAGE[name]
+    page = (Path(__file__).parents[3] / "docs/explanation/gpu.md").read_text()
+    found = {}
+    for gpu, shared in SHARED_MEMORY_PER_BLOCK.items():
         with_gpu(shared)
-        assert cell.choose_scan("cuda").name == "triton"
+        found[gpu] = find_programs(spec)
+        # A real MI300X multiplies in float32, and its resident kernels fit too.
+        assert found[gpu][0] in ((program, "streamed") if gpu == "MI300X" and program == "resident" else (program,))
+    row = f"| {name} | {spec.size} | {' | '.join(found['A100'])} |"
+    assert row in page, f"docs/explanation/gpu.md needs the row {row}"
+    smaller = [gpu for gpu in found if found[gpu][1:] != found["A100"][1:]]
+    assert set(smaller) <= {"T4", "MI300X"}
+    assert not smaller or spec.size // spec.heads > 256
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:3", torch.device("cuda", 1), "mps", "xpu"])

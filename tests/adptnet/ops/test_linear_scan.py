@@ -49,6 +49,24 @@ def test_results_do_not_depend_on_the_number_of_threads(batch, size, dtype):
         assert all(torch.equal(a, b) for a, b in zip(found, runs[0][1], strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1, 33, 200])
+def test_a_real_scan_rounds_every_product_and_sum(size, dtype):
+    """A fused product and sum would round once, in those of the kernel's loops in which the compiler fuses them."""
+    factors = random_eigenvalues(size).to(dtype)
+    offset = randn(2, 50, size, dtype=dtype).requires_grad_()
+    states = linear_scan(factors, offset)
+    upstream = randn(2, 50, size, dtype=dtype)
+    (found,) = torch.autograd.grad(states, offset, upstream)
+    x = g = torch.zeros(2, size, dtype=dtype)
+    for t in range(50):
+        x = factors * x + offset[:, t]
+        assert torch.equal(states[:, t], x)
+    for t in reversed(range(50)):
+        g = upstream[:, t] + factors * g
+        assert torch.equal(found[:, t], g)
+
+
 def test_non_contiguous_inputs():
     factors, offset, initial = random_eigenvalues(50, 6), randn(6, 50, 2).transpose(0, 2), randn(6, 2).mT
     expected = reference.linear_scan(factors, offset, initial)

@@ -13,9 +13,10 @@ from adptnet.ops._structures import read_structure
 from adptnet.ops.adpt_scan import Constants, Factors
 from support.kernels import SOURCES, needs_compiler
 
-# The structure that each operation passes to its kernel, and the file that defines it.
+# Each structure that an operation passes to its kernel, and the file that defines it.
 STRUCTURES = {
     "adpt_layer": ("kernel.cpp", "Layer"),
+    "adpt_layer, backward": ("drive_gradients.h", "DriveGradients"),
     "adpt_scan": ("arguments.h", "Scan"),
     "adpt_step": ("kernel.cpp", "Step"),
     "linear_scan": ("kernel.cpp", "Scan"),
@@ -24,9 +25,13 @@ STRUCTURES = {
 }
 
 
-def mirror(operation):
-    file, name = STRUCTURES[operation]
-    return read_structure(SOURCES / operation / "csrc" / file, name)
+def folder_of(key):
+    return SOURCES / key.partition(",")[0] / "csrc"
+
+
+def mirror(key):
+    file, name = STRUCTURES[key]
+    return read_structure(folder_of(key) / file, name)
 
 
 def offsets(structure, prefix="", start=0):
@@ -44,7 +49,7 @@ def offsets(structure, prefix="", start=0):
 def compare_with_compiler(operation, structure, folder):
     """Compile the kernel with one assertion per member; return the compiler's messages, empty if all hold."""
     name = STRUCTURES[operation][1]
-    lines = ["#include <cstddef>", f'#include "{SOURCES / operation / "csrc" / "kernel.cpp"}"']
+    lines = ["#include <cstddef>", f'#include "{folder_of(operation) / "kernel.cpp"}"']
     lines += [f'static_assert(offsetof({name}, {at}) == {n}, "{at}");' for at, n in offsets(structure).items()]
     lines += [f'static_assert(sizeof({name}) == {ctypes.sizeof(structure)}, "size");']
     program = folder / "layout.cpp"
@@ -71,8 +76,9 @@ def test_a_swapped_pair_of_members_is_found(tmp_path):
 
 @pytest.mark.parametrize("operation", STRUCTURES)
 def test_an_operation_uses_the_structure_that_is_compared(operation):
-    module = importlib.import_module(f"adptnet.ops.{operation}.cpu")
-    used = module._mirror("Scan") if operation == "adpt_scan" else module._mirror()
+    module = importlib.import_module(f"adptnet.ops.{operation.partition(',')[0]}.cpu")
+    name = STRUCTURES[operation][1]
+    used = module._mirror(name) if operation.startswith(("adpt_scan", "adpt_layer")) else module._mirror()
     assert used is mirror(operation)
 
 

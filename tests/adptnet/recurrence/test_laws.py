@@ -85,7 +85,7 @@ def test_at_beta_zero_it_is_a_diagonal_state_space_model(axes):
     x = torch.randn(2, 11, layer.width)
     drive = layer.cell.prepare(x, torch.zeros(2, 11, dtype=torch.int64))
     eigenvalues = layer.cell.eigenvalues().eigenvalues()
-    if axes["spectrum"].is_complex:
+    if layer.spec.cell.spectrum.is_complex:
         drive = torch.view_as_complex(drive.unflatten(-1, (-1, 2)).contiguous())
     state, states = torch.zeros_like(drive[:, 0]), []
     for t in range(11):

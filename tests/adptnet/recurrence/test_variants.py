@@ -351,6 +351,87 @@ def test_pairs_are_rotated_inside_vmap_for_any_strides():
     assert_close(torch.vmap(lambda one: layer(one)[0])(x), torch.stack([layer(one)[0] for one in x]))
 
 
+def test_tied_rotary_positions_take_the_step_sizes_of_the_spectrum():
+    spectrum = spectra.Sparse(spectra.Negative(spectra.Linspace(dt_min=1e-2, dt_max=1.0), 0.5), 0.3)
+    layer = ADPTNet.paper(6, beta=0.5, rope=drive.RoPE(tied=True), spectrum=spectrum)
+    own = ADPTNet.paper(6, beta=0.5, rope=drive.RoPE(), spectrum=spectrum)
+    own.load_state_dict(layer.state_dict(), strict=False)
+    log_dt = layer.cell.spectrum.spectrum.spectrum.log_dt
+    with torch.no_grad():
+        own.cell.drive.rope.log_dt.copy_((log_dt[::2] + log_dt[1::2]) / 2)
+    x = torch.randn(2, 7, 6)
+    assert_close(layer(x)[0], own(x)[0])
+    assert "cell.drive.rope.log_dt" not in layer.state_dict()
+    layer.cell.drive(layer.cell.drive.project(x), torch.arange(7), own.cell.spectrum)  # any spectrum of this size
+    layer.cell.drive.rope(x, torch.arange(7), layer.cell.spectrum).square().cumsum(-2)[..., 0].sum().backward()
+    assert log_dt.grad.abs().max() > 0
+    assert adptnet.Spec.from_json(layer.spec.to_json()) == layer.spec
+
+
+@pytest.mark.parametrize("spectrum", [spectra.FromExponents((-0.1, -0.2)), spectra.Timescales()])
+def test_tied_rotary_positions_need_step_sizes(spectrum):
+    layer = ADPTNet.paper(2, rope=drive.RoPE(tied=True), spectrum=spectrum)
+    if layer.cell.spectrum.log_step() is not None:
+        pytest.skip("this spectrum has step sizes")
+    with pytest.raises(adptnet.errors.IncompatibleError, match=r"it has none. Pass spectrum=spectra.Linspace\(\)"):
+        layer(torch.randn(1, 3, 2))
+
+
+def test_log_step_has_an_entry_for_every_state_dimension():
+    pairs = spectra.S4DInv(dt_per="channel").build(8, expansion=4)
+    assert_close(pairs.log_step(), pairs.log_dt.repeat_interleave(4))
+    assert_close(spectra.Linspace().build(5).log_step(), spectra.Linspace().build(5).log_dt)
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {},
+        {"direction": directions.FromInput(heads=2)},
+        {"rotation_aware": True},
+        {"conjugate": conjugates.Product(2)},
+        {"conjugate": conjugates.Taylor(2)},
+    ],
+    ids=repr,
+)
+def test_directions_from_the_input_are_not_computed_at_beta_zero(axes):
+    axes = {"direction": directions.FromInput(), **axes}
+    layer = ADPTNet.paper(6, beta=0.0, **axes)
+    plain = ADPTNet.paper(6, beta=0.0, conjugate=conjugates.Diagonal())
+    plain.load_state_dict(layer.state_dict(), strict=False)
+    x = torch.randn(2, 9, 6)
+    assert layer.cell.prepare(x, torch.arange(9)).shape[-1] == 6
+    assert_close(layer(x)[0], plain(x)[0], rtol=1e-14, atol=1e-15)
+    for solver in (solvers.DEER(), solvers.ConvDEER()):
+        assert_close(layer(x, solver=solver)[0], plain(x)[0])
+    state, one = torch.randn(2, 6, requires_grad=True), layer.cell.prepare(x, torch.arange(9))[:, 0]
+    assert_close(layer.cell.jacobian(state, one), torch.diag(layer.cell.spectrum().real).expand(2, 6, 6))
+    rotated = ADPTNet.paper(6, beta=1.0, **axes)
+    rotated.load_state_dict(layer.state_dict())
+    given = layer(x, beta=torch.ones(2))[0]  # β of a call still rotates
+    assert_close(given, rotated(x)[0])
+    assert not torch.allclose(given, plain(x)[0])
+    assert_close(layer(x, dt=torch.ones(2, 9))[0], plain(x)[0])
+
+
+@pytest.mark.parametrize("gain", [drive.EMA(), drive.LRU(), drive.ZOH(tied=False)])
+def test_expansion_and_gain_in_one_pass_equal_the_two(gain):
+    layer = ADPTNet.paper(3, state_size=12, beta=0.3, gain=gain, input_projection=projections.Expand())
+    drive_of = layer.cell.drive
+    x = torch.randn(20, 5, 3, requires_grad=True)
+    fused = drive_of.project_and_scale(x, layer.cell.spectrum)
+    separate = drive_of(drive_of.project(x), torch.arange(5), layer.cell.spectrum)
+    assert fused is not None
+    assert_close(fused, separate)
+    sources = [x, *(p for p in layer.cell.parameters() if p.requires_grad)]
+    weight = torch.randn_like(fused)
+    results = [torch.autograd.grad((y * weight).sum(), sources, allow_unused=True) for y in (fused, separate)]
+    for one, other in zip(*results, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert_close(one, other)
+
+
 def test_large_positions_do_not_lose_precision():
     layer = ADPTNet.paper(6, beta=0.0, rope=drive.RoPE(), dtype=torch.float32)
     far = ADPTState(torch.zeros(1, 6, dtype=torch.float32), torch.tensor([10_000_000]))

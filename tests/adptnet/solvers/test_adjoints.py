@@ -17,7 +17,7 @@ from support.members import (
     covering_combinations,
 )
 
-STEPS = 12
+STEPS = 9
 
 
 class RaggedProblem:
@@ -30,7 +30,7 @@ class RaggedProblem:
         self.state = (start + 0.5 * torch.randn_like(start)).requires_grad_()
         self.lengths = torch.tensor([STEPS, 4, STEPS - 3]) if ragged else None
         self.reset = torch.zeros(3, STEPS, dtype=torch.bool)
-        self.reset[0, 6] = self.reset[2, 0] = self.reset[2, 7] = True
+        self.reset[0, STEPS // 2] = self.reset[2, 0] = self.reset[2, STEPS // 2 + 1] = True
         self.reset = self.reset if resets else None
         self.last = last
         self.weights = torch.randn(3, STEPS, cell.state_size)

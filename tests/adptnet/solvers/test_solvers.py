@@ -30,7 +30,7 @@ from support.members import (
     name_of,
 )
 
-STEPS = 13
+STEPS = 9
 
 
 class RaggedProblem:
@@ -42,7 +42,7 @@ class RaggedProblem:
         self.state = self.cell.initial_state(3) + 0.5 * torch.randn(3, self.cell.state_size)
         self.lengths = torch.tensor([steps, 4, steps - 3])
         self.reset = torch.zeros(3, steps, dtype=torch.bool)
-        self.reset[0, 6] = self.reset[2, 0] = self.reset[2, 7] = True
+        self.reset[0, steps // 2] = self.reset[2, 0] = self.reset[2, steps // 2 + 1] = True
         self.exact = {resets: self.solve(solvers.Sequential(), resets) for resets in (False, True)}
 
     def solve(self, solver, resets=True, **more):
@@ -155,10 +155,11 @@ def run(solver, cell, *given_, **more):
 exact_first = {name: make for name, make in all_linearizations.items() if name != "Conv, by FFT"}
 
 
-@pytest.mark.parametrize("damping", [None, solvers.Scale(0.6)], ids=repr)
 @pytest.mark.parametrize("linearization", exact_first)
 @pytest.mark.parametrize(
-    "spectrum", [spectra.Linspace(), spectra.Negative(spectra.S4DInv(), 0.5)], ids=["real", "pairs"]
+    ("damping", "spectrum"),
+    [(None, spectra.Linspace()), (solvers.Scale(0.6), spectra.Negative(spectra.S4DInv(), 0.5))],
+    ids=["real", "pairs, damped"],
 )
 def test_after_k_iterations_the_first_k_states_are_exact(linearization, damping, spectrum):
     cell = build_cell({"width": 6, "beta": 4.0, "spectrum": spectrum})
@@ -432,10 +433,10 @@ from adptnet import ADPTNet, solvers
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
-cell, inputs = ADPTNet.paper(6, beta=0.1, dtype=torch.float64).cell, torch.randn(2, 12, 6, dtype=torch.float64)
+cell, inputs = ADPTNet.paper(6, beta=0.1, dtype=torch.float64).cell, torch.randn(2, 5, 6, dtype=torch.float64)
 exact = solvers.Sequential()(cell, inputs).states
 for name in sys.argv[1:]:
-    solver = getattr(solvers, name)(fixed_iterations=20, on_failure=solvers.Return())
+    solver = getattr(solvers, name)(fixed_iterations=6, on_failure=solvers.Return())
 
     def solve(inputs):
         solution = solver(cell, inputs)

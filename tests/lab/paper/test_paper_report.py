@@ -20,7 +20,7 @@ from adptnet_lab.paper import compare, report, reproduce, rows
 from adptnet_lab.paper.recipe import Row, Rows, Table
 from adptnet_lab.paper.registry import load_results
 from adptnet_lab.paper.rows import RowStore
-from adptnet_lab.paper.tables import merge_tables, render_csv
+from adptnet_lab.paper.tables import merge_tables, render_csv, render_json
 from adptnet_lab.paper.verdicts import Outcome
 from support.paper import run_smoke
 
@@ -244,13 +244,22 @@ def test_everything_runs_at_the_scale_smoke_in_two_minutes(tmp_path):
     assert sum(counts[Outcome.HOLDS] for counts in tally.values()) > 20
 
 
-def test_the_readme_and_the_committed_report_have_the_verdicts_of_the_committed_rows(tmp_path, capsys):
+@pytest.mark.slow
+def test_the_committed_report_has_the_figures_of_the_committed_rows(tmp_path, capsys):
+    report.run(report.Report(rows=PROJECT / "results", output=tmp_path))
+    drawn = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert drawn == {path.name for path in (PROJECT / "docs" / "report" / "figures").iterdir()}
+
+
+def test_the_readme_and_the_committed_report_have_the_verdicts_of_the_committed_rows(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(report, "render_svg", lambda figure, name: "<svg></svg>")  # figures are not compared
     tally = report.run(report.Report(rows=PROJECT / "results", output=tmp_path))
     committed = PROJECT / "docs" / "report"
     names = [
         "index.md",
         "verdicts.csv",
         "verdicts.json",
+        "tables.json",
         *(f"tables/{p.name}" for p in (tmp_path / "tables").iterdir()),
     ]
     for name in names:
@@ -258,17 +267,9 @@ def test_the_readme_and_the_committed_report_have_the_verdicts_of_the_committed_
             f"docs/report/{name} is stale. Run: adptnet report --rows results --output docs/report"
         )
     readme = " ".join((PROJECT / "README.md").read_text().split())
-    assert describe_counts(tally) in readme
-
-
-def describe_counts(tally):
-    """Return the sentence of the README on the verdicts."""
-    size, reduced = tally[compare.AT_SIZE], tally[compare.REDUCED]
-    return (
-        f"Of the paper's claims, {size.total()} were tested at its own scale: {size[Outcome.HOLDS]} hold, "
-        f"{size[Outcome.FAILS]} fail, {size[Outcome.UNDECIDED]} are undecided and {size[Outcome.NOT_TESTABLE]} cannot "
-        f"be tested. Of {reduced.total()} more, run at reduced scale or not at all, {reduced[Outcome.HOLDS]} hold there"
-    )
+    summary = json.loads((tmp_path / "verdicts.json").read_text())["summary"]
+    assert summary == compare.summarize_tally(tally)
+    assert summary in readme, f"The counts of README.md are stale. They are: {summary}"
 
 
 def test_every_failing_claim_of_the_committed_rows_names_its_cause():
@@ -309,6 +310,9 @@ def test_tables_side_by_side_keep_every_row_of_both():
         ["Hawk", "+", "", "77.0", 1],
     ]
     assert render_csv(merged).splitlines()[2] == '4,+,85,"84.0 [82.0, 86.0]",3'
+    (found,) = json.loads(render_json({"table:a": {"both": merged}, "table:b": {}}))["table:a"].values()
+    assert found["columns"] == merged.columns
+    assert found["rows"][1] == ["4", "+", 85, "84.0 [82.0, 86.0]", 3]
 
 
 @pytest.mark.parametrize("name", [name for name, result in load_results().items() if "keys" in result.numbers])

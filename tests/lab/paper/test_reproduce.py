@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+import adptnet
 from adptnet_lab import cli
 from adptnet_lab.paper import compare, reproduce, scoring
 from adptnet_lab.paper.forecast import Forecast, TrainingProgress, describe_rest, format_duration
@@ -86,6 +87,13 @@ def test_the_time_of_a_point_is_told_from_the_most_similar_row(tmp_path, monkeyp
     assert forecast.seconds(result, GridPoint(wide.settings, 9)) == 4.0
     assert forecast.seconds(result, GridPoint({**wide.settings, "steps": 2 * wide.settings["steps"]}, 0)) == 8.0
     assert [format_duration(s) for s in (None, 3.2, 600, 7920)] == ["unknown", "3 s", "10 min", "2.2 h"]
+    third = next(p for p in points if p.settings not in (wide.settings, other.settings))
+    store.add(result, "laptop", make_row(result, third, "laptop", time={"seconds": 99.0, "processor": 2.0}))
+    forecast = Forecast(store, "laptop")
+    assert forecast.seconds(result, third) == 2.0
+    expected = sum(forecast.seconds(result, point) for point in points)
+    assert forecast.cost(result) == format_duration(expected)
+    assert Forecast(RowStore(tmp_path / "none"), "laptop").cost(result) == result.recipe.cost["laptop"]
     assert describe_rest([60.0, None, 60.0], 2) == ", about 60 s left"
     assert describe_rest([], 1) == ""
 
@@ -125,6 +133,48 @@ def test_the_selection_of_weights_on_the_word_problem_is_an_option(change, tmp_p
     training = json.loads(row["numbers"]["training"])["spec"]
     expected = {"select=all": ([8, 16, 32], "loss", "mean"), "stop=true": ([16, 8, 32], "accuracy", "first")}[change]
     assert (training["lengths"], training["select_by"], training["select_at"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "only", "change", "expected"),
+    [
+        ("fig:beta_trained_ablation", ("beta=1.0",), "rope=tied", '"trainable": true, "tied": true}'),
+        ("table:non-linear_selective_results", ("beta=0.0125",), "readout=channel", '"readout": {"type": "Expand"'),
+        ("table:non-linear_selective_results", ("beta=0.0125",), "gain=LRU", '"gain": {"type": "LRU"'),
+    ],
+)
+def test_choices_that_the_paper_leaves_open_are_options(name, only, change, expected, tmp_path, capsys):
+    run_smoke(tmp_path, name, only=only)
+    run_smoke(tmp_path, name, only=only, set=(change,))
+    rows = (tmp_path / "smoke" / f"{name.replace(':', '-')}.jsonl").read_text().splitlines()
+    before, after = (json.dumps(json.loads(line)["spec"]) for line in (rows[0], rows[-1]))
+    assert expected not in before
+    assert expected in after
+
+
+def test_products_in_bfloat16_are_an_option_of_the_word_problem(tmp_path, capsys):
+    only = ("beta=4.0", "negative=true")
+    run_smoke(tmp_path, "table:s5_8_results", only=only)
+    run_smoke(tmp_path, "table:s5_8_results", only=only, set=("precision=bf16-all",))
+    rows = [json.loads(t) for t in (tmp_path / "smoke" / "table-s5_8_results.jsonl").read_text().splitlines()]
+    assert len(rows) == 2
+    assert rows[0]["numbers"]["loss"] != rows[1]["numbers"]["loss"]
+    assert rows[0]["numbers"]["loss"] == pytest.approx(rows[1]["numbers"]["loss"], rel=0.05)
+
+
+def test_a_trained_network_is_kept_on_request_and_can_be_loaded(tmp_path, capsys):
+    only = ("beta=1.0", "encoding=scalar")
+    run_smoke(tmp_path, "fig:beta_trained_ablation", only=only, keep_networks=True)
+    (row,) = (json.loads(t) for t in (tmp_path / "smoke" / "fig-beta_trained_ablation.jsonl").read_text().splitlines())
+    network = adptnet.load(tmp_path / "smoke" / "networks" / row["network"])
+    assert sum(p.numel() for p in network.parameters()) == row["numbers"]["parameters"]
+    blocks = next(m for m in network.modules() if isinstance(m, adptnet.ADPTNet))
+    logs = blocks.cell.spectrum.log_modulus().sort(descending=True).values
+    assert logs.tolist() == pytest.approx(row["numbers"]["snapshots"][-1]["log_eigenvalues"], rel=1e-5)
+    run_smoke(tmp_path, "fig:beta_trained_ablation", only=("beta=0.125", "encoding=scalar"))
+    rows = (tmp_path / "smoke" / "fig-beta_trained_ablation.jsonl").read_text().splitlines()
+    assert "network" not in json.loads(rows[1])
+    assert len(list((tmp_path / "smoke" / "networks").iterdir())) == 1
 
 
 def test_beta_zero_needs_no_directions_from_the_input(tmp_path, capsys):

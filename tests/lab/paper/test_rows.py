@@ -13,7 +13,7 @@ import torch
 
 from adptnet_lab.paper import compare, report, reproduce
 from adptnet_lab.paper.registry import ReproductionError, load_results
-from adptnet_lab.paper.rows import RowStore
+from adptnet_lab.paper.rows import RowStore, RowWarning
 from support.paper import make_row, run_smoke
 
 
@@ -45,7 +45,7 @@ def test_a_foreign_line_among_rows_raises_with_its_position(line, message, tmp_p
         run_smoke(tmp_path, result.name)
 
 
-def test_garbage_is_skipped_and_of_two_rows_the_first_counts(tmp_path):
+def test_garbage_is_skipped_with_a_warning_and_of_two_rows_the_first_counts(tmp_path):
     result = load_results()["fig:dynamical_system"]
     (point,) = result.recipe.points("smoke")
     store = RowStore(tmp_path)
@@ -53,9 +53,20 @@ def test_garbage_is_skipped_and_of_two_rows_the_first_counts(tmp_path):
     store.path(result, "smoke").write_bytes(b"\xff\x00\xfe garbage\n\n{'a': 1}\n" + b"[" * 100_000 + b"\n")
     for number in (1, 2):
         store.add(result, "smoke", make_row(result, point, numbers={"a": number}))
-    rows, left, _ = store.read_rows(result, "smoke")
+    with pytest.warns(RowWarning, match=r"3 lines are not JSON and are skipped \(number 1, 3, 4\)"):
+        rows, left, _ = store.read_rows(result, "smoke")
     assert left == 0
     assert rows.numbers("a") == [1]
+
+
+def test_a_last_line_that_is_still_being_written_is_skipped_without_a_warning(tmp_path):
+    result = load_results()["fig:dynamical_system"]
+    (point,) = result.recipe.points("smoke")
+    store = RowStore(tmp_path)
+    store.add(result, "smoke", make_row(result, point, numbers={"a": 1}))
+    path = store.path(result, "smoke")
+    path.write_bytes(path.read_bytes() + b'{"label": "fig')
+    assert store.read_rows(result, "smoke")[0].numbers("a") == [1]
 
 
 def test_compressed_rows_are_read_together_with_rows_that_are_added_later(tmp_path):

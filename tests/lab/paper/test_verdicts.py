@@ -22,6 +22,7 @@ from adptnet_lab.paper.evidence import (
     rank_correlation,
     student_quantile,
 )
+from adptnet_lab.paper.markdown import describe_headline, describe_outcome
 from adptnet_lab.paper.recipe import GridPoint
 from adptnet_lab.paper.recipes import low_param
 from adptnet_lab.paper.registry import ReproductionError, load_headlines, load_results
@@ -310,6 +311,45 @@ def test_statements_of_the_abstract_are_decided_at_the_papers_scale_only(tmp_pat
     assert {(r, c) for h in load_headlines() for r, c in h.claims} <= {
         (name, claim.id) for name, result in load_results().items() for claim in result.claims
     }
+
+
+def test_rows_of_the_scale_paper_that_are_smaller_count_as_reduced(tmp_path):
+    def history(point):
+        low = -6.0 if point.settings["negative"] == 0 else -0.1
+        spectrum = {"log_eigenvalues": [-0.01, low], "exponents": [-0.02, low], "certified": [-9, 9], "spread": 1.0}
+        counts = {"Quasi": 5, "Forward": 5, "Conv": 5}
+        numbers = {"shift mean": 0.0, "shift deviation": 1.0, "shift counts": [1], "in blocks": counts}
+        return {"snapshots": [{**spectrum, **numbers, "iterations": {"1": counts}}] * 8, "accuracy": 99.0}
+
+    name = "fig:trained_pos_vs_neg_eig"
+    short = store_rows(tmp_path, name, "paper", history, encoding=["scalar"], length=[64])["aligned"]
+    assert (short.scale, short.reduction, short.is_at_size) == ("paper", "64 of 1024 steps", False)
+    assert compare.describe_scale(short) == "scale paper with 64 of 1024 steps, 3 runs"
+    tally = compare.tally_verdicts([compare.judge(load_results()[name], RowStore(tmp_path))])
+    assert tally[compare.AT_SIZE].total() == 0
+    assert tally[compare.REDUCED].total() == 5
+    full = store_rows(tmp_path, name, "paper", history, encoding=["scalar"], length=[1024])["aligned"]
+    assert full.is_at_size
+
+
+def test_the_first_screen_shows_numbers_scales_and_causes(tmp_path):
+    accuracy = lambda point: {"accuracy": 95.0 + 0.1 * point.seed}  # noqa: E731
+    name = "table:non-linear_selective_results"
+    store_rows(tmp_path, name, "paper", accuracy, beta=[0.0], rate=[0.001], decay=[0.1])
+    judged = compare.judge_headlines([compare.judge(load_results()[name], RowStore(tmp_path))])
+    copy = next(one for one in judged if one.headline.id == "selective-copy")
+    assert "twice the accuracy of β = 0: 190 [190, 191] %" in copy.ours
+    assert copy.ours.startswith("β = 0.0125 over β = 0: not run;")
+    assert copy.scales == "paper, 3 runs; 1 of 2 claims not tested"
+    assert describe_outcome(copy.verdict) == "fails (our set-up differs)"
+    text = describe_headline(copy)
+    assert "What came out.* β = 0.0125 minus β = 0: not run." in text
+    assert "*Verdict.* Fails (our set-up differs): our β = 0 reaches" in text
+
+
+def test_an_estimate_of_one_run_has_no_interval():
+    assert str(estimate_mean([2.0], "points")) == "+2 points (no interval)"
+    assert str(estimate_mean([2.0, 2.5], "points")) == "+2.25 [-0.927, +5.43] points"
 
 
 # Checks of recipes

@@ -161,7 +161,15 @@ def test_a_run_that_was_asked_to_stop_resumes_to_the_same_bits(tmp_path, step):
     assert [s["step"] for s in json.loads((tmp_path / "cut" / "environment.json").read_text())] == [0, step + 1]
 
 
-def test_a_second_signal_of_another_kind_is_a_request_too_and_one_of_the_same_kind_acts():
+@pytest.fixture
+def interrupts():
+    """Ctrl-C has its usual effect, also if the tests run in the background of a shell, which ignores it there."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_second_signal_of_another_kind_is_a_request_too_and_one_of_the_same_kind_acts(interrupts):
     """Ctrl-C reaches the runs of a sweep, and so does the SIGTERM that the sweep sends them afterwards."""
     with catch_stop_signals() as request:
         signal.raise_signal(signal.SIGINT)
@@ -384,8 +392,9 @@ def test_gradient_accumulation_gives_the_loss_curve_of_the_whole_batch(tmp_path)
         run(make_experiment(batch_size=2, accumulation=3), tmp_path / "few")
 
 
-def test_reduced_precision_learns_and_resumes(tmp_path):
-    setup = make_experiment(precision="bf16", steps=12)
+@pytest.mark.parametrize("precision", ["bf16", "bf16-all"])
+def test_reduced_precision_learns_and_resumes(tmp_path, precision):
+    setup = make_experiment(precision=precision, steps=12)
     run(setup, tmp_path / "whole")
     interrupt_after(tmp_path / "cut", setup, 5, steps=5)
     run(setup, tmp_path / "cut", resume=True)
@@ -925,11 +934,18 @@ def test_a_damaged_file_of_a_run_is_named(two_checkpoints, tmp_path):
         load_model(tmp_path / "a" / "config.json")
 
 
-def test_one_process_in_float32_needs_no_accelerate(tmp_path, monkeypatch):
+def test_bf16_all_rounds_products_of_the_recurrence_and_bf16_does_not(tmp_path):
+    for precision in ("bf16", "bf16-all"):
+        run(make_experiment(precision=precision, steps=3), tmp_path / precision)
+    assert not torch.equal(read_losses(tmp_path / "bf16"), read_losses(tmp_path / "bf16-all"))
+
+
+def test_one_process_needs_accelerate_for_fp16_only(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "accelerate", None)  # as if it were not installed
     run(make_experiment(steps=2), tmp_path / "a")
-    with pytest.raises(ValueError, match=r"precision='bf16' need.* accelerate: pip install 'adptnet\[train\]'"):
-        run(make_experiment(precision="bf16"), tmp_path / "b")
+    run(make_experiment(precision="bf16-all", steps=2), tmp_path / "b")
+    with pytest.raises(ValueError, match=r"precision='fp16' need.* accelerate: pip install 'adptnet\[train\]'"):
+        run(make_experiment(precision="fp16"), tmp_path / "d")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="2 processes need accelerate"):
         run(make_experiment(), tmp_path / "c")

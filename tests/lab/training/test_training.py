@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from adptnet import ADPTNet, SequenceModel, Spec, cells, nn
-from adptnet.errors import InputError, SpecError
+from adptnet.errors import IncompatibleError, InputError, SpecError
 from adptnet.spec import rename_fields
 from adptnet_lab._json_files import write_json
 from adptnet_lab._runtime import describe_environment
@@ -34,6 +34,18 @@ def test_the_same_seed_gives_the_same_numbers_whatever_ran_before():
         assert torch.equal(a, b)
     other = train(small(), PARITY, TrainConfig(steps=5, batch_size=8, seed=4))
     assert other.losses != one.losses
+
+
+def test_a_call_of_train_uses_the_precision_of_its_settings():
+    def losses(precision):
+        return train(small().float(), PARITY, TrainConfig(steps=3, batch_size=8, precision=precision)).losses
+
+    exact, outside, everywhere = losses("float32"), losses("bf16"), losses("bf16-all")
+    assert exact != outside != everywhere != exact
+    assert outside == pytest.approx(exact, rel=0.1)
+    assert everywhere == pytest.approx(exact, rel=0.1)
+    with pytest.raises(IncompatibleError, match=r"scales the loss. Pass strategy=detect_strategy\('fp16'\)"):
+        losses("fp16")
 
 
 def test_training_leaves_the_callers_random_numbers_alone():

@@ -1,7 +1,7 @@
 """Short calls of a whole layer on CPUs: one compiled call without gradients, one autograd function with gradients."""
 
 from .cpu import LayerCall, has_kernel
-from .form import Evaluated, GateWeights, LayerVectors, LayerWeights, VectorSource
+from .form import Evaluated, GateWeights, LayerVectors, LayerWeights, LinearizedVectors, VectorSource
 from .training import TrainingCall
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "LayerCall",
     "LayerVectors",
     "LayerWeights",
+    "LinearizedVectors",
     "TrainingCall",
     "VectorSource",
     "has_kernel",

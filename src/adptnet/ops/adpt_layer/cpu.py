@@ -8,20 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import InputError
 from .. import _backends, _buffers, _build
 from .._structures import read_structure
 from ..adpt_scan import Form, RetractionKind
-from .form import LayerVectors, LayerWeights
+from .form import DriveGradients, GateValues, LayerVectors, LayerWeights
 
-__all__ = ["LayerCall", "has_kernel"]
+__all__ = ["LayerCall", "compute_drive_gradients", "has_kernel"]
 
 _SCALARS = {torch.float32: "float", torch.float64: "double"}
 
 
+_FILES = {"Layer": "kernel.cpp", "DriveGradients": "drive_gradients.h"}
+
+
 @functools.cache
-def _mirror() -> Any:
-    """Return the ctypes mirror of `struct Layer` in csrc/kernel.cpp."""
-    return read_structure(Path(__file__).parent / "csrc" / "kernel.cpp", "Layer")
+def _mirror(name: str) -> Any:
+    """Return the ctypes mirror of a structure in csrc."""
+    return read_structure(Path(__file__).parent / "csrc" / _FILES[name], name)
 
 
 def has_kernel(dtype: torch.dtype) -> bool:
@@ -47,10 +51,11 @@ class LayerCall:
     """
 
     def __init__(self, form: Form, weights: LayerWeights, vectors: LayerVectors, sources: list[Tensor]):
-        self.dtype = weights.input_weight.dtype
+        size = vectors.real.shape[0]
+        width = size if weights.input_weight is None else weights.input_weight.shape[1]
+        self.dtype = next(iter(weights.tensors()), vectors.real).dtype
         library = _declare_functions(_build.load("adpt_layer", _SCALARS[self.dtype]))
-        self._run = library.adpt_layer_forward
-        size, width = weights.input_weight.shape
+        self._run, self._compare = library.adpt_layer_forward, library.adpt_layer_is_current
         self.state_size = size
         self.input_size = width
         self.output_size = size if weights.readout_weight is None else weights.readout_weight.shape[0]
@@ -64,7 +69,7 @@ class LayerCall:
         source_addresses = _pointers(sources)
         source_bytes = (ctypes.c_int64 * len(sources))(*(t.nbytes for t in sources))
         self._arrays = directions, biases, source_addresses, source_bytes
-        self._call = _mirror()(
+        self._call = _mirror("Layer")(
             width=width,
             heads=form.heads,
             size=size // form.heads,
@@ -77,7 +82,7 @@ class LayerCall:
             and form.retraction in (RetractionKind.EXPONENTIAL, RetractionKind.CAYLEY),
             gate_rank=0 if weights.gate is None else weights.gate.down.shape[0],
             spike_threshold=form.spike_threshold,
-            input_weight=weights.input_weight.data_ptr(),
+            input_weight=_address(weights.input_weight),
             input_bias=_address(weights.input_bias),
             **({} if weights.gate is None else {f"gate_{k}": t.data_ptr() for k, t in weights.gate._asdict().items()}),
             directions=ctypes.addressof(directions),
@@ -109,6 +114,10 @@ class LayerCall:
         call = self._call
         call.real, call.imag, call.gain_real, call.gain_imag, call.beta = map(_address, kept)
         call.source_copies = ctypes.cast(ctypes.c_char_p(copies), ctypes.c_void_p)
+
+    def is_current(self) -> bool:
+        """Return whether the sources have the values from which the vectors were evaluated."""
+        return bool(self._compare(self._reference))
 
     def is_valid(self) -> bool:
         """Return whether all parameters are still at the addresses that a call reads."""
@@ -165,11 +174,78 @@ def _negate_first_of_pairs(imag: Tensor | None) -> Tensor | None:
     return None if imag is None else torch.stack((-imag[::2], imag[1::2]), -1).flatten()
 
 
+def compute_drive_gradients(
+    to_drive: Tensor, x: Tensor, gain: Tensor, weights: LayerWeights, values: GateValues | None, *, needs_x: bool
+) -> DriveGradients:
+    """Return the gradients of the drive gain softplus(a) u, or gain u without an input gate.
+
+    Args:
+        to_drive: The gradient of the drive, (batch, steps, n).
+        x: The inputs, (batch, steps, width).
+        gain: The gain, (n,).
+        weights: The matrices.
+        values: The values of the gate in the forward pass.
+        needs_x: Whether to compute the gradient of the inputs.
+
+    Raises:
+        InputError: A saved tensor has another shape, dtype or device than in the forward.
+    """
+    batch, steps, width = x.shape
+    weight, bias, gate = weights.input_weight, weights.input_bias, weights.gate
+    assert weight is not None
+    rows, size, rank = batch * steps, gain.shape[0], 0 if gate is None else gate.down.shape[0]
+    if values is None or gate is None:
+        of_gate: tuple[Any, ...] = (None,) * 5
+        shapes: list[tuple[int, ...]] = []
+    else:
+        of_gate = *values, gate.down, gate.up
+        shapes = [(rows, size), (rows, rank), (rows, size), (rank, size), (size, rank)]
+    tensors = [
+        t if t is None or t.is_contiguous() else t.contiguous() for t in (to_drive, x, gain, weight, bias, *of_gate)
+    ]
+    dtype, present = to_drive.dtype, [t for t in tensors if t is not None]
+    shapes = [
+        (batch, steps, size),
+        (batch, steps, width),
+        (size,),
+        (size, width),
+        *[(size,)] * (bias is not None),
+        *shapes,
+    ]
+    if [t.shape for t in present] != shapes or False in [t.dtype is dtype and t.is_cpu for t in present]:
+        raise InputError(
+            "adpt_layer: saved tensors changed their shape, dtype or device before the backward. "
+            "Check the saved-tensor hooks."
+        )
+    results = DriveGradients(
+        x=torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None,
+        gain=torch.empty_like(gain),
+        weight=torch.empty_like(weight),
+        bias=None if bias is None else torch.empty_like(bias),
+        gate=() if gate is None else tuple(map(torch.empty_like, gate)),
+    )
+    library = _declare_functions(_build.load("adpt_layer", _SCALARS[dtype]))
+    pointers = map(_address, (*tensors, *results[:4], *(results.gate or (None, None, None))))
+    call = _mirror("DriveGradients")(rows, width, size, rank, *pointers)
+    reference = ctypes.byref(call)
+    workspace = _buffers.acquire(library.adpt_layer_drive_workspace(reference))
+    call.workspace = workspace.address
+    library.adpt_layer_drive_backward(reference)
+    _buffers.release(workspace)
+    return results
+
+
 @functools.cache
 def _declare_functions(library: Any) -> Any:
-    library.adpt_layer_layout.restype = library.adpt_layer_workspace.restype = ctypes.c_int64
-    library.adpt_layer_forward.restype = ctypes.c_int64
-    for function in (library.adpt_layer_workspace, library.adpt_layer_forward):
-        function.argtypes = [ctypes.POINTER(_mirror())]
-    assert library.adpt_layer_layout() == ctypes.sizeof(_mirror())
+    forward = library.adpt_layer_workspace, library.adpt_layer_forward, library.adpt_layer_is_current
+    backward = library.adpt_layer_drive_workspace, library.adpt_layer_drive_backward
+    for mirror, layout, functions in (
+        (_mirror("Layer"), library.adpt_layer_layout, forward),
+        (_mirror("DriveGradients"), library.adpt_layer_drive_layout, backward),
+    ):
+        layout.restype = ctypes.c_int64
+        assert layout() == ctypes.sizeof(mirror)
+        for function in functions:
+            function.argtypes, function.restype = [ctypes.POINTER(mirror)], ctypes.c_int64
+    library.adpt_layer_drive_backward.restype = None
     return library

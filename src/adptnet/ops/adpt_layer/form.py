@@ -6,7 +6,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Evaluated", "GateWeights", "LayerVectors", "LayerWeights", "VectorSource"]
+__all__ = [
+    "DriveGradients",
+    "Evaluated",
+    "GateValues",
+    "GateWeights",
+    "LayerVectors",
+    "LayerWeights",
+    "LinearizedVectors",
+    "VectorSource",
+]
 
 
 class GateWeights(NamedTuple):
@@ -17,10 +26,18 @@ class GateWeights(NamedTuple):
     bias: Tensor  # (n,)
 
 
+class GateValues(NamedTuple):
+    """Values of the forward pass that the gradients of the input gate softplus(a) need."""
+
+    u: Tensor  # (rows, n)
+    hidden: Tensor  # D' u, (rows, rank)
+    logits: Tensor  # a = U D' u + bias, (rows, n)
+
+
 class LayerWeights(NamedTuple):
     """Parameters that every call reads as they are. n is the state dimension, m that of a head."""
 
-    input_weight: Tensor  # (n, width)
+    input_weight: Tensor | None  # (n, width); None for the identity
     input_bias: Tensor | None  # (n,)
     directions: tuple[Tensor, ...]  # K and V of each head, each (m, m); empty without a rotation
     direction_biases: tuple[Tensor, ...]  # (m,) each; empty without biases
@@ -45,24 +62,48 @@ class LayerVectors(NamedTuple):
     beta: Tensor | None  # (heads,); None without a rotation
 
 
+class DriveGradients(NamedTuple):
+    """Gradients of a drive; None where there is no such tensor."""
+
+    x: Tensor | None
+    gain: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    gate: tuple[Tensor, ...]  # as in `GateWeights`; empty without a gate
+
+
+class LinearizedVectors(NamedTuple):
+    """The vectors at some sources, and what `VectorSource.pull_back` needs to differentiate them there."""
+
+    vectors: LayerVectors
+    derivatives: tuple[Tensor, ...] = ()
+
+
 class VectorSource(abc.ABC):
     """A way to evaluate the vectors of a layer from differentiable tensors, its sources, and to differentiate them."""
 
     @abc.abstractmethod
     def evaluate(self, sources: Sequence[Any]) -> LayerVectors:
-        """Return the vectors.
+        """Return the vectors, differentiable by torch.
 
         Args:
             sources: The tensors that they depend on.
         """
 
     @abc.abstractmethod
-    def pull_back(self, sources: Sequence[Any], vectors: LayerVectors, gradients: LayerVectors) -> list[Any]:
-        """Return the gradients of the sources.
+    def linearize(self, sources: Sequence[Any]) -> LinearizedVectors:
+        """Return the vectors and their derivatives.
 
         Args:
             sources: As in `evaluate`.
-            vectors: Their vectors.
+        """
+
+    @abc.abstractmethod
+    def pull_back(self, at: LinearizedVectors, gradients: LayerVectors) -> list[Any]:
+        """Return the gradients of the sources.
+
+        Args:
+            at: The result of `linearize`.
             gradients: The gradients of the vectors.
         """
 
@@ -73,5 +114,8 @@ class Evaluated(VectorSource):
     def evaluate(self, sources: Sequence[Any]) -> LayerVectors:
         return LayerVectors(*sources)
 
-    def pull_back(self, sources: Sequence[Any], vectors: LayerVectors, gradients: LayerVectors) -> list[Any]:
+    def linearize(self, sources: Sequence[Any]) -> LinearizedVectors:
+        return LinearizedVectors(LayerVectors(*sources))
+
+    def pull_back(self, at: LinearizedVectors, gradients: LayerVectors) -> list[Any]:
         return [*gradients]

@@ -26,7 +26,7 @@ def adpt_layer(
     Returns:
         The outputs, (batch, time, outputs), and the state after the last step.
     """
-    u = functional.linear(x, weights.input_weight, weights.input_bias)
+    u = x if weights.input_weight is None else functional.linear(x, weights.input_weight, weights.input_bias)
     if weights.gate is not None:
         gate = weights.gate
         u = u * functional.softplus(functional.linear(functional.linear(u, gate.down), gate.up, gate.bias))

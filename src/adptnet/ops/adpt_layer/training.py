@@ -1,12 +1,7 @@
 """Drive and recurrence of a layer as one autograd function, for short calls in training on a CPU.
 
 The values are those of the layer's modules called one by one: B x, the gain, and `adpt_scan`, whose kernels run both
-directions. With g the gradient of the drive gain ⊙ (B x + b) and G = g' x, the gradients are
-
-    B: gain ⊙ G (row by row)    b: gain ⊙ Σ g    gain: Σ_j G_ij B_ij + b_i Σ g_i    x: (gain ⊙ g) B
-
-With an input gate γ = softplus(a), a = U D' u + c and u = B x + b, the drive is gain ⊙ γ ⊙ u. The gradient of a is
-t = gain ⊙ g ⊙ u ⊙ (1 - exp(-γ)), and that of u, from which those of B, b and x follow, is gain ⊙ g ⊙ γ + (t U) D'.
+directions. The gradients of the drive are in `csrc/drive_gradients.h`.
 """
 
 from collections.abc import Sequence
@@ -22,7 +17,8 @@ from ..adpt_scan import DENSE, Constants, Form
 from ..adpt_scan import cpu as adpt_scan_cpu
 from ..adpt_scan._autograd import run_cpu_backward
 from . import reference
-from .form import GateWeights, LayerVectors, LayerWeights, VectorSource
+from .cpu import compute_drive_gradients
+from .form import GateValues, GateWeights, LayerVectors, LayerWeights, LinearizedVectors, VectorSource
 
 __all__ = ["TrainingCall"]
 
@@ -37,14 +33,6 @@ class _Plan(NamedTuple):
     zeros: Tensor
 
 
-class _Gate(NamedTuple):
-    """Values of the input gate of a call, each (rows, …)."""
-
-    u: Tensor  # B x + b
-    hidden: Tensor  # D' u
-    gate: Tensor  # softplus(U D' u + c)
-
-
 class TrainingCall:
     """Runs drive and recurrence of a layer with gradients. The read-out is left to the caller.
 
@@ -52,7 +40,7 @@ class TrainingCall:
 
     Args:
         form: The form of the recurrence: not `directions_in_drive`, `beta_in_drive`, `dot` or `norm_epsilon`.
-        weights: The matrices; the read-out is not used.
+        weights: The matrices, with an input projection; the read-out is not used.
         source: Evaluates the vectors, with a real gain.
     """
 
@@ -67,7 +55,13 @@ class TrainingCall:
         self._plans: dict[Any, _Plan] = {}
 
     def run(
-        self, x: Tensor, state: Tensor | None, sources: Sequence[Tensor | None], *, scale_weight: bool
+        self,
+        x: Tensor,
+        state: Tensor | None,
+        sources: Sequence[Tensor | None],
+        at: LinearizedVectors | None = None,
+        *,
+        scale_weight: bool,
     ) -> tuple[Tensor, Tensor]:
         """Return the states after every step, (batch, steps, n), and after the last, (batch, n).
 
@@ -75,10 +69,11 @@ class TrainingCall:
             x: (batch, steps, width), at least one step.
             state: The state before the first step, (batch, n); None for zeros.
             sources: The tensors from which the vectors are evaluated.
+            at: The vectors linearized at these sources, if that was done before.
             scale_weight: Compute (gain B) x rather than gain (B x); only without a bias and a gate.
         """
         found: tuple[Tensor, Tensor] = _States.apply(  # type: ignore[no-untyped-call]
-            (self, scale_weight), x, state, *self._tensors, *sources
+            (self, at, scale_weight), x, state, *self._tensors, *sources
         )
         return found
 
@@ -116,24 +111,26 @@ class _States(torch.autograd.Function):
     """Autograd wrapper: the drive, and the kernels of `adpt_scan`."""
 
     @staticmethod
-    def forward(ctx: Any, call: tuple[TrainingCall, bool], x: Tensor, state: Any, *tensors: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: tuple[Any, ...], x: Tensor, state: Any, *tensors: Any) -> tuple[Tensor, ...]:
         """Run the kernel; see `TrainingCall.run`."""
-        training, scale_weight = call
+        training, at, scale_weight = call
         count = training.weight_count
-        weights, vectors = training.unpack(tensors[:count]), training.source.evaluate(tensors[count:])
+        weights = training.unpack(tensors[:count])
+        vectors = (training.source.linearize(tensors[count:]) if at is None else at).vectors
         batch, steps, width = x.shape
-        rows, matrix = x.reshape(-1, width), weights.input_weight
+        matrix: Any = weights.input_weight
+        gate = weights.gate
         gated: tuple[Tensor, ...] = ()
         if scale_weight:
-            drive = rows @ (vectors.gain_real * matrix.t())
-        else:
-            u = rows @ matrix.t()
+            drive = x @ (vectors.gain_real * matrix.t())
+        else:  # with the operations of the modules
+            u = functional.linear(x.reshape(-1, width), matrix)
             u = u if weights.input_bias is None else u + weights.input_bias
-            if weights.gate is not None:
-                gated = _apply_gate(weights.gate, u)
-                u = gated[2] * u
-            drive = vectors.gain_real * u
-        drive = drive.view(batch, steps, -1)
+            if gate is not None:
+                hidden = functional.linear(u, gate.down)
+                gated = u, hidden, functional.linear(hidden, gate.up).add_(gate.bias)
+                u = functional.softplus(gated[2]).mul_(u)
+            drive = (vectors.gain_real * u).view(batch, steps, -1)
         constants = Constants(
             vectors.real,
             vectors.imag,
@@ -144,21 +141,18 @@ class _States(torch.autograd.Function):
         plan = training.find_plan(drive, constants)
         initial = plan.zeros if state is None else state
         states, projections = adpt_scan_cpu.forward(plan.scan, (drive, initial, *constants, *_OTHERS), True)
-        ctx.training, ctx.plan = training, plan.scan
+        ctx.training, ctx.plan, ctx.at, ctx.initial = training, plan.scan, at, plan.zeros if state is None else None
         ctx.set_materialize_grads(False)
-        kept = drive, initial, *vectors, *constants[2:4], states, projections
         ctx.input_count = 2 + len(tensors)
-        ctx.save_for_backward(x, state, *tensors, *kept, *gated)
+        ctx.save_for_backward(x, state, *tensors, drive, *constants[2:4], states, projections, *gated)
         return states, states[:, -1].clone()
 
     @staticmethod
     def backward(ctx: Any, to_states: Tensor | None, to_final: Tensor | None) -> tuple[Any, ...]:
         """Return the gradients, by the kernel unless double backward or a transform needs the reference."""
         saved = ctx.saved_tensors  # read once: activation checkpointing computes the tensors at each read
-        inputs = [*saved[: ctx.input_count]]
-        drive, initial, real, imag, gain, _, beta, matrices, biases, states, projections, *gated = saved[
-            ctx.input_count :
-        ]
+        inputs = saved[: ctx.input_count]
+        drive, matrices, biases, states, projections, *gated = saved[ctx.input_count :]
         given = [g for g in (to_states, to_final) if g is not None]
         if not given:
             return (None,) * (1 + len(inputs))
@@ -170,75 +164,37 @@ class _States(torch.autograd.Function):
         if to_final is not None:
             gradient = torch.zeros_like(states) if to_states is None else to_states.clone()
             gradient[:, -1] += to_final
-        count = 3 + training.weight_count
-        x, _, *tensors = inputs
-        weights, sources = training.unpack(tensors[: count - 3]), tensors[count - 3 :]
+        x, state, *tensors = inputs
+        weights, sources = training.unpack(tensors[: training.weight_count]), tensors[training.weight_count :]
+        at = training.source.linearize(sources) if ctx.at is None else ctx.at
+        real, imag, gain, _, beta = at.vectors
         constants = Constants(real, imag, matrices, biases, beta)
-        first = 8 if training.has_gate else 5
+        first, count = 8 if training.has_gate else 5, 3 + training.weight_count
         needs_vectors, needs_matrices = True in needs[count:], True in needs[first:count]
         needed = (needs_vectors, needs_vectors, needs_matrices, needs_matrices, needs_vectors)
         present = [need for need, t in zip(needed, constants[:5], strict=True) if t is not None]
-        leaves = (drive, initial, *constants, *_OTHERS)
+        leaves = (drive, ctx.initial if state is None else state, *constants, *_OTHERS)
         found = run_cpu_backward(ctx.plan, gradient, leaves, states, projections, (True, needs[2], *present))
         to_drive, to_state, *others = found
-        flat, rows = to_drive.view(-1, to_drive.shape[-1]), x.reshape(-1, x.shape[-1])  # type: ignore[union-attr]
-        matrix, bias = weights.input_weight, weights.input_bias
-        to_gate: tuple[Any, ...] = ()
-        if weights.gate is None:
-            product, total = flat.t() @ rows, None if bias is None else flat.sum(0)
-        else:
-            scaled = flat * gain
-            to_u, to_gate = _pull_back_gate(weights.gate, _Gate(*gated), scaled)
-            product, total = to_u.t() @ rows, None if bias is None else to_u.sum(0)
-        to_sources: Sequence[Any] = (None,) * len(sources)
         remaining = iter(others)
         to_constants: list[Any] = [None if t is None else next(remaining) for t in constants[:5]]
         to_real, to_imag, to_matrices, to_biases, to_beta = to_constants
+        values = GateValues(*gated) if gated else None
+        to = compute_drive_gradients(to_drive, x, gain, weights, values, needs_x=needs[1])  # type: ignore[arg-type]
+        to_sources: Sequence[Any] = (None,) * len(sources)
         if needs_vectors:
-            if weights.gate is None:
-                to_gain = (product * matrix).sum(1)
-                to_gain = to_gain if total is None else to_gain.addcmul_(bias, total)
-            else:
-                to_gain = torch.linalg.vecdot(flat, gated[0] * gated[2], dim=0)
-            vectors = LayerVectors(real, imag, gain, None, beta)
-            to_sources = training.source.pull_back(
-                sources, vectors, LayerVectors(to_real, to_imag, to_gain, None, to_beta)
-            )
-        if weights.gate is None:
-            to_x = (flat * gain) @ matrix if needs[1] else None
-            product.mul_(gain.unsqueeze(-1))
-            total = None if total is None else total * gain
-        else:
-            to_x = to_u @ matrix if needs[1] else None
+            to_sources = training.source.pull_back(at, LayerVectors(to_real, to_imag, to.gain, None, to_beta))
         return (
             None,
-            None if to_x is None else to_x.view(x.shape),
+            to.x,
             to_state if needs[2] else None,
-            product if needs[3] else None,
-            total if needs[4] else None,
-            *to_gate,
+            to.weight,
+            to.bias,
+            *to.gate,
             *_split(to_matrices, len(weights.directions)),
             *_split(to_biases, len(weights.direction_biases)),
             *to_sources,
         )
-
-
-def _apply_gate(weights: GateWeights, u: Tensor) -> _Gate:
-    """Return the gate of projected inputs and what its derivative needs, with the operations of the module."""
-    hidden = u @ weights.down.t()
-    return _Gate(u, hidden, functional.softplus(hidden @ weights.up.t() + weights.bias))
-
-
-def _pull_back_gate(weights: GateWeights, values: _Gate, scaled: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the gradients of the projected inputs and of D', U and c.
-
-    `scaled` is the gradient of gate ⊙ u, which is the gain times that of the drive.
-    """
-    u, hidden, gate = values
-    slope = (scaled * u).mul_(torch.expm1(-gate).neg_())  # the derivative of softplus is 1 - exp(-softplus)
-    to_hidden = slope @ weights.up
-    to_u = torch.addmm(scaled * gate, to_hidden, weights.down)
-    return to_u, (to_hidden.t() @ u, slope.t() @ hidden, slope.sum(0))
 
 
 def _stack(parts: tuple[Tensor, ...], heads: int) -> Tensor | None:
@@ -262,7 +218,7 @@ def _differentiate_reference(
         x, state, *tensors = leaves
         weights = training.unpack(tensors[: training.weight_count])
         vectors = training.source.evaluate(tensors[training.weight_count :])
-        initial = x.new_zeros(x.shape[0], weights.input_weight.shape[0]) if state is None else state
+        initial = x.new_zeros(x.shape[0], vectors.real.shape[0]) if state is None else state
         outputs = reference.adpt_layer(x, initial, training.form, weights, vectors)
         pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if g is not None]
         required = [t for t, need in zip(leaves, needed, strict=True) if need]

@@ -50,7 +50,7 @@ def _forward(
     if _gpu.is_cpu(drive.device) and cpu.has_kernel(drive.dtype):
         inputs = (drive, state, *constants, reset, lengths, left, right, outer, inner)
         states, projections = cpu.forward(cpu.make_plan(inputs, form), inputs, save)
-        # A custom operation must not return the same tensor from several calls, as `plan.empty` would be.
+        # A custom operation must return a new tensor at each call, so it cannot return `plan.empty`.
         return states, projections if save else drive.new_empty(0)
     kernel = select_gpu_kernel(drive, constants, form)
     if kernel is not None:
@@ -146,7 +146,7 @@ def _differentiate(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Any, ...
         register_flop_formulas()
         present = iter(_scan_backward(gradient, states, projections, *inputs, encode_form(ctx.form)))
         gradients = [None if t is None else next(present) for t in inputs[:LEAF_COUNT]]
-    return *gradients, *(None,) * (_OTHER_COUNT + 2)  # form and save have none either
+    return *gradients, *(None,) * (_OTHER_COUNT + 2)  # neither form nor save has a gradient
 
 
 scan.register_autograd(_differentiate, setup_context=_setup_context)

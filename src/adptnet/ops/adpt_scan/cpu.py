@@ -290,6 +290,7 @@ def _make_new_plan(inputs: Inputs, form: Form, threads: int) -> Plan:
         slow_memory=inputs[_DECAY] is not None,
         has_norm=rotates and form.norm_epsilon is not None,
         has_fixed_dot=rotates and form.dot is not None,
+        phased=form.phased,
         source=int(form.source),
         retraction=int(form.retraction),
         spike_threshold=form.spike_threshold,

@@ -10,8 +10,9 @@ from torch.nn import functional
 
 from ..linear_scan import linear_scan
 from .form import Constants, Form
+from .launch import find_unknown
 
-__all__ = ["backward", "forward", "is_diagonal"]
+__all__ = ["backward", "find_states_before", "forward", "is_diagonal"]
 
 
 def is_diagonal(form: Form, *, slow: bool) -> bool:
@@ -21,7 +22,18 @@ def is_diagonal(form: Form, *, slow: bool) -> bool:
         form: The form of the recurrence.
         slow: Whether there is a slow memory, which makes it another recurrence.
     """
-    return (form.linear or not form.rotates) and not form.beta_in_drive and not slow
+    return (form.linear or not form.rotates) and not form.beta_in_drive and not slow and find_unknown(form) is None
+
+
+def find_states_before(states: Tensor, state: Tensor, reset: Tensor | None) -> Tensor:
+    """Return the state before each step, which is zero where there is a reset, (batch, time, width).
+
+    Args:
+        states: (batch, time, width), the states after the steps.
+        state, reset: As in `adpt_scan`.
+    """
+    before = torch.cat((state.unsqueeze(1), states), 1)[:, : states.shape[1]]
+    return before if reset is None else torch.where(reset.unsqueeze(-1), 0.0, before)
 
 
 def forward(
@@ -64,10 +76,9 @@ def backward(
     """
     steps, size = states.shape[1:]
     real, imag = constants.real, constants.imag
-    before = torch.cat((state.unsqueeze(1), states), 1)[:, :steps]
+    before = find_states_before(states, state, reset)
     following = None
     if reset is not None:
-        before = torch.where(reset.unsqueeze(-1), 0.0, before)
         following = functional.pad(reset[:, 1:], (0, 1))[:, :steps]
     if lengths is not None:
         ended = _past_end(states, lengths)

@@ -64,7 +64,7 @@ def backward_flops(gradient: Shape, states: Shape, saved: Shape, *inputs: Any, o
 
 def _total_flops(inputs: Sequence[Any], form: Form, macs: int) -> int:
     """Return the FLOPs of all steps of all sequences: two for each multiply-accumulate of a step."""
-    if not form.rotates or form.directions_in_drive or form.linear:
+    if not form.has_products:
         return 0
     batch, steps, _ = inputs[0]
     return int(2 * batch * steps * macs)

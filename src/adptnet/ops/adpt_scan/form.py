@@ -55,6 +55,12 @@ class Form(NamedTuple):
     rotation_aware: bool = False  # the drive is rotated with the state
     norm_epsilon: float | None = None  # ε of the LayerNorm on unit(K x) and unit(V x), if any; for one head
     linear: bool = False  # β is zero and needs no gradient: the directions have no effect and are not computed
+    phased: bool = False  # the result of M is rotated by P; the drive holds cos φ, sin φ of each pair, before its β
+
+    @property
+    def has_products(self) -> bool:
+        """Whether each step multiplies the state by K and V."""
+        return self.rotates and not self.directions_in_drive and not self.linear
 
 
 DEFAULT_FORM = Form()
@@ -79,7 +85,8 @@ def decode_form(numbers: "Sequence[float] | Form") -> Form:
     if isinstance(numbers, Form):
         return numbers
     types = [float if default is None else type(default) for default in DEFAULT_FORM]
-    values: list[Any] = [None if x == _NONE else as_type(x) for as_type, x in zip(types, numbers, strict=True)]
+    # A program that was exported earlier has fewer numbers; the later fields have their defaults.
+    values: list[Any] = [None if x == _NONE else as_type(x) for as_type, x in zip(types, numbers, strict=False)]
     return Form(*values)
 
 
@@ -128,7 +135,7 @@ def is_basic_form(form: Form, *, paired: bool, slow: bool) -> bool:
     return (
         form.heads == 1
         and form.rotates
-        and not (form.directions_in_drive or form.beta_in_drive or form.rotation_aware)
+        and not (form.directions_in_drive or form.beta_in_drive or form.rotation_aware or form.phased)
         and form.source == Source.STATE
         and form.dot is None
         and form.norm_epsilon is None
@@ -173,7 +180,7 @@ def check(
     m = size // heads
     has_weights = form.rotates and not form.directions_in_drive
     slow = constants.decay is not None
-    features = size * (3 if form.directions_in_drive else 1) + form.beta_in_drive
+    features = size * ((3 if form.directions_in_drive else 1) + form.phased) + form.beta_in_drive
     _check_tensor("drive", drive, (batch, steps, features), dtype, device)
     _check_tensor("state", state, (batch, size * (2 if slow else 1)), dtype, device)
     _check_tensor("real", constants.real, (size,), dtype, device)
@@ -226,6 +233,8 @@ def check(
         raise InputError(
             "adpt_scan: feed_imag belongs to a slow memory with complex pairs: it needs decay and imag too."
         )
+    if form.phased and m % 2:
+        raise InputError(f"adpt_scan: a phase rotates pairs and needs an even size of each head; got {m}.")
     if size % heads or (constants.imag is not None and m % 2):
         raise InputError(
             f"adpt_scan: a state dimension of {size} cannot be divided into {heads} heads with whole complex pairs."

@@ -10,15 +10,61 @@ import torch
 from torch import Tensor
 
 from .. import _gpu
-from .form import Constants, Form, RetractionKind
+from .form import DEFAULT_FORM, Constants, Form, RetractionKind, Source
 
-__all__ = ["MAX_HEAD_SIZE", "RESIDENT", "STREAMED", "Launch", "explain_unsupported", "plan_launch", "saved_shape"]
+__all__ = [
+    "MAX_HEAD_SIZE",
+    "RESIDENT",
+    "STREAMED",
+    "Launch",
+    "check_constants",
+    "explain_unsupported",
+    "explain_unsupported_pass",
+    "find_unknown",
+    "plan_launch",
+    "saved_shape",
+]
+
+# The fields of `Form` and of `Constants` that the kernels know. Any other field must have its default value.
+_FORM = {
+    "heads",
+    "rotates",
+    "directions_in_drive",
+    "beta_in_drive",
+    "source",
+    "spike_threshold",
+    "retraction",
+    "dot",
+    "rotation_aware",
+    "norm_epsilon",
+    "linear",
+}
+_CONSTANTS = (
+    "real",
+    "imag",
+    "weight",
+    "bias",
+    "beta",
+    "feed_real",
+    "feed_imag",
+    "decay",
+    "charge",
+    "norm_weight",
+    "norm_bias",
+)
+_SOURCES = {Source.STATE, Source.RELU, Source.SPIKES}
+_RETRACTIONS = {
+    RetractionKind.EXPONENTIAL,
+    RetractionKind.CAYLEY,
+    RetractionKind.TAYLOR_ONE,
+    RetractionKind.TAYLOR_TWO,
+}
 
 
 class Launch(NamedTuple):
     """Launch configuration of both kernels of a pair."""
 
-    streamed: bool  # whether K and V are read at every step
+    kind: str  # "resident", "streamed" or "given": the module of `triton` with the kernels
     pad: int  # the size of a head rounded up to a power of two, at least 16
     rows: int  # sequences per program
     warps: int
@@ -30,6 +76,8 @@ class Launch(NamedTuple):
 
 
 MAX_HEAD_SIZE = 2048
+MAX_PASS_SIZE = 512  # of a head in a Newton pass: a larger tile of steps does not fit into registers
+PASS_BYTES = 128  # bytes of shared memory in a Newton pass, per padded state dimension of a head
 # Bytes of shared memory per block, at most, as reported by Triton 3.9.0 for every option of the kernels. Those of the
 # resident kernels are by `pad` and precision; with directions in the drive they need less than any GPU has.
 STREAMED = 24576
@@ -56,10 +104,10 @@ def plan_launch(form: Form, size: int, device: torch.device) -> Launch | None:
         return None
     if form.directions_in_drive:  # no products, so a program needs no minimum of sequences
         rows = max(1, min(16, 512 // pad))
-        return Launch(False, pad, rows, max(1, min(16, rows * pad // 128)), precision)
+        return Launch("given", pad, rows, max(1, min(16, rows * pad // 128)), precision)
     if pad in RESIDENT and _fits(RESIDENT[pad][precision], device):
-        return Launch(False, pad, TILE, 4 if pad <= 32 else 8, precision)
-    return Launch(True, pad, TILE, 8, precision, 2, some=max(1, min(TILE, 1024 // pad)), block=64, inner=32)
+        return Launch("resident", pad, TILE, 4 if pad <= 32 else 8, precision)
+    return Launch("streamed", pad, TILE, 8, precision, 2, some=max(1, min(TILE, 1024 // pad)), block=64, inner=32)
 
 
 def _fits(needed: int, device: torch.device) -> bool:
@@ -76,6 +124,60 @@ def saved_shape(drive: Tensor, constants: Constants, form: Form, save: bool) -> 
     if not save or form.directions_in_drive:
         return (0,)
     return *drive.shape[:2], form.heads, 2, constants.real.shape[0] // form.heads
+
+
+def find_unknown(form: Form) -> str | None:
+    """Return the first field of a form, with its value, that the kernels do not know; None if they know all.
+
+    Args:
+        form: The form of the recurrence.
+    """
+    for name, value in form._asdict().items():
+        if name not in _FORM and value != getattr(DEFAULT_FORM, name):
+            return f"{name}={value}"
+    if form.source not in _SOURCES:
+        return f"source={form.source}"
+    return None if form.retraction in _RETRACTIONS else f"retraction={form.retraction}"
+
+
+def explain_unsupported_pass(
+    form: Form, size: int, *, paired: bool, slow: bool, diagonal: bool, dtype: torch.dtype, device: str
+) -> str | None:
+    """Return why there is no Newton pass for a recurrence on a GPU; None if there is.
+
+    Args:
+        form, size, paired, slow, dtype, device: As in `explain_unsupported`.
+        diagonal: Whether the transition is diag(M), as in Forward-DEER, instead of Λ̄.
+    """
+    reason = explain_unsupported(form, size, paired=paired, slow=slow, dtype=dtype, device=device)
+    if reason is not None:
+        return reason
+    if slow:
+        return "the Newton pass on GPUs does not support a slow memory."
+    if form.linear:
+        return "the Newton pass on GPUs does not support a β fixed at zero, with which one linear scan is exact."
+    head = size // form.heads
+    pad = max(16, 1 << (head - 1).bit_length())
+    if head > MAX_PASS_SIZE or not _fits(PASS_BYTES * pad, torch.device(device)):
+        return f"the Newton pass does not support heads of {head} state dimensions on this GPU."
+    if diagonal and (paired or form.retraction not in (RetractionKind.EXPONENTIAL, RetractionKind.CAYLEY)):
+        return "Forward-DEER has a Newton pass on GPUs for real spectra and rotations only: try solvers.ConvDEER()."
+    return None
+
+
+def check_constants(constants: Constants) -> list[Tensor | None]:
+    """Return the constants in the order of the arguments of the kernels.
+
+    Args:
+        constants: As in `adpt_scan`.
+
+    Raises:
+        NotImplementedError: There is a constant that the kernels do not know.
+    """
+    unknown = [name for name, value in constants._asdict().items() if value is not None and name not in _CONSTANTS]
+    if unknown:
+        raise NotImplementedError(f"the Triton kernel does not support the constants {unknown}.")
+    return [getattr(constants, name) for name in _CONSTANTS]
 
 
 def explain_unsupported(
@@ -97,10 +199,9 @@ def explain_unsupported(
         return f"the Triton kernel supports float32, not {dtype}."
     if not form.rotates:
         return "the Triton kernel does not support a slow memory without a rotation."
-    if form.dot is not None:
-        return "the Triton kernel does not support a fixed dot product of key and value."
-    if form.retraction not in (RetractionKind.EXPONENTIAL, RetractionKind.CAYLEY):
-        return "the Triton kernel does not support the Taylor approximations of the transition."
+    unknown = find_unknown(form)
+    if unknown is not None:
+        return f"the Triton kernel does not support {unknown}."
     if plan_launch(form, size, torch.device(device)) is None:
         head = size // form.heads
         return f"the Triton kernel supports heads of up to {MAX_HEAD_SIZE} state dimensions; these are {head}."

@@ -95,6 +95,7 @@ def unpack(constants: Constants, form: Form) -> Parameters:
         beta=None if form.beta_in_drive else beta,
         directions=directions,
         memory=memory,
+        phased=form.phased,
     )
 
 

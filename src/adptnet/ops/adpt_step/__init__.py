@@ -4,6 +4,7 @@ These operations have no gradients: solvers and analyses call them where autogra
 """
 
 from .cpu import Jacobians, has_kernel, newton_pass
+from .device import DevicePass, Outcome, Rules
 from .reference import Pass
 
-__all__ = ["Jacobians", "Pass", "has_kernel", "newton_pass"]
+__all__ = ["DevicePass", "Jacobians", "Outcome", "Pass", "Rules", "has_kernel", "newton_pass"]

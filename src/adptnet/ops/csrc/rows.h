@@ -26,6 +26,18 @@ template <class T> int64_t padded_size(int64_t size) {
 // that is a power of two would map all rows to a few sets of the L1 cache.
 template <class T> int64_t row_stride(int64_t entries) { return entries + 64 / sizeof(T); }
 
+// The first `count` entries at an address, or a whole vector if there are more; the other lanes are zero.
+template <class T> INLINE Vec<T> load_first(const T* from, int64_t count) {
+  if (count >= lanes<T>) return load<T>(from);
+  Vec<T> v = {};
+  if (count > 0) std::memcpy(&v, from, count * sizeof(T));
+  return v;
+}
+template <class T> INLINE void store_first(T* to, int64_t count, Vec<T> v) {
+  if (count >= lanes<T>) return store<T>(to, v);
+  std::memcpy(to, &v, count * sizeof(T));
+}
+
 // Copy a row of `size` entries from a tensor into padded memory, copy it back, or add it to a row.
 template <class T> INLINE void load_row(const T* from, int64_t size, T* to, int64_t pad) {
   const int64_t whole = size / lanes<T> * lanes<T>;

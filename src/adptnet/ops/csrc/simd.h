@@ -64,6 +64,20 @@ template <class T> INLINE Vec<T> swap_pairs(Vec<T> x) {
   return swap_pairs<T>(x, std::make_integer_sequence<int, lanes<T>>());
 }
 
+template <class T, int... I> INLINE Vec<T> repeat_first(Vec<T> x, std::integer_sequence<int, I...>) {
+  return SHUFFLE(T, x, x, (I & ~1)...);
+}
+template <class T, int... I> INLINE Vec<T> repeat_second(Vec<T> x, std::integer_sequence<int, I...>) {
+  return SHUFFLE(T, x, x, (I | 1)...);
+}
+// Map (a, b) to (a, a), or to (b, b), in each pair of lanes.
+template <class T> INLINE Vec<T> repeat_first(Vec<T> x) {
+  return repeat_first<T>(x, std::make_integer_sequence<int, lanes<T>>());
+}
+template <class T> INLINE Vec<T> repeat_second(Vec<T> x) {
+  return repeat_second<T>(x, std::make_integer_sequence<int, lanes<T>>());
+}
+
 // ---- Across lanes ---------------------------------------------------------------------------------------------------
 
 // Shuffle index that collects one half (lower or upper) of each group of lanes: of `a` in the lower half of the result,

@@ -6,7 +6,14 @@ blocks      matrices in place of Λ̄, and helpers for block-diagonal matrices
 """
 
 from .blocks import Eigen, RotatedBlocks, block_diagonal, nearest_blocks, scaled_skew
-from .operators import Conjugate, MultiHeadConjugate, RotatedConjugate, StaticConjugate, TaylorConjugate
+from .operators import (
+    Conjugate,
+    MultiHeadConjugate,
+    PhasedConjugate,
+    RotatedConjugate,
+    StaticConjugate,
+    TaylorConjugate,
+)
 from .specs import ConjugateSpec, Diagonal, Exact, Product, Stateful, Taylor
 
 __all__ = [
@@ -16,6 +23,7 @@ __all__ = [
     "Eigen",
     "Exact",
     "MultiHeadConjugate",
+    "PhasedConjugate",
     "Product",
     "RotatedBlocks",
     "RotatedConjugate",

@@ -16,6 +16,7 @@ from .blocks import Eigen, RotatedBlocks, block_diagonal, nearest_blocks, scaled
 __all__ = [
     "Conjugate",
     "MultiHeadConjugate",
+    "PhasedConjugate",
     "RotatedConjugate",
     "StaticConjugate",
     "TaylorConjugate",
@@ -306,3 +307,35 @@ class MultiHeadConjugate(Conjugate):
 
     def dense(self) -> Matrix:
         return block_diagonal(self.each.dense())
+
+
+class PhasedConjugate(Conjugate):
+    """The operator P M: a conjugate followed by an input-driven phase.
+
+    Args:
+        inner: M.
+        phase: P.
+    """
+
+    def __init__(self, inner: Conjugate, phase: BlockDiagonal):
+        self.inner = inner
+        self.phase = phase
+
+    def mv(self, x: Vector) -> Vector:
+        return self.phase.mv(self.inner.mv(x))
+
+    def rotate(self, x: Vector) -> Vector:
+        return self.phase.mv(self.inner.rotate(x))
+
+    def diagonal(self) -> Vector:
+        return self.dense().diagonal(dim1=-2, dim2=-1)
+
+    def blocks(self) -> BlockDiagonal:
+        """Return the nearest a + ib of each 2-by-2 block, also for real eigenvalues.
+
+        It is that of M times e^(iφ). A real M is symmetric, so that the nearest a + ib of its block is real.
+        """
+        return self.phase.multiply(self.inner.blocks().pairs())
+
+    def dense(self) -> Matrix:
+        return self.phase.mm(self.inner.dense())

@@ -4,9 +4,11 @@ import torch
 from torch import Tensor, nn
 
 from ...ops._torch_state import is_autocast_enabled
+from ...ops.products import multiply
 from ..projections import Projection
 from ..projections.base import apply_map, is_hooked
 from ..projections.dense import DenseProjection
+from ..projections.expand import ExpandProjection
 from ..spectra import Spectrum
 from .gain import Gain
 from .gate import Gate
@@ -67,16 +69,16 @@ class Drive(nn.Module):
         Returns:
             (*b, t, state_size).
         """
-        rotated: Tensor = u if self.rope is None else self.rope(u, position)
+        rotated: Tensor = u if self.rope is None else self.rope(u, position, spectrum)
         gated = rotated if self.gate is None else self.gate(u) * rotated
         return self.gain(spectrum, dt).mv(gated)  # type: ignore[no-any-return]
 
     def project_and_scale(self, inputs: Tensor, spectrum: Spectrum) -> Tensor | None:
-        """Return the drive as one matrix product (gain B) o; None if the modules must be called one by one.
+        """Return the drive as one product (gain B) o; None if the modules must be called one by one.
 
         Scaling the rows of B costs as many multiplications as B has entries, forward and backward, and allocates no
         tensor as long as the sequence. It is used only without gate and rotary positions, for modules that were
-        neither replaced nor hooked, and where it saves time.
+        neither replaced nor hooked, with a dense B or an expansion, and where it saves time.
 
         Args:
             inputs: o, (*b, t, width).
@@ -86,12 +88,15 @@ class Drive(nn.Module):
             return None
         if not is_scaling_faster(inputs) or is_autocast_enabled(inputs.device):
             return None
-        modules = ((self, Drive), (self.input_projection, DenseProjection), (self.gain, Gain))
+        kind = ExpandProjection if isinstance(self.input_projection, ExpandProjection) else DenseProjection
+        modules = ((self, Drive), (self.input_projection, kind), (self.gain, Gain))
         if not all(type(module) is kind and not is_hooked(module) for module, kind in modules):
             return None
         self.input_projection.refresh()
         gain = self.gain(spectrum)
         if inputs.dtype != gain.real.dtype:
             return None
+        if isinstance(self.input_projection, ExpandProjection):
+            return None if gain.imag is not None else self.input_projection.expand(inputs, gain.real)
         both: Tensor = gain.mv(self.input_projection.dense().to(inputs.dtype).mT)
-        return inputs @ both
+        return multiply(inputs, both)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..._typing import Device, DType, Vector
+from ...ops.products import multiply
 from ...spec import Spec, check_size, spec
 
 __all__ = ["Gate", "SoftplusGate"]
@@ -62,5 +63,5 @@ class Gate(nn.Module):
             u: The projected input, (*b, n).
         """
         up, down, bias = (part.to(u.dtype) for part in (self.up, self.down, self.bias))
-        gate: Tensor = functional.softplus(u @ down.mT @ up.mT + bias)
+        gate: Tensor = functional.softplus(multiply(multiply(u, down.mT), up.mT) + bias)
         return gate

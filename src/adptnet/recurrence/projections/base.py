@@ -11,6 +11,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ..._typing import Device, DType
+from ...ops.products import multiply
 from ...spec import Spec
 
 __all__ = ["Biased", "Projection", "ProjectionSpec", "apply_map", "bind_map", "is_hooked", "with_bias"]
@@ -95,7 +96,7 @@ class Projection(nn.Module, abc.ABC):
             dtype: The dtype of the arguments.
         """
         transposed = self.dense().to(dtype).mT
-        return lambda x: x @ transposed
+        return lambda x: multiply(x, transposed)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the map to the last dimension.

@@ -62,6 +62,16 @@ class ExpandProjection(Projection):
             return lambda x: x.repeat_interleave(self.out_features // self.in_features, -1) * weight
         return lambda x: (x * weight).unflatten(-1, (self.out_features, -1)).sum(-1)
 
+    def expand(self, x: Tensor, scale: Tensor) -> Tensor:
+        """Return `scale` times the expansion of `x`, in one pass over the result.
+
+        Args:
+            x: (..., in_features), with in_features <= out_features.
+            scale: (out_features,).
+        """
+        both: Tensor = (scale * self.weight.to(x.dtype)).unflatten(0, (self.in_features, -1))
+        return (x.unsqueeze(-1) * both).flatten(-2)
+
     @property
     def macs(self) -> int:
         return self.weight.numel()

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..._typing import Device, DType
 from ...errors import SpecError
+from ...ops.products import multiply
 from ...spec import check_size, spec
 from .base import Projection, ProjectionSpec, bind_map, with_bias
 
@@ -55,7 +56,7 @@ class LowRankProjection(Projection):
 
     def bind(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         left, right = self.left.to(dtype).mT, self.right.to(dtype)
-        return lambda x: x @ right @ left
+        return lambda x: multiply(multiply(x, right), left)
 
     def factors(self) -> dict[str, Tensor]:
         return {"left": self.left, "right": self.right}

@@ -34,6 +34,15 @@ class BlockDiagonal(NamedTuple):
             return self.real * x
         return self.real * x + self.imag * _quarter_turn(x)
 
+    def mm(self, matrix: Tensor) -> Matrix:
+        """Return Λ times a matrix, (*b, n, n).
+
+        Args:
+            matrix: (*b, n, n), or (n, n).
+        """
+        rows = self.map(lambda part: part.unsqueeze(-2))
+        return rows.mv(matrix.mT.expand(*self.real.shape[:-1], *matrix.shape[-2:])).mT
+
     def map(self, function: Callable[[Tensor], Tensor]) -> "BlockDiagonal":
         """Return the blocks with a function applied to `real` and to `imag`.
 
@@ -41,6 +50,33 @@ class BlockDiagonal(NamedTuple):
             function: The function of one tensor.
         """
         return BlockDiagonal(function(self.real), None if self.imag is None else function(self.imag))
+
+    def pairs(self) -> "BlockDiagonal":
+        """Return the nearest matrix of 2-by-2 blocks: of real entries p, q of a pair their mean."""
+        if self.imag is not None:
+            return self
+        mean = self.real.unflatten(-1, (-1, 2)).mean(-1).repeat_interleave(2, -1)
+        return BlockDiagonal(mean, torch.zeros_like(mean))
+
+    def pair_matrices(self) -> Tensor:
+        """Return the matrix of each pair of state dimensions, (*b, n / 2, 2, 2)."""
+        real = self.real.unflatten(-1, (-1, 2))
+        imag = torch.zeros_like(real) if self.imag is None else self.imag.unflatten(-1, (-1, 2))
+        first = torch.stack((real[..., 0], -imag[..., 0]), -1)
+        second = torch.stack((imag[..., 1], real[..., 1]), -1)
+        return torch.stack((first, second), -2)
+
+    def multiply(self, other: "BlockDiagonal") -> "BlockDiagonal":
+        """Return the product with another matrix of 2-by-2 blocks.
+
+        Args:
+            other: The other factor; both have an `imag`.
+        """
+        assert self.imag is not None
+        assert other.imag is not None
+        return BlockDiagonal(
+            self.real * other.real - self.imag * other.imag, self.real * other.imag + self.imag * other.real
+        )
 
     def transpose(self) -> "BlockDiagonal":
         """Return the transpose Λ'."""
@@ -110,6 +146,10 @@ class Spectrum(NoDecay, abc.ABC):
         Args:
             dt: The length of each step, (*b, 1), or None.
         """
+
+    def log_step(self) -> Tensor | None:
+        """Return ln Δt for each state dimension, (n,); None for a spectrum without step sizes."""
+        return None
 
 
 class SpectrumSpec(Spec, abc.ABC):

@@ -87,6 +87,12 @@ class ContinuousSpectrum(Spectrum):
             _repeat_pairs((real * frequency + imag * decay) / scale),
         )
 
+    def log_step(self) -> Tensor | None:
+        if self.log_dt is None:
+            return None
+        size = self.log_decay.shape[-1] * (1 if self.log_frequency is None and self.frequency is None else 2)
+        return self.log_dt.repeat_interleave(size // self.log_dt.shape[-1])
+
     def _rates(self, dt: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return decay rate, frequency and step length for every eigenvalue."""
         dtype = compute_dtype(self.log_decay.dtype)

@@ -73,6 +73,9 @@ class NegativeSpectrum(Spectrum):
     def zero_order_hold(self, dt: Tensor | None = None) -> BlockDiagonal:
         return self.spectrum.zero_order_hold(dt)
 
+    def log_step(self) -> Tensor | None:
+        return self.spectrum.log_step()
+
 
 def _mark_evenly(spectrum: Spectrum, fraction: float) -> Tensor:
     """Return a mask of `fraction` of the non-zero eigenvalues, as evenly spaced as possible: every other one for ½."""
@@ -165,6 +168,9 @@ class SparseSpectrum(Spectrum):
 
     def zero_order_hold(self, dt: Tensor | None = None) -> BlockDiagonal:
         return self._fill_silent(self.spectrum.zero_order_hold(dt), 1.0)
+
+    def log_step(self) -> Tensor | None:
+        return self.spectrum.log_step()
 
     def _fill_silent(self, blocks: BlockDiagonal, value: float) -> BlockDiagonal:
         imag = None if blocks.imag is None else blocks.imag.masked_fill(self.silent, 0.0)

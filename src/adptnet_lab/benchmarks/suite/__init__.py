@@ -4,6 +4,7 @@ from ..benchmark import Benchmark
 from .auto import AUTO
 from .calls import CALLS
 from .exponents import EXPONENTS
+from .generation import GENERATION
 from .growth import GROWTH_BATCH, GROWTH_TIME
 from .layers import LAYERS
 from .loops import LOOPS
@@ -12,6 +13,7 @@ from .recurrence import RECURRENCE
 from .rotations import ROTATIONS
 from .scans import SCANS
 from .solvers import SOLVERS
+from .torch_cells import TORCH_CELLS
 from .widths import WIDTHS
 
 __all__ = ["BENCHMARKS"]
@@ -21,12 +23,14 @@ BENCHMARKS: dict[str, Benchmark] = {
     "loops": LOOPS,
     "layers": LAYERS,
     "calls": CALLS,
+    "generation": GENERATION,
     "widths": WIDTHS,
     "growth-time": GROWTH_TIME,
     "growth-batch": GROWTH_BATCH,
     "rotations": ROTATIONS,
     "scans": SCANS,
     "solvers": SOLVERS,
+    "torch-cells": TORCH_CELLS,
     "auto": AUTO,
     "exponents": EXPONENTS,
     "memory": MEMORY,

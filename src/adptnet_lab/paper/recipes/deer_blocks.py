@@ -96,7 +96,7 @@ def _measure(point: GridPoint) -> RunOutput:
     layer = build_network(settings["width"], 0.125, 1e-4)
     x = torch.randn(1, settings["steps"], settings["width"])
     numbers: dict[str, Any] = {}
-    times: dict[str, Any] = {}
+    calls: dict[str, Callable[[], object]] = {}
     for method in COMPARED:
         solutions = _solve_blocks(method, layer, x, settings["blocks"])
         counts = [int(solution.iterations.max()) for solution in solutions]
@@ -110,18 +110,23 @@ def _measure(point: GridPoint) -> RunOutput:
         with _PeakMemory() as memory:
             solve()
         numbers[method] = {"iterations": counts, "median": median, "bytes": memory.peak}
-        times[method] = _measure_seconds(solve, settings["trials"])
-    return RunOutput(numbers, layer.spec, times)
+        calls[method] = solve
+    return RunOutput(numbers, layer.spec, _measure_seconds(calls, settings["trials"]))
 
 
-def _measure_seconds(solve: Callable[[], object], trials: int) -> float:
-    """Return the mean time of a call, after warm-up calls."""
-    for _ in range(WARM_UPS):
-        solve()
-    start = time.perf_counter()
-    for _ in range(trials):
-        solve()
-    return (time.perf_counter() - start) / trials
+def _measure_seconds(calls: dict[str, Callable[[], object]], trials: int) -> dict[str, float]:
+    """Return the median processor time of each call, after warm-up calls.
+
+    The calls are interleaved, so that other programs on the machine slow down all of them alike.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for trial in range(WARM_UPS + trials):
+        for name, call in calls.items():
+            start = time.process_time()
+            call()
+            if trial >= WARM_UPS:
+                seconds[name].append(time.process_time() - start)
+    return {name: float(np.median(values)) for name, values in seconds.items()}
 
 
 def _make_points(scale: Scale) -> list[GridPoint]:

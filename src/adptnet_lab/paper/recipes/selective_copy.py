@@ -13,6 +13,7 @@ from adptnet.cells import ADPTSpec
 from adptnet.nn import LayerSpec
 from adptnet.nn.block import BlockSpec
 from adptnet.recurrence.directions import FromInput, FromState
+from adptnet.recurrence.drive import EMA, LRU
 from adptnet.recurrence.projections import Expand
 from adptnet.recurrence.spectra import S4DReal
 from adptnet.spec import ModuleSpec
@@ -48,6 +49,10 @@ LAPTOP = {
 }
 PAPER = {"symbols": 16, "vocabulary": 16, "steps": 31400, "batch": 64, "test": 1000}  # 200 epochs of 157 batches
 HAWK = "hawk"
+OPTIONS = {  # that `--set` may add to a point: choices that the paper leaves open
+    "readout": '"channel" to sum the state dimensions of each channel instead of mixing all of them by a dense map',
+    "gain": '"LRU" for the gain of the LRU instead of the moving average',
+}
 TUNED = [
     (rate, decay) for rate in (1e-3, 5e-3, 1e-2) for decay in (0.0, 0.1)
 ]  # grid from which the paper chose the baseline β = 0
@@ -100,13 +105,15 @@ def _make_model(settings: Any, task: SelectiveCopy) -> ModuleSpec:
     same, in less than half of the time."""
     cell = ADPTSpec(
         settings["width"],
+        gain=LRU() if settings.get("gain") == "LRU" else EMA(),
         state_size=settings["expansion"] * settings["width"],
         beta=settings["beta"] or 0.0,
         spectrum=S4DReal(),
         direction=FromInput() if settings["source"] == "input" and settings["beta"] else FromState(),
         input_projection=Expand(),
     )
-    return task.model(BlockSpec(LayerSpec(cell)), depth=2)
+    readout = Expand() if settings.get("readout") == "channel" else None
+    return task.model(BlockSpec(LayerSpec(cell, readout)), depth=2)
 
 
 COMMON = (1e-3, 3e-3)  # the learning rate of every β, at the scale paper and below
@@ -221,6 +228,7 @@ RECIPES = {
             ),
         },
         figures={"Accuracy by β (points: runs)": _draw},
+        options=OPTIONS,
         table=_make_table,
         cost={"smoke": "1 s", "laptop": "6 min", "paper": "270 h; 27 h a network, 10.5 h at β = 0"},
         dtype=torch.float32,
@@ -244,6 +252,7 @@ RECIPES = {
             ),
         },
         figures={"Accuracy by β (points: runs)": _draw},
+        options=OPTIONS,
         table=_make_table,
         cost={"smoke": "1 s", "laptop": "4 min", "paper": "21 h; 1.8 h a network, 0.7 h at β = 0"},
         dtype=torch.float32,

@@ -15,7 +15,7 @@ from adptnet.analysis import plot
 
 from ..evidence import EXPONENT_TOLERANCE, largest_excess, paired_difference
 from ..recipe import Check, GridPoint, Recipe, Row, Rows, Scale, Table
-from ..settings.copy_memory import BATCH, SCALAR, measure_spectrum, rank_of_encoding, train_on_copy_memory
+from ..settings.copy_memory import BATCH, OPTIONS, SCALAR, measure_spectrum, rank_of_encoding, train_on_copy_memory
 from ..verdicts import ClaimVerdict, combine, decide, judge_increase, judge_limit, judge_observation, judge_trained
 
 if TYPE_CHECKING:
@@ -232,16 +232,17 @@ RECIPES = {
         run=lambda point: train_on_copy_memory(point, measure_spectrum),
         checks={
             "spread": Check(_check_spread, "laptop"),
-            "early": Check(_check_early, "laptop"),
+            "early": Check(_check_early, "laptop", {"beta": BETAS[:2]}),
             "learned": Check(_check_learned, "laptop"),
-            "contained": Check(_check_contained, "laptop"),
-            "chaos": Check(_check_chaos, "laptop"),
+            "contained": Check(_check_contained, "laptop", {"beta": BETAS[:2]}),
+            "chaos": Check(_check_chaos, "laptop", {"beta": BETAS[2:]}),
         },
         figures={"Exponents and ln λ̄ by β, along training": _draw_by("beta")},
         table=_make_table_by("beta"),
         cost={"smoke": "4 s", "laptop": "9 min", "paper": "3 h; 9 min a network"},
         dtype=torch.float32,
         rank=rank_of_encoding,
+        options=OPTIONS,
     ),
     "fig:kv_trained_ablation": Recipe(
         version=1,
@@ -258,5 +259,6 @@ RECIPES = {
         cost={"smoke": "4 s", "laptop": "18 min", "paper": "8 h; 27 min a network"},
         dtype=torch.float32,
         rank=rank_of_encoding,
+        options=OPTIONS,
     ),
 }

@@ -23,10 +23,13 @@ from ...training import Adam, Cosine, TrainConfig
 from ..recipe import GridPoint, RunOutput
 from ..scoring import train_and_score
 
-__all__ = ["BATCH", "SCALAR", "copy_layers", "measure_spectrum", "rank_of_encoding", "train_on_copy_memory"]
+__all__ = ["BATCH", "OPTIONS", "SCALAR", "copy_layers", "measure_spectrum", "rank_of_encoding", "train_on_copy_memory"]
 
 BATCH = 64
 SCALAR = {"encoding": "scalar"}  # the set-up that the paper cites; points without it embed tokens
+OPTIONS = {  # that `--set` may add to a point
+    "rope": '"tied" for rotary positions with the step sizes of the spectrum, as the paper writes them',
+}
 
 
 def rank_of_encoding(settings: Mapping[str, Any]) -> bool:
@@ -45,7 +48,7 @@ def train_on_copy_memory(point: GridPoint, snapshot: Callable[[ADPTNet, Tensor],
         point: Settings `width`, `beta`, `weights` (of K and V), `negative` (fraction of negative eigenvalues),
             `length`, `sequences`, `test`, `epochs` (at which to take a snapshot), `rate`, and optionally `encoding`:
             "scalar" for the numbers themselves in one input channel, as in the task's source; tokens are embedded
-            without it.
+            without it; and the keys of `OPTIONS`.
         snapshot: Called with a float64 copy of the layer and its input for one test sequence.
     """
     settings = point.settings
@@ -64,7 +67,7 @@ def train_on_copy_memory(point: GridPoint, snapshot: Callable[[ADPTNet, Tensor],
         spectrum=spectrum,
         projection=_make_projection(settings["weights"], settings["width"]),
         gain=EMA(),
-        rope=RoPE(),
+        rope=RoPE(tied=settings.get("rope") == "tied"),
     )
     spec = task.model(BlockSpec(LayerSpec(cell)))
     epoch = -(-settings["sequences"] // BATCH)

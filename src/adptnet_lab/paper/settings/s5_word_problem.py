@@ -35,6 +35,7 @@ LENGTHS = (8, 16, 32)  # the training length, and 2 and 4 times that
 OPTIONS = {  # that `--set` may add to a point
     "select": '"all" to keep the weights with the least mean loss over all three lengths',
     "stop": "true to select by the accuracy at twice the training length and to stop when it is perfect",
+    "precision": '"bf16-all" to train with products in bfloat16, K and V included',
 }
 
 
@@ -57,6 +58,7 @@ def train_on_word_problem(point: GridPoint) -> RunOutput:
         steps=settings["steps"],
         batch_size=settings["batch"],
         evaluate_every=settings.get("evaluate"),
+        precision=settings.get("precision", "float32"),
         **_choose_selection(settings, lengths),
     )
     trained = train_and_score(spec, task, config, sequences=settings["test"], lengths=lengths)

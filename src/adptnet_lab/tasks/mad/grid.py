@@ -1,4 +1,4 @@
-"""The settings of the suite: a baseline for each task, and variations of one field at a time."""
+"""The settings of the MAD suite: a baseline for each task, and variations of one field at a time."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,5 @@
-// A short call of an ADPT layer in one go: drive, recurrence and read-out, for float and double. Forward only.
+// A short call of an ADPT layer in one go, without gradients: drive, recurrence and read-out, for float and double. With
+// gradients, the drive's are computed here (`drive_gradients.h`), those of the recurrence by adpt_scan.
 //
 // Weights are read as torch stores them, (out, in) in row-major order: packing them, as adpt_scan does, costs more
 // than a few steps. Nothing of the size of a matrix is kept between calls, so a weight that changed is always seen. The
@@ -17,7 +18,7 @@
 #include <algorithm>
 
 #include "../../adpt_scan/csrc/directions.h"
-#include "../../csrc/rows.h"
+#include "drive_gradients.h"
 
 // Arguments of a call; cpu.py reads the layout from here. A `void*` points to SCALAR, which is float or double.
 struct Layer {
@@ -26,8 +27,8 @@ struct Layer {
   int64_t gate_rank;                                                   // 0 without an input gate
   double spike_threshold;
   const void *x, *initial;                                             // initial: null for zeros
-  const void *input_weight, *input_bias, *gain_real, *gain_imag;       // (n, width) and (n); imaginary parts and
-  const void *real, *imag, *beta;                                      // biases may be null
+  const void *input_weight, *input_bias, *gain_real, *gain_imag;       // (n, width) and (n); imaginary parts, biases
+  const void *real, *imag, *beta;                                      // and the identity B: null
   const void *gate_down, *gate_up, *gate_bias;                         // (gate_rank, n), (n, gate_rank), (n)
   const void *const *directions, *const *direction_biases;             // (heads, 2): K and V of each head
   const void *readout_weight, *readout_bias;                           // (output_width, n); null for the identity
@@ -44,68 +45,7 @@ namespace {
 
 enum Source { identity, relu, spikes };
 
-// Sequences that are stepped together, and rows of a product whose inputs stay in the L1 cache.
-template <class T> constexpr int64_t group_rows = lanes<T>;
-constexpr int64_t block_rows = 32;
-
-// ---- Products with unpacked weights: out[r, j] = sum_i x[r, i] W[j, i] + bias[j] ------------------------------------
-
-// A matrix, (width, depth) in row-major order, and a bias, which may be null.
-template <class T> struct Linear {
-  const T *weights, *bias;
-  int64_t depth, width;
-};
-
-// A tile of eight results. The order of the sum is the same for every tile, so a row does not depend on the others.
-template <class T, int Count>
-INLINE void multiply_tile_unpacked(Rows<const T> x, const Linear<T>& by, Rows<T> out) {
-  constexpr int Outputs = 8 / Count;
-  const int64_t depth = by.depth, whole = depth / lanes<T> * lanes<T>;
-  const T* w[Outputs];
-  for (int j = 0; j < Outputs; ++j) w[j] = by.weights + (j < by.width ? j : 0) * depth;
-  Vec<T> sum[8] = {};
-  for (int64_t i = 0; i < whole; i += lanes<T>) {
-    Vec<T> x_i[Count];
-#pragma GCC unroll 8
-    for (int r = 0; r < Count; ++r) x_i[r] = load<T>(x.data + r * x.stride + i);
-#pragma GCC unroll 8
-    for (int j = 0; j < Outputs; ++j) {
-      const Vec<T> w_i = load<T>(w[j] + i);
-#pragma GCC unroll 8
-      for (int r = 0; r < Count; ++r) sum[r * Outputs + j] += x_i[r] * w_i;
-    }
-  }
-  T total[8];
-  horizontal_sums<T, 8>(sum, total);
-  for (int64_t i = whole; i < depth; ++i)
-    for (int r = 0; r < Count; ++r)
-      for (int j = 0; j < Outputs; ++j) total[r * Outputs + j] += x.data[r * x.stride + i] * w[j][i];
-  for (int r = 0; r < Count; ++r)
-    for (int j = 0; j < Outputs && j < by.width; ++j)
-      out.data[r * out.stride + j] = total[r * Outputs + j] + (by.bias ? by.bias[j] : T(0));
-}
-
-template <class T>
-__attribute__((noinline)) void multiply_unpacked(int64_t rows, Rows<const T> x, const Linear<T>& by, Rows<T> out) {
-  // The results from column j on.
-  auto multiply_from = [&](auto count, int64_t r, int64_t j) {
-    const Linear<T> rest = {by.weights + j * by.depth, by.bias ? by.bias + j : nullptr, by.depth, by.width - j};
-    multiply_tile_unpacked<T, count>({x.data + r * x.stride, x.stride}, rest,
-                                     {out.data + r * out.stride + j, out.stride});
-  };
-  constexpr std::integral_constant<int, 1> one_row;
-  constexpr std::integral_constant<int, 2> two_rows;
-  for (int64_t first = 0; first < rows; first += block_rows) {
-    const int64_t end = std::min(first + block_rows, rows);
-    if (end - first == 1) {
-      for (int64_t j = 0; j < by.width; j += 8) multiply_from(one_row, first, j);
-      continue;
-    }
-    for (int64_t j = 0; j < by.width; j += 4)
-      for (int64_t r = first; r < end; r += 2)
-        multiply_from(two_rows, std::min(r, end - 2), j);  // the last pair may overlap the one before
-  }
-}
+template <class T> constexpr int64_t group_rows = lanes<T>;  // sequences that are stepped together
 
 // ---- Recurrence -----------------------------------------------------------------------------------------------------
 
@@ -206,74 +146,22 @@ template <class T, bool Pairs> void run_group(const Layer& s, const Memory<T>& a
 
 // ---- Drive ----------------------------------------------------------------------------------------------------------
 
-template <class T> struct Softplus;
-template <> struct Softplus<float> {
-  static constexpr int exp_terms = 8, log_terms = 8;
-  static constexpr float least = -87.0f, ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
-  static constexpr int mantissa = 23, bias = 127;
-};
-template <> struct Softplus<double> {
-  static constexpr int exp_terms = 14, log_terms = 17;
-  static constexpr double least = -708.0, ln2_high = 0.693145751953125, ln2_low = 1.42860682030941723212e-6;
-  static constexpr int mantissa = 52, bias = 1023;
-};
-
-// log(1 + exp(x)), and x itself above 20 as in torch. With e = exp(-|x|) it is max(x, 0) + 2 artanh(e / (2 + e)), whose
-// argument is at most 1/3, so that the series of artanh needs few terms and no logarithm.
-template <class T> INLINE Vec<T> softplus(Vec<T> x) {
-  using Constant = Softplus<T>;
-  typedef typename Types<T>::index Bits __attribute__((vector_size(VECTOR_BYTES)));
-  Vec<T> y = x > 0 ? -x : x;
-  y = y < Constant::least ? Vec<T>{} + Constant::least : y;
-  const Vec<T> scaled = y * T(1.44269504088896340736) - T(0.5);
-  const Bits power = __builtin_convertvector(scaled, Bits);  // rounds toward zero, hence to the nearest integer
-  const Vec<T> whole = __builtin_convertvector(power, Vec<T>);
-  const Vec<T> r = (y - whole * Constant::ln2_high) - whole * Constant::ln2_low;
-  Vec<T> e = Vec<T>{} + 1;
-  for (int i = Constant::exp_terms; i > 0; --i) e = 1 + e * r * (T(1) / T(i));  // Taylor's series of exp(r)
-  const Bits shifted = (power + Constant::bias) << Constant::mantissa;
-  Vec<T> two_to_power;
-  std::memcpy(&two_to_power, &shifted, sizeof shifted);
-  e *= two_to_power;
-  const Vec<T> z = e / (e + 2), square = z * z;
-  Vec<T> sum = {};
-  for (int i = Constant::log_terms - 1; i >= 0; --i) sum = sum * square + T(2) / T(2 * i + 1);
-  const Vec<T> smooth = (x > 0 ? x : Vec<T>{}) + z * sum;
-  return x <= 20 ? smooth : x;  // NaN passes
-}
-
-// Multiply the projected inputs of `rows` rows by the gate softplus(U D' u + bias). `hidden` and `gate` have room for
-// `block_rows` rows of D' u and of the gate.
-template <class T> void apply_gate(const Layer& s, int64_t rows, T* u, T* hidden, T* gate) {
-  const int64_t n = s.heads * s.size;
-  for (int64_t first = 0; first < rows; first += block_rows) {
-    const int64_t count = std::min(block_rows, rows - first);
-    T* const block = u + first * n;
-    multiply_unpacked<T>(count, {block, n}, {static_cast<const T*>(s.gate_down), nullptr, n, s.gate_rank},
-                         {hidden, s.gate_rank});
-    multiply_unpacked<T>(count, {hidden, s.gate_rank},
-                         {static_cast<const T*>(s.gate_up), static_cast<const T*>(s.gate_bias), s.gate_rank, n},
-                         {gate, n});
-    const int64_t entries = count * n, whole = entries / lanes<T> * lanes<T>;
-    for (int64_t i = 0; i < whole; i += lanes<T>)
-      store<T>(block + i, load<T>(block + i) * softplus<T>(load<T>(gate + i)));
-    for (int64_t i = whole; i < entries; ++i) {
-      Vec<T> last = {};
-      last[0] = gate[i];
-      block[i] *= softplus<T>(last)[0];
-    }
-  }
-}
-
 // The drive: gain gate (B x + bias). `gain_imag` multiplies swapped pairs and has the sign of the first entry reversed.
-template <class T> void compute_drive(const Layer& s, T* hidden, T* gate) {
+template <class T> void compute_drive(const Layer& s, T* hidden, T* logits) {
   const int64_t n = s.heads * s.size, rows = s.batch * s.steps;
   T* const drive = static_cast<T*>(s.drive);
   const T *real = static_cast<const T*>(s.gain_real), *imag = static_cast<const T*>(s.gain_imag);
-  multiply_unpacked<T>(rows, {static_cast<const T*>(s.x), s.width},
-                       {static_cast<const T*>(s.input_weight), static_cast<const T*>(s.input_bias), s.width, n},
-                       {drive, n});
-  if (s.gate_rank) apply_gate<T>(s, rows, drive, hidden, gate);
+  if (s.input_weight)
+    multiply_unpacked<T>(rows, {static_cast<const T*>(s.x), s.width},
+                         {static_cast<const T*>(s.input_weight), static_cast<const T*>(s.input_bias), s.width, n},
+                         {drive, n});
+  else
+    std::memcpy(drive, s.x, rows * n * sizeof(T));
+  if (s.gate_rank) {
+    const Gate<T> gate = {static_cast<const T*>(s.gate_down), static_cast<const T*>(s.gate_up),
+                          static_cast<const T*>(s.gate_bias), s.gate_rank, n};
+    apply_gate<T>(gate, rows, drive, hidden, logits);
+  }
   for (int64_t r = 0; r < rows; ++r) {
     T* const u = drive + r * n;
     if (!imag) {
@@ -294,7 +182,7 @@ template <class T> void compute_drive(const Layer& s, T* hidden, T* gate) {
 // Workspace of a call.
 template <class T> struct Workspace {
   Memory<T> group;
-  T *hidden, *gate;  // of a block of rows
+  T *hidden, *logits;  // of a block of rows
 };
 
 template <class T> Workspace<T> allocate_workspace(const Layer& s, Arena<T>& memory) {
@@ -302,7 +190,7 @@ template <class T> Workspace<T> allocate_workspace(const Layer& s, Arena<T>& mem
   at.group.allocate(padded_size<T>(s.size), memory);
   if (s.gate_rank) {
     at.hidden = memory.allocate(block_rows * s.gate_rank);
-    at.gate = memory.allocate(block_rows * s.heads * s.size);
+    at.logits = memory.allocate(block_rows * s.heads * s.size);
   }
   return at;
 }
@@ -321,7 +209,7 @@ template <class T> bool run(const Layer& s) {
   const Workspace<T> workspace = allocate_workspace<T>(s, memory);
   const Memory<T>& at = workspace.group;
   std::memset(at.projections, 0, group_rows<T> * 2 * padded_size<T>(s.size) * sizeof(T));  // the padding stays zero
-  compute_drive<T>(s, workspace.hidden, workspace.gate);
+  compute_drive<T>(s, workspace.hidden, workspace.logits);
   for (int64_t first = 0; first < s.batch; first += group_rows<T>) {
     const int count = int(std::min(group_rows<T>, s.batch - first));
     s.complex_pairs ? run_group<T, true>(s, at, first, count) : run_group<T, false>(s, at, first, count);
@@ -348,4 +236,17 @@ EXPORT int64_t adpt_layer_workspace(const Layer* s) {
 }
 // Return 1 if the layer was run, 0 if the evaluated vectors are out of date.
 EXPORT int64_t adpt_layer_forward(const Layer* s) { return run<SCALAR>(*s); }
+EXPORT int64_t adpt_layer_is_current(const Layer* s) { return is_current(*s); }
+EXPORT int64_t adpt_layer_drive_layout() { return sizeof(DriveGradients); }
+EXPORT int64_t adpt_layer_drive_workspace(const DriveGradients* s) {
+  Arena<SCALAR> memory = {nullptr, 0};
+  DriveMemory<SCALAR>().allocate(*s, memory);
+  return memory.used * sizeof(SCALAR);
+}
+EXPORT void adpt_layer_drive_backward(const DriveGradients* s) {
+  Arena<SCALAR> memory = {static_cast<SCALAR*>(s->workspace), 0};
+  DriveMemory<SCALAR> at = {};
+  at.allocate(*s, memory);
+  differentiate_drive<SCALAR>(*s, at);
+}
 }

@@ -18,6 +18,7 @@ struct Sizes {
 struct Options {
   int64_t complex_pairs, rotates, directions_in_drive, beta_in_drive;  // booleans
   int64_t rotation_aware, slow_memory, has_norm, has_fixed_dot;        // booleans
+  int64_t phased;                                                      // boolean
   int64_t source, retraction;                                          // the enums of form.py
   double spike_threshold, norm_epsilon;
   double dot;  // of key and value, if `has_fixed_dot`

@@ -121,6 +121,7 @@ template <class N, bool Pairs>
 void backward_rows(const Task& task, const BackwardStep& step, int64_t first, int count) {
   const Options& options = task.s.options;
   const int64_t pad = task.pad();
+  const T* const g = task.phase.is_on ? task.phase.gradients : task.g;  // with respect to the result of M
   Group<T, N> group;
   GradientScalars<T> by[rows_per<N>];
   if (options.rotates) {
@@ -130,7 +131,7 @@ void backward_rows(const Task& task, const BackwardStep& step, int64_t first, in
                                     memory, group);
     T each[rows_per<N>][dot_with_g_count];
     for (int l = 0; l < count; ++l)
-      compute_dots_with_g<T, Pairs>(task.spectrum(), group.p[l], group.q[l], task.g + (first + l) * pad, pad, each[l]);
+      compute_dots_with_g<T, Pairs>(task.spectrum(), group.p[l], group.q[l], g + (first + l) * pad, pad, each[l]);
     N with_g[dot_with_g_count];
     transpose_rows<T, dot_with_g_count>(each[0], count, with_g);
     const N betas = load_betas<N>(task, first, count, step.t);
@@ -141,7 +142,7 @@ void backward_rows(const Task& task, const BackwardStep& step, int64_t first, in
     BackwardVectors at = {nullptr,
                           nullptr,
                           step.x + r * task.x_stride(),
-                          task.g + r * pad,
+                          g + r * pad,
                           options.rotation_aware ? task.u + r * pad : nullptr,
                           task.previous_g + r * pad,
                           step.gradients + r * task.gradient_stride()};
@@ -154,8 +155,19 @@ void backward_rows(const Task& task, const BackwardStep& step, int64_t first, in
     } else {
       backward_identity<Pairs>(task, at);
     }
-    backward_variants<Pairs>(task, step, r, at.gradients, at.u ? at.u : at.g, rotated ? by[l].beta : T(0));
+    backward_variants<Pairs>(task, step, r, at.gradients, at.u ? at.u : task.g + r * pad, rotated ? by[l].beta : T(0));
   }
+}
+
+// Variant: the backward of the phase of row r, from the complete gradient of the state after step t.
+inline void backward_phase(const Task& task, int64_t r, int64_t t) {
+  const Scan& s = task.s;
+  const int64_t at = task.row_index(r, t) * s.sizes.features + task.phase_offset();
+  if (task.has_ended(r, t))
+    task.phase.backward_ended(r, s.gradients.drive + at);
+  else
+    task.phase.backward(r, s.inputs.drive + at, s.options.rotation_aware ? nullptr : task.u + r * task.pad(),
+                        task.state_row(r, t), task.g + r * task.pad(), s.gradients.drive + at);
 }
 
 // Add the gradients of the states at step t to task.g, which is zero after the end of a sequence; and load the drive
@@ -181,7 +193,8 @@ template <bool Pairs> void add_state_gradients(const Task& task, int64_t t) {
         task.slow.set_row(r, task.state_row_before(r, t) + task.n);
       task.slow.backward(r, task.state_row(r, t), g, task.sums);
     }
-    if (s.options.rotation_aware) load_drive<Pairs>(task, r, t);
+    if (s.options.rotation_aware || task.phase.is_on) load_drive<Pairs>(task, r, t);
+    if (task.phase.is_on) backward_phase(task, r, t);
   }
 }
 

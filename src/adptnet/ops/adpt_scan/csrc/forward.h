@@ -51,7 +51,7 @@ template <class N, bool Pairs>
 void forward_rows(const Task& task, const T* directions, T* dots, int64_t first, int count, int64_t t) {
   const Scan& s = task.s;
   const Spectrum<T> spectrum = task.spectrum();
-  const bool rotates = s.options.rotates, copies_drive = s.options.slow_memory || s.options.rotation_aware;
+  const bool rotates = s.options.rotates, copied = copies_drive(s.options);
   Group<T, N> group;
   RotationScalars<N> by = {};
   if (rotates) {
@@ -69,12 +69,17 @@ void forward_rows(const Task& task, const T* directions, T* dots, int64_t first,
       if (task.slow.is_on) std::memset(state + task.n, 0, task.m * sizeof(T));
       continue;
     }
-    const T* u = copies_drive ? task.u + r * task.pad() : task.drive_row(r, t);
+    const T* u = copied ? task.u + r * task.pad() : task.drive_row(r, t);
+    const T* later = task.phase.is_on && !s.options.rotation_aware ? u : nullptr;
+    if (later) u = task.phase.none;
     if (rotates && !group.no_rotation[l])
       update_state<Pairs>(spectrum, task.m, {group.p[l], group.q[l], u, x, state},
                           {lane(by.y1, l), lane(by.y2, l), lane(by.m1, l), lane(by.m2, l)});
     else  // Q = I: p and q are multiplied by zero, so any finite vectors do
       update_state<Pairs>(spectrum, task.m, {task.real, task.real, u, x, state}, {0, 0, 0, 0});
+    if (task.phase.is_on)
+      task.phase.forward(s.inputs.drive + task.row_index(r, t) * s.sizes.features + task.phase_offset(), later, x,
+                         state);
     if (task.slow.is_on) task.slow.forward(r, x, state + task.n);
     update_source(task, r);
   }
@@ -115,7 +120,7 @@ inline void queue_next_step(const Task& task, int64_t t, Prefetcher& prefetcher)
 
 template <bool Pairs> void run_forward(const Task& task, const Weights& weights) {
   const Scan& s = task.s;
-  const bool copies_drive = s.options.slow_memory || s.options.rotation_aware;
+  const bool copied = copies_drive(s.options);
   load_initial(task);
   Prefetcher prefetcher;
   for (int64_t t = 0; t < s.sizes.steps; ++t) {
@@ -128,7 +133,7 @@ template <bool Pairs> void run_forward(const Task& task, const Weights& weights)
       load_given_directions(task, t, projections);
     prefetcher.issue_rest();
     const DirectionRows directions(task, projections);
-    for (int64_t r = 0; copies_drive && r < task.rows; ++r) load_drive<Pairs>(task, r, t);
+    for (int64_t r = 0; copied && r < task.rows; ++r) load_drive<Pairs>(task, r, t);
     for (int64_t first = 0; first < task.rows; first += lanes<T>) {
       const int count = std::min<int64_t>(lanes<T>, task.rows - first);
       count == 1 ? forward_rows<T, Pairs>(task, directions.final, dots, first, count, t)

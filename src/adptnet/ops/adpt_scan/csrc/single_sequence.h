@@ -13,7 +13,7 @@ INLINE bool is_single_sequence(const Scan& s) {
   const Options& o = s.options;
   return s.sizes.tile == 1 && o.rotates && o.source == identity &&
          !(o.directions_in_drive || o.beta_in_drive || o.has_norm || o.has_fixed_dot || o.rotation_aware ||
-           o.slow_memory || is_factored(s) || s.inputs.bias || s.inputs.lengths);
+           o.phased || o.slow_memory || is_factored(s) || s.inputs.bias || s.inputs.lengths);
 }
 
 template <bool Pairs> void run_single_sequence(const Task& task, const Weights& weights) {

@@ -38,6 +38,7 @@ struct Task {
   LayerNorm norm;
   FixedDot fixed_dot;
   SlowMemory slow;
+  Phase phase;
   FactorScratch<T> factor_scratch;
 
   // Backward only.
@@ -66,6 +67,7 @@ struct Task {
     norm.allocate(s, memory);
     fixed_dot.allocate(s, memory);
     slow.allocate(s, backward, memory);
+    phase.allocate(s, backward, memory);
     if (is_factored(s)) factor_scratch.allocate(factor_shape(s), kept, memory);
     if (!backward) return;
     for (T** vectors : {&g, &previous_g}) *vectors = memory.allocate(tile * pad);
@@ -86,6 +88,7 @@ struct Task {
       copy_padded(s.inputs.bias ? s.inputs.bias + 2 * offset + half * m : nullptr, m, pad, bias + half * pad);
     if (norm.is_on) norm.load_constants(s);
     if (slow.is_on) slow.load_constants(s, head);
+    if (phase.is_on) phase.load_constants();
   }
 
   Spectrum<T> spectrum() const { return {real, imag}; }
@@ -95,6 +98,8 @@ struct Task {
   const T* drive_row(int64_t r, int64_t t) const {
     return s.inputs.drive + row_index(r, t) * s.sizes.features + offset;
   }
+  // The phase of the head in a row of the drive, or of its gradient.
+  int64_t phase_offset() const { return n * (s.options.directions_in_drive ? 3 : 1) + offset; }
   T* state_row(int64_t r, int64_t t) const { return s.outputs.states + row_index(r, t) * s.sizes.width + offset; }
   // The state before step t, if there is no reset.
   const T* state_row_before(int64_t r, int64_t t) const {
@@ -147,7 +152,11 @@ INLINE void update_source(const Task& task, int64_t i) {
     store<T>(task.source + at, apply_source(task.s.options, load<T>(task.x + at)));
 }
 
-// Variant: a drive that is not only added to the state. Copy it to task.u, with the feed of the slow memory.
+// Whether the drive is not only added to the state.
+INLINE bool copies_drive(const Options& options) {
+  return options.slow_memory || options.rotation_aware || options.phased;
+}
+// Variant: such a drive. Copy it to task.u, with the feed of the slow memory.
 template <bool Pairs> INLINE void load_drive(const Task& task, int64_t r, int64_t t) {
   T* u = task.u + r * task.pad();
   load_row<T>(task.drive_row(r, t), task.m, u, task.pad());

@@ -1,5 +1,5 @@
 // Variants of the recurrence: what K and V are applied to, what replaces the projections p = K x and q = V x before the
-// directions are computed, and a slow memory beside the state. Each is a class of its own, with its constants, its
+// directions are computed, a slow memory beside the state, and a phase after M. Each is a class of its own, with its constants, its
 // memory, and the mathematics of one row, forward and backward. A variant that is off has no memory, and only `is_on`
 // is read.
 //
@@ -312,6 +312,73 @@ struct SlowMemory {
       store<T>(memory_g + i,
                load<T>(memory_g + i) + apply_lambda_transposed<T, Pairs>(feed, i, load<T>(u_gradient + i)));
     }
+  }
+};
+
+// ---- An input-driven phase ------------------------------------------------------------------------------------------
+
+// A step rotates the pairs of M x (of Q (L Q'x + u), if the drive is rotated) by P = [[c, -s], [s, c]], with c and s of
+// each pair from the drive. It then adds u.
+struct Phase {
+  bool is_on;
+  int64_t size, pad;
+  T* none;       // zeros, the drive of `update_state` if u is added afterwards
+  T* row;        // c and s of the pairs of one row
+  T* change;     // P M x of one row, in the backward
+  T* gradients;  // (tile, pad): P'g
+
+  void allocate(const Scan& s, bool backward, Arena<T>& memory) {
+    is_on = s.options.phased;
+    if (!is_on) return;
+    size = s.sizes.size;
+    pad = padded_size<T>(size);
+    none = memory.allocate(pad);
+    row = memory.allocate(pad);
+    if (!backward) return;
+    change = memory.allocate(pad);
+    gradients = memory.allocate(s.sizes.tile * pad);
+  }
+  void load_constants() const { set_zero(none, pad); }
+
+  // x <- P x + u, with the phase `from` of the drive and u null for none; copy x to `state`.
+  void forward(const T* from, const T* u, T* x, T* state) const {
+    load_row<T>(from, size, row, pad);
+    const T* by = row;
+    for (int64_t i = 0, end = pad; i < end; i += lanes<T>) {
+      const Vec<T> cs = load<T>(by + i), x_i = load<T>(x + i);
+      const Vec<T> rotated = repeat_first<T>(cs) * x_i + repeat_second<T>(cs) * quarter_turn(x_i);
+      store<T>(x + i, u ? rotated + load<T>(u + i) : rotated);
+    }
+    store_row<T>(x, size, state);
+  }
+
+  // From the gradient g of `state`, the state after the step of row r, to P'g and to the gradient of the phase. P M x is
+  // the state less u, so that nothing is saved for it.
+  void backward(int64_t r, const T* from, const T* u, const T* state, const T* g, T* to_phase) const {
+    load_row<T>(from, size, row, pad);
+    load_row<T>(state, size, change, pad);
+    const T* by = row;
+    T *d = change, *out = gradients + r * pad;
+    for (int64_t i = 0, end = pad; i < end; i += lanes<T>) {
+      const Vec<T> cs = load<T>(by + i), g_i = load<T>(g + i), d_i = load<T>(d + i) - (u ? load<T>(u + i) : Vec<T>{});
+      store<T>(out + i, repeat_first<T>(cs) * g_i - repeat_second<T>(cs) * quarter_turn(g_i));
+      const Vec<T> along = g_i * d_i, across = g_i * quarter_turn(d_i);
+      store<T>(d + i, cs * (along + swap_pairs<T>(along)) + quarter_turn(cs) * (across + swap_pairs<T>(across)));
+    }
+    store_row<T>(d, size, to_phase);
+  }
+  // After the end of a sequence.
+  void backward_ended(int64_t r, T* to_phase) const {
+    set_zero(gradients + r * pad, pad);
+    std::memset(to_phase, 0, size * sizeof(T));
+  }
+
+ private:
+  // Map (a, b) to (-b, a) in each pair of lanes.
+  static INLINE Vec<T> quarter_turn(Vec<T> x) {
+    Vec<T> sign;
+    for (int l = 0; l < lanes<T>; ++l) sign[l] = l % 2 ? 1 : -1;
+    return sign * swap_pairs<T>(x);
   }
 };
 
