@@ -74,7 +74,8 @@ def _measure_peak(call: Callable[[], object]) -> int:
     finally:
         if was_enabled:
             gc.enable()
-    return memory.peak
+    peak: int = memory.peak
+    return peak
 
 
 def _solve_blocks(method: str, layer: ADPTNet, x: Tensor, blocks: int) -> Iterator[solvers.Solution]:
