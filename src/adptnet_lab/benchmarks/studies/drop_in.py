@@ -8,6 +8,9 @@ Linear → layer → last step → linear, all of one width, Adam with torch's d
 somebody would write who replaces a GRU. No layer is tuned; every learning rate is a row of the table. A run takes
 seconds, and rows are appended, so that the same command continues an interrupted study.
 
+The committed rows are of JapaneseVowels, BasicMotions and ItalyPowerDemand from the UCR and UEA archives (folders of
+these names are in the Python package aeon) and of Fashion-MNIST (in Debian's package dataset-fashion-mnist).
+
 A folder holds either the files NAME_TRAIN.ts and NAME_TEST.ts of an archive of time series, whose shorter sequences are
 extended by their last value, or images in the four IDX files of the MNIST family, read row by row.
 """
