@@ -45,7 +45,7 @@ EXTRA_OF_JOB = {"test": "dev", "lint": "dev", "docs": "docs"}  # every other job
 INCLUDED_EXTRAS = {  # as nested in pyproject.toml
     "dev": {"dev", "test", "lab", "plots", "train", "cluster"},
     "lab": {"lab", "plots"},
-    "docs": {"docs", "lab", "plots"},
+    "docs": {"docs", "lab", "plots", "hf"},
 }
 
 

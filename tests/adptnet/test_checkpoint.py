@@ -306,7 +306,7 @@ assert "sympy" not in sys.modules
         (written(cell_spec(memory={"type": "SlowMemory", "feedback": 10**400})), "feedback"),
         (written(cell_spec(spectrum={"type": "FromExponents", "exponents": [10**400]})), "needs finite numbers"),
         (written(cell_spec(start=None)), "must be True or False"),
-        (written(cell_spec(retraction="Cayley")), "retraction"),
+        (written(cell_spec(retraction="Caley")), "retraction"),
         ('{"adptnet_spec": 1, "spec": 3, "tied": [[]]}', "tied"),
         ('{"adptnet_spec": 1, "spec": 3, "tied": {"a": 1}}', "tied"),
         ('{"adptnet_spec": 1, "spec": 3, "tied": [["a", "a"]]}', "tied"),

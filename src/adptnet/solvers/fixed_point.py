@@ -166,6 +166,8 @@ class _Sequences:
     rises: Tensor  # of the residual, in a row
     retries: Tensor  # how often the sequence was reset
     dropped_residual: Tensor  # the largest among its dropped steps
+    next_probe: Tensor  # the iteration from which on rounding errors of f may be measured
+    pause: Tensor  # iterations between the last measurement and the next
 
     def select(self, rows: Tensor) -> "_Sequences":
         """Select the sequences `rows`."""
@@ -184,7 +186,6 @@ class _NewtonLoop:
         self.rows: Tensor | None = None  # the remaining sequences; None for all
         self.start = 0  # the first remaining step
         self.iteration = 0
-        self.next_probe, self.pause = 1, 1  # when and how often rounding errors of f are measured
         self.kept: Tensor | None = None  # the states of dropped steps and sequences, allocated when needed
         self.progress = _Progress(batch, self.total, system, guess)
         self.is_finished = not batch or not steps or not limits.most
@@ -195,7 +196,10 @@ class _NewtonLoop:
         self.residual = self.at.largest_residual
         self.progress.record(None, self.residual, system.axis.count_leading(self.at.within_tolerance, count[:0])[0])
         strength = rule.damping.begin(system.initial)
-        self.sequences = _Sequences(strength, self.residual, self.residual, count, count.clone(), zero)
+        once = torch.ones_like(count)
+        self.sequences = _Sequences(
+            strength, self.residual, self.residual, count, count.clone(), zero, once, once.clone()
+        )
 
     def update(self) -> None:
         """Replace the iterate by the next one."""
@@ -231,19 +235,26 @@ class _NewtonLoop:
     def _allow_rounding(self) -> None:
         """Raise the tolerances of steps whose residual no longer falls to the rounding error of f.
 
-        If that does not explain their residual, the next attempts are made after 2, 4, 8, ... iterations.
+        If that does not explain the residual of a sequence, its next attempts are made after 2, 4, 8, ... iterations.
         """
-        at, axis = self.at, self.at.system.axis
-        if self.iteration < self.next_probe:
+        at, axis, sequences = self.at, self.at.system.axis, self.sequences
+        due = sequences.next_probe <= self.iteration
+        if not bool(due.any()):
             return
-        found = find_cancelling_steps(self.contraction.mark_stagnating(at.excess), at.mark_settled())
-        if not bool(axis.maximum(at.residual.new_tensor(float(found is not None)))):
+        suspected = self.contraction.mark_stagnating(at.excess) & due.unsqueeze(1)
+        found = find_cancelling_steps(suspected, at.mark_settled())
+        attempted = torch.zeros_like(due, dtype=torch.uint8)
+        if found is not None:
+            attempted[found.rows] = 1
+        attempted = axis.maximum(attempted).bool()
+        if not bool(attempted.any()):
             return
         before = at.excess.clone()
         at.allow_rounding(found)
-        helped = axis.maximum((at.excess < 0.5 * before).any().to(torch.uint8))
-        self.pause = 1 if bool(helped) else 2 * self.pause
-        self.next_probe = self.iteration + self.pause
+        helped = axis.maximum((at.excess < 0.5 * before).any(1).to(torch.uint8)).bool()
+        pause = torch.where(helped, torch.ones_like(sequences.pause), 2 * sequences.pause)
+        sequences.pause = torch.where(attempted, pause, sequences.pause)
+        sequences.next_probe = torch.where(attempted, self.iteration + pause, sequences.next_probe)
 
     def _count_converged(self) -> Tensor:
         """Return how many steps, from the first of all, have converged in each remaining sequence, (batch,).

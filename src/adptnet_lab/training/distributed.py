@@ -40,7 +40,9 @@ class AccelerateStrategy(Strategy):
         data_parallel = DistributedDataParallelKwargs(broadcast_buffers=False, find_unused_parameters=True)
         mixed = {"float32": "no", "bf16-all": "bf16"}.get(precision, precision)
         self._bfloat16_recurrence = precision == "bf16-all"
-        cpu = device == "cpu" or not torch.accelerator.is_available()  # accelerate forms a process group on CPUs only on request
+        cpu = (
+            device == "cpu" or not torch.accelerator.is_available()
+        )  # accelerate forms a process group on CPUs only on request
         AcceleratorState._reset_state()  # global: an earlier run of this process may have had another precision
         self._accelerator = Accelerator(mixed_precision=mixed, cpu=cpu, kwargs_handlers=[data_parallel])
         self.rank, self.world_size = self._accelerator.process_index, self._accelerator.num_processes

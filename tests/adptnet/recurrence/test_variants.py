@@ -490,7 +490,7 @@ def test_every_direction_runs_with_every_conjugate():
                 continue
             layer = ADPTNet.paper(12, direction=direction, conjugate=conjugate, beta=0.3)
             assert adptnet.verify(layer, torch.randn(1, 4, 12)).ok
-    assert rejected == 4  # Stateful with heads or with directions from the input
+    assert rejected == 6  # Stateful with heads, with directions from the input or from the whole state
 
 
 def test_wrapped_cells_run_in_a_layer():

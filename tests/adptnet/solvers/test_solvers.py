@@ -361,6 +361,7 @@ def test_one_sequence_may_come_without_a_batch(make):
 @pytest.mark.parametrize("linearization", ["DEER", "Quasi", "Forward", "Conv", "Jacobi"])
 @pytest.mark.parametrize("damping", ["undamped", "scale", "adaptive"])
 def test_iterations_do_not_depend_on_the_other_sequences(linearization, damping):
+    torch.manual_seed(1)  # no residual is within rounding of its tolerance: dropped steps move the scans by rounding
     cell = build_cell({"width": 6, "beta": 2.0, "spectrum": spectra.Linspace(dt_min=0.05, dt_max=1.0)})
     inputs = torch.randn(4, 24, 6) * torch.tensor([1.0, 0.01, 10.0, 0.0])[:, None, None]
     inputs[1, 5:] = 0
@@ -772,8 +773,8 @@ def test_a_step_that_breaks_the_contract_is_named(step, words, make):
 @pytest.mark.parametrize("solver", [solvers.Sequential(), solvers.ConvDEER(), solvers.Auto()], ids=repr)
 def test_a_solver_explains_arguments_of_the_wrong_type(solver):
     cell, inputs = build_cell({"width": 4}), torch.randn(2, 9, 4)
-    for what in (torch.nn.GRUCell(4, 4), ADPTNet.paper(4), lambda state, inputs: state):
-        with pytest.raises(errors.InputError, match=r"layer.cell.*from_torch.*from_function"):
+    for what in (torch.nn.Linear(4, 4), 3, lambda state, inputs: state):
+        with pytest.raises(errors.InputError, match=r"from_torch.*from_function"):
             solver(what, inputs)
     with pytest.raises(errors.InputError, match=r"adjoints.Implicit\(\)"):
         solver(cell, inputs, adjoint="implicit")

@@ -72,7 +72,7 @@ def test_the_british_spelling_of_analyze_is_accepted(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "usage: adptnet COMMAND"),
+        ([], "usage: adptnet [--import MODULE] COMMAND"),
         (["trian"], "adptnet has no command 'trian'. Perhaps you meant 'train'."),
         (["xyz"], "adptnet has no command 'xyz'. Known: quickstart, train,"),
     ],

@@ -173,12 +173,14 @@ def test_rows_can_hold_infinities_and_an_incomplete_line_is_skipped(tmp_path):
     path.write_text('{"settings": {"growing": [[0.')
     assert len(store.read_rows(result, "smoke").rows) == 0
     store.add(result, "smoke", {**row, "numbers": {"a": torch.tensor([1.0, -math.inf]), "b": math.nan}})
-    rows, left, _ = store.read_rows(result, "smoke")
+    with pytest.warns(RowWarning, match="number 1"):  # of the line that was incomplete and has a successor now
+        rows, left, _ = store.read_rows(result, "smoke")
     assert left == 0
     assert rows[0].numbers["a"] == [1.0, -math.inf]
     assert math.isnan(rows[0].numbers["b"])
     store.add(result, "smoke", {**row, "recipe": 0, "numbers": {}})  # of an older recipe version
-    assert len(store.read_lines(result, "smoke")) == 1
+    with pytest.warns(RowWarning):
+        assert len(store.read_lines(result, "smoke")) == 1
 
 
 def test_if_one_length_is_enough_the_longest_complete_one_counts(tmp_path):
@@ -189,7 +191,7 @@ def test_if_one_length_is_enough_the_longest_complete_one_counts(tmp_path):
         return [row.settings["length"] for row in rows], gaps
 
     points = {(p.settings["length"], p.settings["negative"]): p for p in result.recipe.points("paper")}
-    assert sorted({length for length, _ in points}) == [256, 512, 1024]
+    assert {256, 512, 1024} <= {length for length, _ in points}
     assert read_lengths() == ([], 2)
     for added, expected in (
         ((1024, 0.0), ([1024], 1)),

@@ -115,7 +115,7 @@ def test_a_loss_that_is_not_finite_stops_the_run():
         ({"batch_size": -1}, "batch_size must be"),
         ({"learning_rate": 0.0}, "learning_rate must be a positive number"),
         ({"clip": 0.0}, "clip must be a positive number"),
-        ({"schedule": "cosine"}, "schedule must be a Schedule"),
+        ({"schedule": "cosin"}, "schedule"),
         ({"optimizer": AdamW}, r"Pass optimizer=AdamW\(\)"),
         ({"precision": "bf17"}, "Perhaps you meant 'bf16'"),
         ({"lengths": (8, 0)}, "lengths must be an integer >= 1"),

@@ -6,9 +6,9 @@ from torch.nn import functional
 
 from ..adpt_scan import Constants, Form
 from ..adpt_scan.reference import adpt_scan
-from .form import LayerVectors, LayerWeights
+from .form import DriveGradients, GateValues, LayerVectors, LayerWeights
 
-__all__ = ["adpt_layer"]
+__all__ = ["adpt_layer", "drive_gradients"]
 
 
 def adpt_layer(
@@ -43,3 +43,35 @@ def adpt_layer(
     if weights.readout_weight is None:
         return states, final
     return functional.linear(states, weights.readout_weight, weights.readout_bias), final
+
+
+def drive_gradients(
+    to_drive: Tensor, x: Tensor, gain: Tensor, weights: LayerWeights, values: GateValues | None, *, needs_x: bool
+) -> DriveGradients:
+    """Return the gradients of the drive, as `compute_drive_gradients`, in operations that counters of FLOPs see.
+
+    Args:
+        to_drive, x, gain, weights, values, needs_x: As in `compute_drive_gradients`.
+    """
+    flat, rows = to_drive.reshape(-1, to_drive.shape[-1]), x.reshape(-1, x.shape[-1])
+    matrix, bias, gate = weights.input_weight, weights.input_bias, weights.gate
+    assert matrix is not None
+    if gate is None or values is None:
+        product = flat.t() @ rows
+        total = None if bias is None else flat.sum(0)
+        to_gain = (product * matrix).sum(1)
+        to_gain = to_gain if bias is None or total is None else to_gain + bias * total
+        to_u = flat * gain
+        product, total = product * gain.unsqueeze(-1), None if total is None else total * gain
+        to_gate: tuple[Tensor, ...] = ()
+    else:
+        u, hidden, logits = values
+        scaled, factor = flat * gain, functional.softplus(logits)
+        to_gain = (flat * u * factor).sum(0)
+        slope = scaled * u * torch.sigmoid(logits)
+        to_hidden = slope @ gate.up
+        to_u = scaled * factor + to_hidden @ gate.down
+        to_gate = to_hidden.t() @ u, slope.t() @ hidden, slope.sum(0)
+        product, total = to_u.t() @ rows, None if bias is None else to_u.sum(0)
+    to_x = (to_u @ matrix).view(x.shape) if needs_x else None
+    return DriveGradients(to_x, to_gain, product, total, to_gate)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .. import _backends
-from .._torch_state import is_transformed, separate_views
+from .._torch_state import has_dispatch_mode, is_transformed, separate_views
 from ..adpt_scan import DENSE, Constants, Form
 from ..adpt_scan import cpu as adpt_scan_cpu
 from ..adpt_scan._autograd import run_cpu_backward
@@ -180,7 +180,8 @@ class _States(torch.autograd.Function):
         to_constants: list[Any] = [None if t is None else next(remaining) for t in constants[:5]]
         to_real, to_imag, to_matrices, to_biases, to_beta = to_constants
         values = GateValues(*gated) if gated else None
-        to = compute_drive_gradients(to_drive, x, gain, weights, values, needs_x=needs[1])  # type: ignore[arg-type]
+        differentiate = reference.drive_gradients if has_dispatch_mode() else compute_drive_gradients
+        to = differentiate(to_drive, x, gain, weights, values, needs_x=needs[1])  # type: ignore[arg-type]
         to_sources: Sequence[Any] = (None,) * len(sources)
         if needs_vectors:
             to_sources = training.source.pull_back(at, LayerVectors(to_real, to_imag, to.gain, None, to_beta))

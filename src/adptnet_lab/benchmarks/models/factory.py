@@ -82,12 +82,11 @@ def _import_module(name: str) -> ModuleType:
         path = Path(name)
         if not path.is_file():
             raise InputError(f"{name}: there is no such file.")
-        found = importlib.util.spec_from_file_location(path.stem, path)
-        assert found is not None
-        assert found.loader is not None
-        module = importlib.util.module_from_spec(found)
+        module = ModuleType(path.stem)
+        module.__file__ = str(path)
         sys.modules.setdefault(path.stem, module)  # so that its dataclasses find their module
-        found.loader.exec_module(module)
+        # Without cached bytecode, which is outdated if the file changed within a second.
+        exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
         return module
     folder = str(Path.cwd())
     if folder not in sys.path:

@@ -1,5 +1,6 @@
 """Block-wise DEER: iterations, memory and time by the number of blocks, and the memory it saves (sec:block_deer)."""
 
+import gc
 import os
 import time
 import weakref
@@ -60,6 +61,23 @@ class _PeakMemory(TorchDispatchMode):
         self.alive -= size
 
 
+def _measure_peak(call: Callable[[], object]) -> int:
+    """Return the peak number of bytes of a call. Garbage collection, whose moment varies, is suspended."""
+    with _PeakMemory():
+        call()  # the first call fills caches
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with _PeakMemory() as memory:
+            call()
+    finally:
+        if was_enabled:
+            gc.enable()
+    peak: int = memory.peak
+    return peak
+
+
 def _solve_blocks(method: str, layer: ADPTNet, x: Tensor, blocks: int) -> Iterator[solvers.Solution]:
     """Solve the blocks sequentially; the final state of each block is the initial state of the next."""
     state = None
@@ -107,9 +125,7 @@ def _measure(point: GridPoint) -> RunOutput:
             with torch.no_grad():
                 return solver(layer.cell, x)
 
-        with _PeakMemory() as memory:
-            solve()
-        numbers[method] = {"iterations": counts, "median": median, "bytes": memory.peak}
+        numbers[method] = {"iterations": counts, "median": median, "bytes": _measure_peak(solve)}
         calls[method] = solve
     return RunOutput(numbers, layer.spec, _measure_seconds(calls, settings["trials"]))
 
