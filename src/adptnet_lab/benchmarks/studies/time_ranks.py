@@ -4,7 +4,8 @@
 
 Both processes run at once in either case: each solves its own half of the sequence alone, or both solve the whole
 sequence with `TimeParallel`. So the work per process is the same, and the ratio of the wall times is what sending,
-waiting and the second scan cost. The two cases alternate. It also prints how often the ranks send tensors, and the iterations.
+waiting and the second scan cost. The two cases alternate. It also prints how often the ranks send tensors, and the
+iterations.
 """
 
 import argparse
