@@ -1,14 +1,14 @@
-"""Settings of every test: float64, one thread, NaN-filled new memory, shapes checked at each call."""
+"""Settings of every test: float64, one thread, uninitialized memory filled with NaN, shapes checked at each call."""
 
 import os
 
 from support.typechecks import install_checker
 
-# Before anything imports Triton, whose interpreter then runs the GPU kernels. Tests that compile them start a process.
+# Set before anything imports Triton: its interpreter then runs the GPU kernels. Tests compile them in a subprocess.
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # the default, but Triton warns if it is unset
 
-# Before adptnet is imported anywhere.
+# Installed before adptnet is imported anywhere.
 hook = install_checker("adptnet", "adptnet_lab")
 
 import importlib  # noqa: E402
@@ -49,5 +49,5 @@ def emulated_gpu(monkeypatch) -> Iterator[None]:
             importlib.import_module(name)
         sys.meta_path[:] = finders
     monkeypatch.setattr(_gpu, "_emulated", True)
-    with numpy.errstate(all="ignore"):  # no GPU warns of an overflow
+    with numpy.errstate(all="ignore"):  # a GPU does not warn of overflow
         yield

@@ -20,7 +20,7 @@ def choose(text: str, choices: Mapping[str, Callable[[], T]], name: str, owner: 
         owner: The class or function that has the argument, for the message.
 
     Raises:
-        SpecError: There is no such name, or the class has required arguments; the message lists the choices.
+        SpecError: There is no such name (the message lists the choices), or the class has required arguments.
     """
     known = {_normalize(choice): choice for choice in choices}
     given = f"{owner}({name}={text!r})" if owner else f"{name}={text!r}"

@@ -132,7 +132,7 @@ def change_json(document, rng):
         elif kind == 4 and isinstance(parent, dict) and isinstance(parent[name], dict):
             for _ in range(rng.choice((3, 30, 240))):
                 parent[name] = {"type": rng.choice(("Negative", "Sparse")), "spectrum": parent[name]}
-            break  # anything deeper could not be serialised
+            break  # anything deeper could not be serialized
         else:
             parent[name] = copy.deepcopy(rng.choice(VALUES))
     text = json.dumps(document)
@@ -208,14 +208,12 @@ def checkpoints(folder):
         model = adptnet.load(path)
         spec, weights = original or (model.spec, safetensors.torch.load(path.read_bytes()))
         found = model.state_dict()
-        ensure(found.keys() == weights.keys(), "other tensors than saved")
+        ensure(found.keys() == weights.keys(), "the tensors are not those saved")
         document = json.loads(parse_metadata(path)["adptnet"])
         if "sha256" in document or original is None:
-            ensure(contains(json.loads(spec.to_json()), json.loads(model.spec.to_json())), "another spec than saved")
-            ensure(
-                all(torch.equal(as_bytes(found[n]), as_bytes(weights[n])) for n in found), "other weights than saved"
-            )
-        ensure(contains(document["spec"], json.loads(model.spec.to_json())["spec"]), "another spec than in the file")
+            ensure(contains(json.loads(spec.to_json()), json.loads(model.spec.to_json())), "not the saved spec")
+            ensure(all(torch.equal(as_bytes(found[n]), as_bytes(weights[n])) for n in found), "not the saved weights")
+        ensure(contains(document["spec"], json.loads(model.spec.to_json())["spec"]), "not the spec of the file")
 
     return mutate, read
 
@@ -254,8 +252,8 @@ def specs(folder):
         except UnicodeDecodeError as error:
             raise AdptnetError("not text") from error
         spec = Spec.from_json(text)
-        ensure(Spec.from_json(spec.to_json()) == spec, "changes in a JSON round trip")
-        ensure(contains(json.loads(text)["spec"], json.loads(spec.to_json())["spec"]), "another spec than in the text")
+        ensure(Spec.from_json(spec.to_json()) == spec, "a JSON round trip changes it")
+        ensure(contains(json.loads(text)["spec"], json.loads(spec.to_json())["spec"]), "not the spec of the text")
 
     return mutate, read
 
@@ -344,19 +342,19 @@ def archives(folder):
         file = open_archive(path)
         content = load_with_numpy(path)
         ensure(content, "NumPy cannot read it")
-        ensure(file.labels.tolist() == content["label"].tolist(), "labels are other numbers")
+        ensure(file.labels.tolist() == content["label"].tolist(), "the labels differ")
         if isinstance(file, FrameFile):
-            ensure(np.array_equal(file.frames, content["frames"]), "other frames")
+            ensure(np.array_equal(file.frames, content["frames"]), "the frames differ")
         lengths = content["lengths"].tolist() if "lengths" in content else []
         for index in range(len(file)):
             with contextlib.suppress(AdptnetError):
                 found = file[index]
                 if not isinstance(file, FrameFile):
-                    ensure(len(found[0].times) == lengths[index], "other events")
+                    ensure(len(found[0].times) == lengths[index], "the events differ")
                     begin = sum(lengths[:index])
                     own = slice(begin, begin + lengths[index])
                     x, y, p = (np.asarray(content[name][own].tolist(), object) for name in "xyp")
-                    ensure(((p * 34 + y) * 34 + x).tolist() == found[0].units.tolist(), "other units")
+                    ensure(((p * 34 + y) * 34 + x).tolist() == found[0].units.tolist(), "the units differ")
 
     return lambda rng: (npz(rng.choice((frames, pixels)) if rng else pixels, rng), None), read
 
@@ -385,11 +383,11 @@ def pictures(folder):
         path = path.rename(path.with_name(path.name + suffix))
         images.read_images.cache_clear()
         found = images.read_images(path)
-        ensure(len(found.x_train) == len(found.y_train) and len(found.x_test) == len(found.y_test), "labels missing")
+        ensure(len(found.x_train) == len(found.y_train) and len(found.x_test) == len(found.y_test), "number of labels")
         if suffix == ".npz":
             content = load_with_numpy(path)
-            ensure(found.y_train.tolist() == content["y_train"].tolist(), "labels are other numbers")
-            ensure(found.x_train.flatten().tolist() == content["x_train"].flatten().tolist(), "other images")
+            ensure(found.y_train.tolist() == content["y_train"].tolist(), "the labels differ")
+            ensure(found.x_train.flatten().tolist() == content["x_train"].flatten().tolist(), "the images differ")
 
     return mutate, read
 
@@ -439,7 +437,7 @@ def address_events(folder):
         for i in range(len(found.x)):
             x, y, high, middle, low = content[5 * i : 5 * i + 5]
             expected = [x, y, high >> 7, (high & 127) * 65536 + middle * 256 + low]
-            ensure([int(part[i]) for part in found] == expected, "other events")
+            ensure([int(part[i]) for part in found] == expected, "the events differ")
         found.to_events()
 
     return lambda rng: (change_bytes(whole, rng), None), read
@@ -493,7 +491,7 @@ def spike_files(folder):
         for index in range(len(file)):
             with contextlib.suppress(AdptnetError):
                 found = file[index][0]
-                ensure(len(found.times) == len(found.units), "times without units")
+                ensure(len(found.times) == len(found.units), "not one unit per time")
                 ensure(not found.units.size or 0 <= found.units.min() <= found.units.max() < 700, "units out of range")
 
     return mutate, read
@@ -529,7 +527,7 @@ def packed(folder):
         path.rename(own / f"ssc_train.h5{suffix}")
         shd.find_split(own, "ssc_train", verify=suffix == ".gz")
         content = target.read_bytes()
-        ensure(content == whole, "other content than was packed")
+        ensure(content == whole, "not the content that was packed")
 
     return mutate, read
 
@@ -601,7 +599,7 @@ def manifests(folder):
             (own / "sub").mkdir()
         path.replace(own / "manifest.json")
         found = store.read_folder(own)
-        ensure(found and all(files.get(name) == content for name, content in found.items()), "other files than written")
+        ensure(found and all(files.get(name) == content for name, content in found.items()), "not the written files")
 
     return mutate, read
 
@@ -616,7 +614,7 @@ def metric_files(folder):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = metrics.read_metrics(path)
-        ensure(isinstance(found, list) and len(found) <= 2 * len(given), "not lines")
+        ensure(isinstance(found, list) and len(found) <= 2 * len(given), "not a list, or too long")
 
     return lambda rng: (change_bytes(whole, rng), None), read
 
@@ -693,8 +691,9 @@ def main(seed, counts):
             path = Path(scratch) / kind / "mutated"
             content, note = mutate(None)
             path.write_bytes(content)
-            if attempt(read, path, note)[0] != "accepted":
-                faults.append(f"{kind}: a valid file is not accepted: {attempt(read, path, note)}")
+            outcome, fault = attempt(read, path, note)
+            if outcome != "accepted":
+                faults.append(f"{kind}: a valid file is {outcome}: {fault}")
             for number in range(count):
                 print(f"{kind} {number}", file=sys.stderr, flush=True)  # the last line names the file of a crash
                 rng = random.Random(f"{seed} {kind} {number}")

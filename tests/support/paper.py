@@ -18,10 +18,10 @@ def make_row(result, point, scale="smoke", **changes):
 
 
 def make_laptop_rows(name, numbers, seeds=None):
-    """Return rows at `--scale laptop` whose numbers are a function of the point; with `seeds`, so many for each."""
+    """Return rows at `--scale laptop` whose numbers are `numbers(point)`; with `seeds`, that many per setting."""
     recipe = load_results()[name].recipe
     points = recipe.points("laptop")
-    if recipe.rank is not None:  # the rows of one version of the experiment
+    if recipe.rank is not None:  # only the points of the version with the highest rank
         points = [p for p in points if recipe.rank(p.settings) == max(recipe.rank(q.settings) for q in points)]
     if seeds is not None:
         points = [GridPoint(p.settings, seed) for p in points if p.seed == 0 for seed in range(seeds)]
@@ -34,7 +34,7 @@ def judge_all(name, rows):
 
 
 def record_runs(monkeypatch):
-    """Replace the runs of points by stubs, and return the list to which the names of their results are appended."""
+    """Replace the runs of points with stubs, and return the list to which the names of their results are appended."""
     names = []
 
     def run_point(name, point, options):

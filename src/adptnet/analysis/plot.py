@@ -52,7 +52,7 @@ def save(figure: "Figure", path: str | Path) -> tuple[Path, Path]:
     stem = target.with_suffix("") if target.suffix in (".svg", ".png") else target
     vector, pixels = stem.with_name(stem.name + ".svg"), stem.with_name(stem.name + ".png")
     with replace_file(vector) as draft:
-        figure.savefig(draft, format="svg", metadata={"Date": None})  # without a date, equal figures are equal files
+        figure.savefig(draft, format="svg", metadata={"Date": None})  # no date, so that files do not differ by it
     with replace_file(pixels) as draft:
         figure.savefig(draft, format="png", dpi=150)
     return vector, pixels
@@ -178,7 +178,7 @@ def raster(spikes: Tensor, *, seconds_per_step: float | None = None, title: str 
 
     Args:
         spikes: (time, neurons).
-        seconds_per_step: Scale of the time axis; in steps if not given.
+        seconds_per_step: Duration of a step; if None, the time axis is in steps.
         title: The title.
     """
     if spikes.dim() != 2:
@@ -223,7 +223,7 @@ def membranes(
 
 
 def _low_end(matrix: Tensor) -> float:
-    """Return the 10 % quantile of the off-diagonal entries."""
+    """Return the 10 % quantile of the absolute values of the off-diagonal entries."""
     size = matrix.detach().abs().double()
     off = size[~torch.eye(len(size), dtype=torch.bool, device=size.device)]
     return float(off.quantile(0.1)) if off.numel() else 0.0
@@ -308,7 +308,7 @@ def new_figure(width: float, height: float) -> "Figure":
         height: In inches.
 
     Raises:
-        AdptnetError: matplotlib is not installed; the message has the command.
+        AdptnetError: matplotlib is not installed; the message gives the command that installs it.
     """
     try:
         from matplotlib.figure import Figure

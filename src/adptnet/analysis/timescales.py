@@ -19,9 +19,9 @@ __all__ = ["KeyValueStatistics", "eigenvalue_spread", "key_value_statistics", "m
 
 
 def eigenvalue_spread(system: Any) -> float:
-    """Return λ̄_max - λ̄_min, the largest distance between two M (eq:unitary_max_dist).
+    """Return λ̄_max - λ̄_min, an upper bound on ‖M(x) - M(y)‖ for two states x and y (eq:unitary_max_dist).
 
-    For complex eigenvalues it is the diameter of their enclosing disc.
+    For complex eigenvalues it is the diameter of the smallest disc, centred on the real axis, that contains them.
 
     Args:
         system: An ADPT layer or cell.
@@ -85,7 +85,7 @@ def key_value_statistics(system: Any, inputs: Tensor, *, state: Tensor | ADPTSta
 
 
 def _squared_lengths(plane: KeyValue, heads: int) -> Tensor:
-    """Return ‖key‖² ‖value‖²: 1, unless the directions are soft or zero."""
+    """Return ‖key‖² ‖value‖²: 1 for unit vectors, less if `softness` is positive or one of them is zero."""
     squared = plane.key.square().sum(-1) * plane.value.square().sum(-1)
     return squared if heads > 1 else squared.unsqueeze(-1)
 

@@ -20,7 +20,7 @@ __all__ = ["TrajectoryBounds", "deviation_bounds", "measure_trajectory", "singul
 
 
 class TrajectoryBounds(NamedTuple):
-    """Extreme values over the steps of one or more trajectories. Singular values are in descending order."""
+    """Extremes and means over the steps of one or more trajectories. Singular values are in descending order."""
 
     lower: Tensor  # (n,): smallest σ_i(J_t)
     upper: Tensor  # (n,): largest σ_i(J_t)
@@ -30,7 +30,7 @@ class TrajectoryBounds(NamedTuple):
 
 @torch.no_grad()
 def measure_trajectory(trajectory: Trajectory, transient: int) -> TrajectoryBounds:
-    """Compute the singular values of the Jacobian at every step after the first `transient` ones.
+    """Return extremes and mean logarithms of the singular values of J_t over all steps after the first `transient`.
 
     Args:
         trajectory: The trajectory.
@@ -62,8 +62,8 @@ def measure_trajectory(trajectory: Trajectory, transient: int) -> TrajectoryBoun
 def deviation_bounds(system: Any, states: Tensor) -> Tensor:
     """Return the upper bound 2rβ (‖K‖‖x‖/‖Kx‖ + ‖V‖‖x‖/‖Vx‖) of ‖J - M‖ at each state x, without a Jacobian.
 
-    It also holds where no certificate does: for singular K and V, and for directions from ReLU(x). Near the states that
-    rule out a certificate it grows without limit. At zero, where J = M = Λ̄ by definition, it is 0.
+    It also holds where no certificate does: for singular K or V, and for directions from ReLU(x), which then replaces x
+    in Kx and Vx. It grows without limit as ‖Kx‖/‖x‖ or ‖Vx‖/‖x‖ tends to zero. At x = 0, where J = M = Λ̄, it is 0.
 
     Args:
         system: An ADPT layer or cell.
@@ -77,17 +77,17 @@ def deviation_bounds(system: Any, states: Tensor) -> Tensor:
     """
     cell = resolve_adpt_cell(system, "deviation_bounds")
     spec = cell.spec
+    if states.dim() < 1 or states.shape[-1] != spec.size:
+        raise InputError(f"states have shape {tuple(states.shape)}; they must be (..., {spec.size}).")
     covered = isinstance(spec.direction, FromState) and spec.direction.spike is None and not spec.direction.layer_norm
     if isinstance(spec.direction, FromInput) or not spec.conjugate.has_directions:
-        return states.new_zeros(states.shape[:-1])
+        return states.new_zeros(states.shape[:-1], dtype=torch.float64)
     if not covered or spec.direction.dot is not None or spec.projection.bias or spec.rotation_aware:
         raise IncompatibleError(
             f"deviation_bounds covers directions computed from x or ReLU(x), without a bias; got {spec.direction}, "
             f"projection={spec.projection}, rotation_aware={spec.rotation_aware}. "
-            "Use certificate(layer, inputs).deviation, which measures it."
+            "Use certificate(layer, inputs).deviation, which measures ‖J - M‖."
         )
-    if states.dim() < 1 or states.shape[-1] != spec.size:
-        raise InputError(f"states have shape {tuple(states.shape)}; they are (..., {spec.size}).")
     heads = compute_head_constants(cell)
     parts = states.double().unflatten(-1, (spec.heads, -1))
     largest = parts.abs().amax(

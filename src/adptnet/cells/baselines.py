@@ -52,7 +52,7 @@ class _VanillaCell(Cell):
 
 @spec
 class ReLURNN(SizedCellSpec):
-    """A vanilla network, x_t = ReLU(W x_{t-1} + U o_t + b) with the input o_t, initialised as `nn.RNN`.
+    """A vanilla network, x_t = ReLU(W x_{t-1} + U o_t + b) with the input o_t, initialised like `nn.RNN`.
 
     Attributes:
         width: Features of the input.
@@ -75,7 +75,7 @@ class ReLURNNCell(_VanillaCell):
 
 @spec
 class TanhRNN(SizedCellSpec):
-    """A vanilla network, x_t = tanh(W x_{t-1} + U o_t + b) with the input o_t, initialised as `nn.RNN`.
+    """A vanilla network, x_t = tanh(W x_{t-1} + U o_t + b) with the input o_t, initialised like `nn.RNN`.
 
     Attributes:
         width: Features of the input.

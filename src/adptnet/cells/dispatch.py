@@ -2,7 +2,7 @@
 
 A kernel computes a recurrence of a fixed form. First the cell must have that form: no replaced step, no hooks on K and
 V, and only classes that the form knows. Then `ops.adpt_scan.dispatch` decides by the form, dtype, device and
-environment. Every caller of a kernel asks here: `scan`, Jacobians, Newton passes, `solvers.Auto` and short calls.
+environment. Every caller of an ADPT kernel asks here: `scan`, Jacobians, Newton passes, `solvers.Auto`, short calls.
 """
 
 import itertools
@@ -32,7 +32,7 @@ _STEP = ("step", "stepper", "initial_state", "prepare", "prepare_with_arguments"
 
 _HOOKED = Backend(
     REFERENCE,
-    "K or V has hooks, or is a module of another class, which is called at every step.",
+    "K or V has hooks or is not a projection of adptnet, so the module is called at every step.",
     "Remove the hooks from K and V, and use projections of adptnet.",
 )
 _START = Backend(
@@ -46,7 +46,7 @@ _START = Backend(
 class Recurrence(NamedTuple):
     """The recurrence of a cell, as far as it decides whether a kernel computes it."""
 
-    owners: tuple[tuple[Cell, type[Cell]], ...]  # the cells that define the step, each with the class it must be
+    owners: tuple[tuple[Cell, type[Cell]], ...]  # cells that define the step, and the class whose step each must have
     spec: ADPTSpec
     directions: nn.ModuleList  # K and V of each plane
     modules: tuple[nn.Module, ...]  # everything with parameters of the step: spectrum, β, K and V
@@ -186,7 +186,7 @@ def explain_replaced(cell: Cell, kind: type[Cell]) -> Backend | None:
 
 
 def _explain_custom(spec: ADPTSpec) -> Backend | None:
-    """Return the reference with the reason if a choice of the model has no place in `Form`; None if all have."""
+    """Return the reference with the reason if `Form` cannot express a component of the model; None if it can."""
     # Types are compared exactly: a subclass may define another model.
     if type(spec.conjugate) not in (Exact, Taylor, Diagonal) and spec.conjugate != Product(1):
         return _name_axis(spec, "conjugate", "conjugates.Exact()")
@@ -203,7 +203,7 @@ def _name_axis(spec: ADPTSpec, axis: str, known: str) -> Backend:
 
 
 def _explain_unsupported(recurrence: Recurrence) -> Backend | None:
-    """Return the reference with the reason if the kernels lack a combination of choices; None if they have it."""
+    """Return the reference with the reason if no kernel supports this combination of options; None if one does."""
     spec, direction = recurrence.spec, recurrence.spec.direction
     from_state = isinstance(direction, FromState)
     varying = _explain_varying(recurrence)

@@ -122,7 +122,7 @@ class MeasuredIterate(abc.ABC):
 
         Args:
             rows: Indices of the sequences.
-            slack: The number of tolerances that an error may be.
+            slack: The largest error allowed, in tolerances.
         """
 
     @abc.abstractmethod

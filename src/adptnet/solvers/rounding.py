@@ -1,7 +1,7 @@
 """Rounding errors of f in the convergence test, in channels where large terms cancel.
 
-There the rounding error of f exceeds the tolerance of the channel, so that no iterate can meet it. It is measured: f is
-evaluated again, with its argument perturbed by one rounding error. All of it is per sequence, step and channel.
+There the rounding error of f can exceed the tolerance, which no iterate then meets. That error is measured: f is
+evaluated again, with its argument perturbed by one rounding error. All quantities are per sequence, step and channel.
 """
 
 import dataclasses
@@ -30,10 +30,10 @@ __all__ = [
     "split_rows",
 ]
 
-WORKING_SET = 2**18  # state elements of the sequences that are treated at a time
+WORKING_SET = 2**18  # state elements of the sequences that are processed at a time
 PROBES = 3  # perturbations of the argument of f, of which the largest change counts
 WALKS = 4  # random sums of rounding errors, whose root mean square is their expected size
-MARGIN = 16  # how many times its measured size a rounding error may be
+MARGIN = 16  # a rounding error may be up to this many times its measured size
 ACCUMULATED_MARGIN = 32  # the same for a sum of rounding errors, which later iterations do not remove but amplify
 LARGEST_ACCUMULATED = 32  # relative tolerances of the largest |f| since the last reset
 
@@ -41,13 +41,13 @@ LARGEST_ACCUMULATED = 32  # relative tolerances of the largest |f| since the las
 def random_signs(like: Tensor, seed: int, *, reverse: bool = False) -> Tensor:
     """Return -1 or 1 for each step and channel, (time, n).
 
-    They are the same at every call and counted from the last step, so that they depend neither on other sequences nor
+    They are the same at every call, and drawn from the last step on, so that they depend neither on other sequences nor
     on how many leading steps have been dropped.
 
     Args:
         like: (batch, time, n), determines shape, dtype and device.
         seed: Selects the signs.
-        reverse: Count from the first step, where the last steps are dropped.
+        reverse: Draw from the first step on, for solves backwards in time, which drop the last steps.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     signs = torch.randint(0, 2, like.shape[1:], generator=generator, dtype=like.dtype, device="cpu")
@@ -93,8 +93,8 @@ def find_cancelling_steps(suspected: Tensor, settled: Tensor) -> CancellingSteps
 
     Args:
         suspected: (batch, time) bool.
-        settled: (batch, time) bool, whether the step is within tolerance relative to its largest entry. Steps after one
-            that is not do not count, because their states will still change.
+        settled: (batch, time) bool, whether the step is within tolerance relative to its largest entry. Steps after
+            one that is not within tolerance do not count, because their states will still change.
     """
     settled = settled.cumprod(1).bool()
     found = (suspected & settled).nonzero()
@@ -130,7 +130,7 @@ def allow_rounding(
 def accumulate(rounding: Tensor, scan: Callable[[Tensor], Tensor], *, reverse: bool = False) -> Tensor:
     """Return the expected size of the sum of rounding errors that a linear recurrence accumulates, (batch, time, n).
 
-    They are added up with random signs. Errors of one sign, which are no rounding errors, add up to far more.
+    They are added up with random signs. Errors of constant sign, which are not rounding errors, add up to far more.
 
     Args:
         rounding: (batch, time, n), the size of the rounding error of each step.
@@ -150,10 +150,10 @@ def limit_accumulated(accumulated: Tensor, scale: Tensor, rtol: float, slack: fl
     """Return the error allowed where rounding errors accumulate, (batch, time, n). The tensors are overwritten.
 
     Args:
-        accumulated: (batch, time, n), the recent scale of their sum.
+        accumulated: (batch, time, n), the recent scale of the sum of the rounding errors.
         scale: (batch, time, n), the largest value of each channel since the last reset.
         rtol: The relative tolerance.
-        slack: The number of tolerances that an error may be.
+        slack: The largest error allowed, in tolerances.
     """
     largest_error = scale.mul_(min(4 * slack, LARGEST_ACCUMULATED) * rtol)
     return torch.minimum(accumulated.mul_(ACCUMULATED_MARGIN), largest_error, out=accumulated)
@@ -162,14 +162,14 @@ def limit_accumulated(accumulated: Tensor, scale: Tensor, rtol: float, slack: fl
 def allow_accumulated(
     system: System, states: Tensor, transition: Transition, tolerance: Tolerance, slack: float
 ) -> Tensor:
-    """Return the error of each channel that accumulated rounding errors of f explain, (batch, time, n).
+    """Return how large an error accumulated rounding errors of f can explain in each channel, (batch, time, n).
 
     Args:
         system: The equations.
         states: (batch, time, n), the iterate.
         transition: The linearization at the iterate.
         tolerance: The tolerance of the residual.
-        slack: The number of tolerances that an error may be.
+        slack: The largest error allowed, in tolerances.
     """
     entering, zero = system.entering_states(states), torch.zeros_like(system.initial)
     values = system.evaluate(entering)

@@ -24,7 +24,7 @@ __all__ = ["Quickstart", "make_models", "run"]
 
 @dataclass(frozen=True)
 class Quickstart:
-    """Train the S3 word problem with β = 0, 1, 4 and a ReLU RNN, then print one table and draw one figure."""
+    """Train ADPTNet at β = 0, 1 and 4 and a ReLU RNN on the S3 word problem; print a table and draw a figure."""
 
     output: Path = Path("runs/quickstart")
     """Folder for the figure and the numbers."""
@@ -62,7 +62,7 @@ def make_models(width: int) -> dict[str, ModelSpec]:
 def run(options: Quickstart) -> dict[str, Any]:
     """Run the quickstart on one thread and return every number that was written.
 
-    Steps this narrow gain nothing from a second thread, and lose much if another program needs its core.
+    Models this narrow gain nothing from a second thread, and slow down much if another program needs its core.
 
     Args:
         options: The options.
@@ -144,7 +144,7 @@ def _draw(numbers: dict[str, Any], lengths: list[int], path: Path) -> None:
         accuracy = [100 * a for a in row["scores"][str(lengths[-1])]["per_position"]]
         left.plot(range(1, len(accuracy) + 1), accuracy, color=colour, label=name, linewidth=2)
     left.axvline(lengths[0] + 0.5, color="black", linewidth=0.8, linestyle=":")
-    left.text(lengths[0] + 0.8, 4, "longer than trained →", fontsize=8)
+    left.text(lengths[0] + 0.8, 4, "longer than in training →", fontsize=8)
     left.axhline(100 * numbers["chance"], color="black", linewidth=0.8, linestyle="--")
     left.text(lengths[-1], 100 * numbers["chance"] + 2, "chance", fontsize=8, ha="right")
     left.set(xlabel="position", ylabel="accuracy (%)", ylim=(0, 104), title="The product so far, at each position")

@@ -1,4 +1,4 @@
-"""Recordings in an npz file: frames of counts, or raw events of a camera."""
+"""Recordings in an npz file: frames of counts, or raw events of an event camera."""
 
 import zipfile
 from pathlib import Path
@@ -82,7 +82,7 @@ class PixelFile:
 
     def __getitem__(self, index: int) -> tuple[Events, int]:
         if not -len(self) <= index < len(self):
-            raise IndexError(f"recording {index} of {len(self)}")
+            raise IndexError(f"there is no recording {index}: {self.path} has {len(self)}.")
         index %= len(self)
         own = slice(self._ends[index], self._ends[index + 1])
         pixels = PixelEvents(*(part[own] for part in self._events))
@@ -96,7 +96,7 @@ def open_archive(path: str | Path) -> FrameFile | PixelFile:
         path: The file.
 
     Raises:
-        InputError: Not an npz, damaged, not in this layout, or too large when unpacked (`adptnet._io.untrusted`).
+        InputError: No npz file, damaged, of another layout, or too large when unpacked (`adptnet._io.untrusted`).
     """
     path = Path(path)
     if not path.is_file():

@@ -42,10 +42,10 @@ def find_split(folder: str | Path, split: SplitName, *, verify: bool = True) -> 
         folder: Where the files are.
         split: "shd_train", "shd_test", "ssc_train", "ssc_valid" or "ssc_test".
         verify: Compare the file with its published MD5, once per process. None is published for the unpacked files of
-            SSC and for its `.gz`, which are treated like any other untrusted file.
+            SSC or for its `.gz`, which are treated like any other untrusted file.
 
     Raises:
-        InputError: The file is missing, cannot be unpacked, or has another MD5.
+        InputError: The file is missing, cannot be unpacked, or its MD5 differs from the published one.
     """
     if split not in SPLITS:
         raise InputError(f"split={split!r} is unknown.{suggest_name(str(split), SPLITS)}")
@@ -83,7 +83,7 @@ def _verify(path: Path) -> None:
 
 @functools.lru_cache(maxsize=16)
 def _compute_md5(path: Path, *status: int) -> str:
-    """Return the MD5 of a file, cached for each `status`. It is never read from a file that others could write."""
+    """Return the MD5 of a file, cached per `status` in memory, not in a file, which others could change."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "md5").hexdigest()
 
@@ -100,7 +100,7 @@ def _unpack(archive: Path, target: Path) -> None:
         try:
             with file, _open_member(archive, target.name) as source:
                 shutil.copyfileobj(LimitedReader(source, archive.stat().st_size), file, 1 << 20)
-        except Exception as error:  # zipfile and gzip raise their own errors, those of zlib, struct, RuntimeError, ...
+        except Exception as error:  # zipfile and gzip also raise errors of zlib and struct, RuntimeError, ...
             raise InputError(f"{archive} cannot be unpacked: {error}. Download it again.") from None
 
 

@@ -466,8 +466,12 @@ def test_deviation_bounds_cover_relu_and_singular_weights_and_reject_the_rest():
     half = ADPTNet.paper(6, beta=1.0, direction=directions.FromState(heads=2)).requires_grad_(False)
     part = torch.cat((torch.zeros(3), torch.randn(3)))
     assert 0 < float(deviation(half.cell, part)) <= float(deviation_bounds(half, part)) < math.inf
-    with pytest.raises(InputError, match=r"shape \(2, 5\); they are \(..., 6\)"):
+    with pytest.raises(InputError, match=r"shape \(2, 5\); they must be \(..., 6\)"):
         deviation_bounds(half, torch.zeros(2, 5))
-    assert (deviation_bounds(ADPTNet.paper(6, direction=directions.FromInput()), states) == 0).all()
-    with pytest.raises(IncompatibleError, match="measures it"):
+    from_input = ADPTNet.paper(6, direction=directions.FromInput())
+    assert (deviation_bounds(from_input, states) == 0).all()
+    assert deviation_bounds(from_input, states.float()).dtype == torch.float64
+    with pytest.raises(InputError, match="they must be"):
+        deviation_bounds(from_input, torch.zeros(2, 5))
+    with pytest.raises(IncompatibleError, match="which measures"):
         deviation_bounds(ADPTNet.paper(6, direction=directions.FromState(dot=0.5)), states)

@@ -71,7 +71,7 @@ def test_the_reference_scans_solve_the_dense_system(dtype, reverse):
 
 
 def filter_by_least_squares(matrices, offset, observed, strength, initial):
-    """Return the last filtered mean: the minimum of the sum of squared noises with weights 1 and `strength`."""
+    """Return the last filtered mean: the minimizer of the sum of squared noises with weights 1 and `strength`."""
     steps, n = offset.shape
     eye = torch.eye(n)
     rows, right = [], []

@@ -1,4 +1,4 @@
-"""The quickstart, at a size that takes seconds."""
+"""The quickstart: at a size that takes seconds and, marked slow, at full size."""
 
 import json
 import subprocess

@@ -30,7 +30,7 @@ def test_queries_come_early_unless_power_is_one():
         targets = MultiQueryRecall(64, 4, 256, power).batch(200, make_generator(0)).targets
         return float((targets != IGNORED).nonzero()[:, 1].double().mean())
 
-    assert abs(mean_position(1.0) - (8 + 247) / 2) < 5
+    assert abs(mean_position(1.0) - (8 + 254) / 2) < 5
     assert mean_position(0.01) < 80
 
 

@@ -1,4 +1,4 @@
-"""Spiking cells: cells whose output is spikes, with the same interface as all others."""
+"""Spiking cells, whose output is spikes, and leaky integrators for read-outs. Their interface is that of all cells."""
 
 from .adaptive import ALIF, AdLIF, AdLIFCell, ALIFCell, SiLIF, SiLIFCell
 from .adpt import SpikingADPT, SpikingADPTCell

@@ -55,7 +55,7 @@ class _AdaptiveCell(SpikingCell):
 
 
 def _make_transition(membrane: tuple[Tensor, Tensor], slow: tuple[Tensor, Tensor]) -> Transition:
-    """Return the transition between spikes from the two rows of the 2-by-2 matrix of each neuron."""
+    """Return the transition in the absence of spikes, given the two rows of each neuron's 2-by-2 matrix."""
     rows = [torch.stack(torch.broadcast_tensors(*row), -1) for row in (membrane, slow)]
     return CoupledTransition(torch.stack(rows, -2)[None, None])
 
@@ -64,12 +64,12 @@ def _make_transition(membrane: tuple[Tensor, Tensor], slow: tuple[Tensor, Tensor
 class ALIF(LeakySpec):
     """Adaptive LIF neurons, whose threshold θ + strength · a rises with each spike (eq:alif).
 
-    a[t] = α a[t-1] + (1 - α) s[t-1] with the spikes s. The membrane is that of `LIF`, reset by the threshold at t. As
-    printed in the paper the threshold decays to zero without spikes; here it decays to θ.
+    a[t] = α a[t-1] + (1 - α) s[t-1] with the spikes s. The membrane is that of `LIF`, reset with the threshold at t. As
+    printed in the paper, the threshold decays to zero without spikes; here it decays to θ.
 
     Attributes:
         recurrent: The recurrent projection W; None for neurons without recurrent connections.
-        slow_decay: The range that α is drawn from. It is trained.
+        slow_decay: Range from which the initial α is drawn; α is trained.
         strength: How much a neuron that fires at every step raises its threshold.
     """
 
@@ -140,8 +140,8 @@ class AdLIF(LeakySpec):
 
     Attributes:
         coupling: Range from which the initial a is drawn; a is trained. (1, 1) is the equation as printed.
-        jump: The range that b is drawn from, likewise. The default is that of adLIF's authors, who subtract w.
-        slow_decay: The range that α is drawn from. It is trained.
+        jump: Range of the initial b, likewise. The default is that of adLIF's authors, negated, as they subtract w.
+        slow_decay: Range from which the initial α is drawn; α is trained.
     """
 
     slow_decay: Range = SLOW_DECAY
@@ -197,7 +197,7 @@ class AdLIFCell(_AdaptiveCell):
 
 @spec
 class SiLIF(NeuronSpec):
-    """The neuron of Fabre et al. 2025, as in its code: rates stored as logarithms, the reset inside the decay.
+    """The neuron of Fabre et al. 2025, as in their code: rates stored as logarithms, the reset inside the decay.
 
     w[t] = β w[t-1] + a u[t-1] + b s[t-1],  u[t] = α (u[t-1] - s[t-1]) + (1 - α)(I[t] - w[t]),  s = [u > θ].
 

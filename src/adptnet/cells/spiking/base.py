@@ -42,7 +42,7 @@ class NeuronSpec(CellSpec):
         width: Number of neurons.
         threshold: Firing threshold of the membrane.
         spike: The spike function with its surrogate derivative; a spec, or any callable.
-        initial: Initial state of a sequence: "zero", or "uniform" in [0, 1), drawn at every call, also in evaluation.
+        initial: Initial state of a sequence: "zero", or "uniform" in [0, 1), drawn at every call, even in `eval` mode.
     """
 
     width: int
@@ -63,7 +63,7 @@ class LeakySpec(NeuronSpec):
     """Base class of the specs of leaky neurons.
 
     Attributes:
-        decay: Range from which the initial d is drawn; d is trained.
+        decay: Range from which the initial decay factor d of the membrane is drawn; d is trained.
         reset: Effect of a spike on the membrane: "subtract" subtracts θ s[t-1] one step later, as in snnTorch;
             "decayed" subtracts d θ s[t-1], as in eq:fpt_matrix and SiLIF; "zero" sets the membrane to zero; "none" does
             not reset.
@@ -120,7 +120,7 @@ def check_decay(owner: object, **values: Range) -> None:
     check_range(owner, 0.0, 1.0, **values)
     for name, value in values.items():
         if value[0] <= 0 or value[1] >= 1:
-            raise SpecError(f"{type(owner).__name__}({name}={value!r}): a decay is above 0 and below 1.")
+            raise SpecError(f"{type(owner).__name__}({name}={value!r}): a decay factor must be above 0 and below 1.")
 
 
 class SpikingCell(Cell):
@@ -169,7 +169,7 @@ class SpikingCell(Cell):
         if spikes.shape != above.shape:
             raise InputError(
                 f"the spike function returned shape {tuple(spikes.shape)} for {tuple(above.shape)}; it must return a "
-                "spike for each neuron. Pass spike=cells.Boxcar(), or a function that is elementwise."
+                "spike for each neuron. Pass spike=cells.Boxcar(), or an elementwise function."
             )
         return spikes
 
@@ -189,7 +189,7 @@ class SpikingCell(Cell):
 
 
 class Rates(NoDecay):
-    """A decay factor for each neuron, parametrised as exp(-exp(log_rate)), so that it stays in (0, 1).
+    """A decay factor for each neuron, parametrized as exp(-exp(log_rate)), so that it stays in (0, 1).
 
     Args:
         size: Number of neurons.

@@ -105,7 +105,7 @@ class RotatedConjugate(Conjugate):
     def diagonal(self) -> Vector:
         """Return the diagonal of M (eq:diag_M), in O(n) for one rotation.
 
-        Undamped Forward-DEER on a CPU computes the same diagonal in `TransitionDiagonal` of `ops/adpt_step/kernel.cpp`.
+        Undamped Forward-DEER on a CPU computes it in `TransitionDiagonal` of `ops/adpt_step/csrc/kernel.cpp`.
         """
         if len(self.rotations) > 1 or isinstance(self.eigen, RotatedBlocks):
             return self.dense().diagonal(dim1=-2, dim2=-1)

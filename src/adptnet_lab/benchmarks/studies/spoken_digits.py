@@ -1,12 +1,12 @@
 """Spoken digits of unseen speakers: SpikingADPTNet against SiLIF, LIF, adLIF and a GRU of equal parameter count.
 
 Needs `audiomnist_cochlea_frames.npz` (1800 digits of 60 speakers through the cochlea, frames of 4 ms) in the folder
-that ADPTNET_DATA names, or its path. Two thresholds are tried for SiLIF and for SpikingADPTNet on 9 of the training
+that ADPTNET_DATA names, or --data FILE. Two thresholds are compared for SiLIF and SpikingADPTNet on 9 of the training
 speakers 1 to 45, then β for the latter; learning rate, dropout and epochs are the same for all. Then every network is
 trained on all 45 and tested on speakers 46 to 60. A row is written after every run, and runs that have a row are
 skipped, so the same command resumes an interrupted study. The table is printed at the end.
 
-    python -m adptnet_lab.benchmarks.studies.spoken_digits                       # about 20 minutes of one core
+    python -m adptnet_lab.benchmarks.studies.spoken_digits                       # about 20 minutes on one core
     python -m adptnet_lab.benchmarks.studies.spoken_digits --minutes 10          # start no run after ten minutes
 """
 
@@ -138,7 +138,7 @@ def run(path: Path, point: dict[str, Any]) -> dict[str, Any]:
 
 
 def list_points(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the points to run that the rows determine; those of the test once all settings are chosen.
+    """Yield the points, run or not, that the rows determine; those of the test only once all settings are chosen.
 
     Args:
         rows: The rows so far.

@@ -19,7 +19,7 @@ class MadMemorisation(StandardMadTask):
     """Keys, each followed by an insert token whose target is the key's value. Values never appear in the inputs.
 
     Half of the tokens are keys and half are values. `seed` fixes the pairs, which are the same in training and test.
-    The last token is the insert token; noise tokens come before it.
+    The last token of the vocabulary is the insert token; the noise tokens are directly before it.
 
     Attributes:
         vocabulary: Number of tokens; V of them, without noise, make ⌊(V-1)/2⌋ facts.
@@ -27,7 +27,7 @@ class MadMemorisation(StandardMadTask):
         training_sequences: Size of the fixed training set.
         test_sequences: Size of the fixed validation set, and of the fixed test set.
         seed: Seed of the sets and of the facts.
-        noise: Fraction of the facts replaced by two noise tokens, which have no target.
+        noise: Probability that a fact is replaced by two noise tokens without a target; one per sequence never is.
         noise_vocabulary: Number of noise tokens.
     """
 
