@@ -47,4 +47,7 @@ def import_module(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except Exception as error:
-        raise InputError(f"the module {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+            reason = f"there is no module {name!r} in {os.getcwd()} or among the installed packages."
+        raise InputError(f"the module {name!r} cannot be imported: {reason}") from error

@@ -1,8 +1,6 @@
 """A user's model: find the function that makes it, call it, and read logits from whatever it returns."""
 
 import hashlib
-import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 from adptnet.errors import InputError
 from adptnet.nn.model import evaluation_mode
 from adptnet.spec import suggest_name
+from adptnet_lab._own_objects import import_module
 
 __all__ = ["LogitsModel", "ModelSource", "call_factory", "check_causal", "find_factory", "make_fingerprint"]
 
@@ -88,15 +87,9 @@ def _import_module(name: str) -> ModuleType:
         # Without cached bytecode, which is outdated if the file changed within a second.
         exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
         return module
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise InputError(f"there is no module {name!r} in {folder} or among the installed packages.") from None
-        raise
+    module = import_module(name)
+    assert isinstance(module, ModuleType)
+    return module
 
 
 def call_factory(source: ModelSource, **sizes: int) -> "LogitsModel":
