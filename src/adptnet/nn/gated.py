@@ -213,6 +213,6 @@ class _Skip(NoDecay):
 def _check_state(state: Any, batch: int) -> tuple[Any, Tensor | None]:
     if state is None:
         return None, None
-    if not isinstance(state, tuple) or len(state) != 2 or not isinstance(state[1], Tensor) or len(state[1]) != batch:
+    if not isinstance(state, tuple) or len(state) != 2 or not isinstance(state[1], Tensor) or state[1].shape[0] != batch:
         raise InputError(f"state must be the GatedState an earlier call returned for {batch} sequences.")
     return state[0], state[1]
