@@ -213,6 +213,7 @@ class _Skip(NoDecay):
 def _check_state(state: Any, batch: int) -> tuple[Any, Tensor | None]:
     if state is None:
         return None, None
-    if not isinstance(state, tuple) or len(state) != 2 or not isinstance(state[1], Tensor) or state[1].shape[0] != batch:
+    is_pair = isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], Tensor)
+    if not is_pair or state[1].shape[0] != batch:
         raise InputError(f"state must be the GatedState an earlier call returned for {batch} sequences.")
     return state[0], state[1]

@@ -505,7 +505,9 @@ def run_unchecked(*jobs):
 
 
 def test_options_and_hooks_compile_sizes_are_dynamic_and_a_traced_root_is_named():
-    run_unchecked("options:real", "steps:real", "hooks:real", "batch norm:real", "dynamic:real", "dynamic:gated", "root:stack")
+    run_unchecked(
+        "options:real", "steps:real", "hooks:real", "batch norm:real", "dynamic:real", "dynamic:gated", "root:stack"
+    )
 
 
 @pytest.mark.slow

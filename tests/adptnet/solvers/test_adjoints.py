@@ -1,5 +1,6 @@
 """Gradients of every solver against back-propagation through time."""
 
+import os
 import subprocess
 import sys
 
@@ -320,7 +321,7 @@ torch.set_num_threads(1)
 torch.manual_seed(0)
 make, iterations = getattr(solvers, sys.argv[1]), int(sys.argv[2])
 layer = ADPTNet.paper(64, beta=0.0125)
-x = torch.randn(16, 4096, 64)
+x = torch.randn(16, 2048, 64)
 small = make(fixed_iterations=2, on_failure=solvers.Return())
 solver = make(fixed_iterations=iterations, on_failure=solvers.Return())
 
@@ -351,7 +352,7 @@ watcher.start()
 train(x, solver)
 running = False
 watcher.join()
-print((peak - before) / (16 * 4096 * 64 * 4))
+print((peak - before) / (16 * 2048 * 64 * 4))
 """
 
 
@@ -360,14 +361,21 @@ print((peak - before) / (16 * 4096 * 64 * 4))
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the resident memory from /proc")
 @pytest.mark.parametrize("make", ["ConvDEER", "ForwardDEER"])
 def test_the_memory_of_a_training_step_does_not_grow_with_iterations(make):
+    # Blocks above the threshold are returned to the system when they are freed. By default the C library keeps some of
+    # them, which adds between 2 and 5 trajectories by chance.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
     few, many = (
         float(
             subprocess.run(
-                [sys.executable, "-c", MEMORY, make, count], check=True, capture_output=True, text=True
+                [sys.executable, "-c", MEMORY, make, count],
+                check=True,
+                capture_output=True,
+                text=True,
+                env=environment,
             ).stdout
         )
         for count in ("5", "50")
     )
-    assert few <= 14, few
-    assert many <= 14, many
-    assert abs(many - few) <= 1.5, (few, many)
+    assert few <= 10, few
+    assert many <= 10, many
+    assert abs(many - few) <= 0.5, (few, many)
