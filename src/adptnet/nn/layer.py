@@ -268,6 +268,7 @@ class RecurrentLayer(Streamable, abc.ABC):
             x: Inputs as for `forward`, padded.
         """
         self._check_shape(x)
+        check_dtype(x, self.cell.dtype)
         self._check_finite(x.transpose(0, 1) if x.dim() == 3 and not self.batch_first else x, None)
 
     def _run(
@@ -333,7 +334,6 @@ class RecurrentLayer(Streamable, abc.ABC):
                 f"the layer takes ({layout}, {self.width}), or (time, {self.width}) for one sequence; got shape "
                 f"{tuple(x.shape)}. {fix}"
             )
-        check_dtype(x, self.cell.dtype)
 
     def _check_finite(self, x: Tensor, lengths: Tensor | None) -> None:
         finite = x.isfinite().all(-1)
