@@ -8,10 +8,11 @@ from .errors import SpecError
 __all__ = ["choose"]
 
 T = TypeVar("T")
+_IGNORED = str.maketrans("", "", "-_ ")
 
 
 def choose(text: str, choices: Mapping[str, Callable[[], T]], name: str, owner: str = "") -> T:
-    """Return the object that `text` names. Case, hyphens and underscores make no difference.
+    """Return the object that `text` names. Case, hyphens, underscores and spaces make no difference.
 
     Args:
         text: The name of a class, such as "quasi-deer" for QuasiDEER.
@@ -35,4 +36,4 @@ def choose(text: str, choices: Mapping[str, Callable[[], T]], name: str, owner: 
 
 
 def _normalize(name: str) -> str:
-    return "".join(filter(str.isalnum, name)).lower()
+    return name.translate(_IGNORED).lower()

@@ -220,6 +220,7 @@ def test_text_chooses_what_the_class_of_this_name_does():
         ),
         (lambda: ADPTNet(4, solver="newton"), r"solver='newton' is unknown. Pass one of 'auto', 'convdeer', 'deer'"),
         (lambda: ADPTNet(4)(torch.randn(1, 2, 4), solver=""), "solver='' is unknown"),
+        (lambda: ADPTNet(4, gain="LRU!"), r"gain='LRU!'\) is unknown"),
         (lambda: ADPTNet(4)(torch.randn(1, 2, 4), adjoint="exact"), "'checkpointed', 'implicit', 'unrolled'"),
     ],
 )
