@@ -140,7 +140,7 @@ def change_json(document, rng):
 
 
 def contains(given, kept):
-    """Return whether everything in the parsed JSON `given` is also in `kept`; a text may name an object of that type."""
+    """Return whether everything in the JSON `given` is also in `kept`; a text may name an object of that type."""
     if isinstance(given, str) and isinstance(kept, dict):
         return given.translate(str.maketrans("", "", "-_ ")).lower() == kept["type"].lower()
     if isinstance(given, dict):
