@@ -4,20 +4,23 @@ import copy
 import functools
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from ..cells.base import Cell
 from ..cells.structure import find_eigenvalues
 from ..errors import IncompatibleError
+from ..ops import _gpu
 from ..ops._backends import REFERENCE, Backend, note_run
 from ..ops.adpt_step import DevicePass, Pass, reference
 from ..ops.tolerance import Tolerance
+from ..recurrence.spectra import BlockDiagonal
 from .damping import Damping
 from .iterates import MeasuredIterate, MeasureFunction
 from .linearizations import Linearization
 from .rounding import CancellingSteps, allow_rounding, select
 from .system import System
-from .transitions import Transition
+from .transitions import DiagonalTransition, Transition
 
 __all__ = ["find_newton_pass", "make_measure"]
 
@@ -38,7 +41,7 @@ def find_newton_pass(
         IncompatibleError: If tiles are requested and there is no fused pass.
     """
     newton_pass: Callable[..., Pass] | None = None
-    unsupported = _explain_unsupported(system, linearization, damping)
+    unsupported = _explain_unsupported(system, linearization, damping, tiles)
     if unsupported is not None:
         note_run("iteration", unsupported, log=False)
     else:
@@ -51,6 +54,10 @@ def find_newton_pass(
             newton_pass = make_pass(system.initial, system.step_inputs[0], diagonal=diagonal)
         if tiles is not None and (newton_pass is None or isinstance(newton_pass, DevicePass)):
             newton_pass = _make_reference_pass(cell, system, diagonal)
+        if system.axis.is_split and not _all_have(newton_pass, system):
+            if newton_pass is not None:
+                note_run("iteration", Backend(REFERENCE, "another process has no kernel for it."), log=False)
+            newton_pass = None
     if newton_pass is not None or tiles is None:
         return newton_pass
     raise IncompatibleError(
@@ -77,7 +84,15 @@ def make_measure(
     return lambda part, states, tolerance: _FusedIterate(part, states, tolerance, newton_pass, linearize, tiles)
 
 
-def _explain_unsupported(system: System, linearization: Linearization, damping: Damping) -> Backend | None:
+def _all_have(newton_pass: Callable[..., Pass] | None, system: System) -> bool:
+    """Return whether there is a pass in every process; otherwise they would send different messages."""
+    missing = torch.tensor([newton_pass is None], dtype=torch.uint8, device=system.initial.device)
+    return not bool(system.axis.maximum(missing))
+
+
+def _explain_unsupported(
+    system: System, linearization: Linearization, damping: Damping, tiles: int | None
+) -> Backend | None:
     """Return the reference with the reason if no fused pass supports these iterations, whatever the cell."""
     if linearization.fused_diagonal is None:
         reason, advice = f"the kernel does not support {linearization}.", "Try solvers.ConvDEER() or ForwardDEER()."
@@ -85,8 +100,10 @@ def _explain_unsupported(system: System, linearization: Linearization, damping: 
         reason, advice = f"the kernel does not support damping, {damping}.", "Drop it if the solve converges without."
     elif system.lengths is not None:
         reason, advice = "the kernel does not support lengths=.", "Batch sequences of equal length."
-    elif system.axis.is_split or len(system.step_inputs) != 1:
-        reason, advice = "the kernel does not support a time axis that is split over processes.", ""
+    elif len(system.step_inputs) != 1:
+        reason, advice = "the kernel needs one tensor of inputs.", ""
+    elif system.axis.is_split and (tiles is not None or _gpu.is_gpu(system.initial.device)):
+        reason, advice = "the kernel does not support a time axis split over processes.", ""
     else:
         return None
     return Backend(REFERENCE, reason, advice)
@@ -119,7 +136,8 @@ class _FusedIterate(MeasuredIterate):
     ):
         has_dense_rows = states.stride(2) == 1 and states.stride(1) == states.shape[2]
         self.states = states.clone() if tiles is not None else states if has_dense_rows else states.contiguous()
-        self.system, self.tolerance, self.linearize = system, tolerance, linearize
+        system = self.system = system.axis.with_previous(system, self.states)
+        self.tolerance, self.linearize = tolerance, linearize
         result = newton_pass(
             self.states,
             system.step_inputs[0],
@@ -129,21 +147,39 @@ class _FusedIterate(MeasuredIterate):
             tolerance=tolerance,
             recent=system.recent_scale,
             tiles=tiles,
+            complete=system.axis.is_split,
         )
-        self.next, self.residual, self.excess, self.move = result.states, result.residual, result.excess, result.move
-        self.largest_residual = (
-            self.residual.amax(1) if self.residual.shape[1] else self.residual.new_zeros(len(states))
-        )
-        self.scale = result.scale
+        self.next, self.residual, self.scale, self.move = result.states, result.residual, result.scale, result.move
+        if result.transition is not None and result.allowed is not None:
+            self._add_earlier_correction(result.transition, result.allowed)
+        own_largest = self.residual.amax(1) if self.residual.shape[1] else self.residual.new_zeros(len(states))
+        self.own_excess = result.excess
+        self.excess, self.largest_residual = system.axis.earlier_maximum(self.own_excess, own_largest)
         self.within_tolerance = self.excess <= 1  # False for NaN
+
+    def _add_earlier_correction(self, factors: Tensor, allowed: Tensor) -> None:
+        """Propagate the correction of the last state of the previous process into the next states of this one.
+
+        Args:
+            factors: (batch or 1, time or 1, n), the diagonal of the transition.
+            allowed: (batch, time, n), the tolerances.
+        """
+        system, transition = self.system, DiagonalTransition(BlockDiagonal(factors))
+        correction = self.next[:, -1] - self.states[:, -1]  # as if zero entered
+        entering = system.axis.entering(transition, correction, system.reset, system.steps)
+        if entering is None:
+            return
+        self.next += transition.scan(torch.zeros_like(self.next), entering, system.reset)
+        self.move = torch.sub(self.next, self.states).abs_().div_(allowed).amax(-1)
 
     def allow_rounding(self, found: CancellingSteps | None) -> None:
         for part in [] if found is None else found.split(self.states.shape[2]):
             rows, at = part.rows, slice(None, part.steps)
             values, allowed = allow_rounding(self.system, self.states, self.tolerance, part)
             before, after = (each.index_select(0, rows)[:, at] for each in (self.states, self.next))
-            self.excess[rows, at] = ((values - before).abs_() / allowed).amax(-1)
+            self.own_excess[rows, at] = ((values - before).abs_() / allowed).amax(-1)
             self.move[rows, at] = ((after - before).abs_() / allowed).amax(-1)
+        self.excess, _ = self.system.axis.earlier_maximum(self.own_excess, self.largest_residual[:0])
         self.within_tolerance = self.excess <= 1
 
     def next_states(self, strength: Tensor) -> Tensor:
@@ -166,7 +202,7 @@ class _FusedIterate(MeasuredIterate):
     def part(self, rows: Tensor | None, start: int) -> "_FusedIterate":
         left = copy.copy(self)
         left.system = self.part_system(rows, start)
-        for name in ("states", "next", "residual", "excess", "scale", "move", "within_tolerance"):
+        for name in ("states", "next", "residual", "own_excess", "excess", "scale", "move", "within_tolerance"):
             every = getattr(self, name)[:, start:]
             setattr(left, name, every if rows is None else every.index_select(0, rows))
         return left

@@ -161,14 +161,25 @@ class Ranks:
         if self.size == 1 or isinstance(transition, ZeroTransition):
             return transition.scan(offset, first, reset)
         local = transition.scan(offset.clone(), first, reset)
-        own = AffineMap(transition.product(offset.shape[1]), _has_reset(offset, reset), local[:, -1])
-        maps = self._gather_maps(own)
+        entering = self.entering(transition, local[:, -1], reset, offset.shape[1])
+        return local if entering is None else transition.scan(offset, entering, reset)
+
+    def entering(self, transition: Transition, leaving: Tensor, reset: Tensor | None, steps: int) -> Tensor | None:
+        """Return the state that enters this rank, (batch, n); None on rank 0.
+
+        Args:
+            transition: The transition of this rank.
+            leaving: (batch, n), the last state of this rank if zero enters it. On rank 0, the last state.
+            reset: (batch, time) bool, of this rank.
+            steps: The number of steps of this rank.
+        """
+        maps = self._gather_maps(AffineMap(transition.product(steps), _has_reset(leaving, reset), leaving))
         if self.rank == 0:
-            return local
+            return None
         entering = maps[0].end
         for each in maps[1 : self.rank]:
             entering = each(entering)
-        return transition.scan(offset, entering, reset)
+        return entering
 
     def make_scan_back(
         self, transition: Transition, reset: Tensor | None, steps: int, scan_chunk: Callable[[Tensor], Tensor]
@@ -229,6 +240,9 @@ class RankedTimeAxis(TimeAxis):
 
     def scan(self, transition: Transition, offset: Tensor, initial: Tensor, reset: Tensor | None) -> Tensor:
         return self.ranks.scan(transition, offset, initial, reset)
+
+    def entering(self, transition: Transition, leaving: Tensor, reset: Tensor | None, steps: int) -> Tensor | None:
+        return self.ranks.entering(transition, leaving, reset, steps)
 
     def make_scan_back(self, transition: Transition, reset: Tensor | None, steps: int) -> Callable[[Tensor], Tensor]:
         scan_chunk = super().make_scan_back(transition, reset, steps)
@@ -336,10 +350,10 @@ def _with_tensors(transition: Transition, tensors: Iterable[Tensor]) -> Transiti
     return transition.map_tensors(lambda _: next(following))
 
 
-def _has_reset(offset: Tensor, reset: Tensor | None) -> Tensor:
+def _has_reset(like: Tensor, reset: Tensor | None) -> Tensor:
     """Return whether each sequence has a reset, (batch, 1)."""
     if reset is None:
-        return torch.zeros(offset.shape[0], 1, dtype=torch.bool, device=offset.device)
+        return torch.zeros(like.shape[0], 1, dtype=torch.bool, device=like.device)
     return reset.any(1, keepdim=True)
 
 

@@ -62,6 +62,19 @@ class TimeAxis:
         """
         return transition.scan(offset, initial, reset)
 
+    def entering(self, transition: "Transition", leaving: Tensor, reset: Tensor | None, steps: int) -> Tensor | None:
+        """Return the state (batch, n) that enters this process in a recurrence which starts from zero in the first.
+
+        None stands for zero, in the first process.
+
+        Args:
+            transition: A, of this process.
+            leaving: (batch, n), the last state of this process if zero enters it.
+            reset: (batch, time) bool, of this process.
+            steps: The number of steps of this process.
+        """
+        return None
+
     def make_scan_back(self, transition: "Transition", reset: Tensor | None, steps: int) -> Callable[[Tensor], Tensor]:
         """Return a function that runs x_t = A'_{t+1} x_{t+1} + offset_t, and x_t = offset_t before a reset.
 

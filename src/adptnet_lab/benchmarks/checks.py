@@ -101,7 +101,7 @@ def _check_adpt_step() -> None:
             given, limits = (states, drive, state, torch.zeros_like(state), None), Tolerance(1.0, 1.0)
             fast = newton_pass(*given, constants, Form(), diagonal=False, tolerance=limits)
             slow = reference_newton_pass(*given, partial(_step, constants), _constant(real), real, tolerance=limits)
-            _assert_agree(fast._fields, fast, slow, _bound(dtype, steps))
+            _assert_agree(fast._fields[:5], fast[:5], slow[:5], _bound(dtype, steps))
             found = Jacobians(states, constants, Form())(0, steps)
             row, push = states[:, 0], drive[:, 0]
             expected = torch.func.vmap(torch.func.jacrev(partial(_step, constants)))(row, push)

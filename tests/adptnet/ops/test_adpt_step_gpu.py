@@ -58,7 +58,8 @@ def run_passes(problem, *, diagonal, resets, recent):
 
 def check(problem, **options):
     """Compare with float64: at most 8 times the error of the float32 specification."""
-    for name, found, rounded, exact in zip(adpt_step.Pass._fields, *run_passes(problem, **options), strict=True):
+    passes = (each[:5] for each in run_passes(problem, **options))  # without A and the tolerances
+    for name, found, rounded, exact in zip(adpt_step.Pass._fields[:5], *passes, strict=True):
         size = float(exact.abs().max())
         allowed = 8 * max(float((rounded - exact).abs().max()), torch.finfo(torch.float32).eps / 2 * size)
         assert float((found - exact).abs().max()) <= allowed, name

@@ -169,7 +169,8 @@ for size, batch in ((1, 1), (13, 3), (16, 2)):
         for tiles in (None, 1, 8):
             arguments = (states, drive, start, start, reset, constants, form)
             recent = None if reset is None else torch.rand(batch, size)
-            newton_pass(*arguments, diagonal=tiles != 1, tolerance=Tolerance(0.0, 1e-6), recent=recent, tiles=tiles)
+            options = {"recent": recent, "tiles": tiles, "complete": tiles != 8}
+            newton_pass(*arguments, diagonal=tiles != 1, tolerance=Tolerance(0.0, 1e-6), **options)
 """,
     "matrix_chain": """
 from adptnet.ops.matrix_chain import cpu

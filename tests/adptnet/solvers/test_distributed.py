@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from adptnet import ADPTState, adjoints, cells, drive, errors, solvers, spectra
+from adptnet import ADPTNet, ADPTState, adjoints, cells, drive, errors, solvers, spectra
+from adptnet.ops._backends import record_runs
+from adptnet.ops.adpt_step import has_kernel
 from adptnet.solvers.distributed import TimeParallel, sum_gradients
 from adptnet.solvers.ranks import Ranks
 from support.members import build
@@ -214,6 +216,7 @@ def run_checks(rank, count, folder):
         "results": run_policies(rank),
         "gradients": compare_partial_gradients(rank),
         "gathered": count_messages(rank),
+        "kernels": run_kernels(rank),
     }
 
 
@@ -337,6 +340,25 @@ def run_policies(rank):
     }
 
 
+def run_kernels(rank):
+    """Return the error, and whether kernels run the iterations, if all ranks have kernels and if rank 1 has none."""
+    torch.manual_seed(0)
+    cell, inputs = ADPTNet.paper(6, beta=1.0).cell, torch.randn(2, 12, 6)
+    exact = solvers.Sequential()(cell, inputs).states.detach()[:, 3 * rank : 3 * rank + 3]
+    returned = {}
+    for name, missing in {"all ranks": False, "not rank 1": rank == 1}.items():
+        if missing:
+            os.environ["ADPTNET_BACKEND"] = "reference"
+        try:
+            with torch.no_grad(), record_runs() as runs:
+                found = TimeParallel(solvers.ForwardDEER())(cell, inputs[:, 3 * rank : 3 * rank + 3])
+        finally:
+            os.environ.pop("ADPTNET_BACKEND", None)
+        programs = [run.backend for run in runs if run.phase == "iteration"]
+        returned[name] = {"error": float((found.states - exact).abs().max()), "kernel": programs[-1].is_kernel}
+    return returned
+
+
 def compare_partial_gradients(rank):
     """Compare gradients with respect to the initial state, for a loss on the last rank and frozen parameters."""
     torch.manual_seed(0)
@@ -367,6 +389,9 @@ def test_four_ranks_agree_with_one_process_and_share_their_errors(tmp_path):
         assert returned["results"]["one sequence"] < 1e-9
         assert returned["gathered"][0] <= 6
         assert returned["gathered"][1] <= 4
+        assert max(each["error"] for each in returned["kernels"].values()) < 1e-11
+        assert returned["kernels"]["all ranks"]["kernel"] == has_kernel(torch.float64)
+        assert not returned["kernels"]["not rank 1"]["kernel"]
         messages = returned["errors"]
         for name, words in {
             "batch": "a batch of 2 on rank 0, but 1 on rank 2",

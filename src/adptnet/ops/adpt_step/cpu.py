@@ -78,6 +78,7 @@ def newton_pass(
     tolerance: Tolerance,
     recent: Tensor | None = None,
     tiles: int | None = None,
+    complete: bool = False,
 ) -> Pass:
     """Run `reference.newton_pass` by the kernel.
 
@@ -85,10 +86,13 @@ def newton_pass(
         states, drive, initial, reset_state, reset, tolerance, recent, tiles: As in `reference.newton_pass`.
         constants, form: As in `adpt_scan`; they replace `step` and `shift`, which is Λ̄.
         diagonal: Whether the transition is diag(M), as in Forward-DEER, instead of Λ̄, as in Conv-DEER.
+        complete: Whether to return the transition and the tolerances as well.
     """
     batch, steps, size = states.shape
     updated = _buffers.empty(batch, steps, size, dtype=states.dtype)
     residual, excess, scale, move = (states.new_empty(batch, steps) for _ in range(4))
+    allowed = states.new_empty(batch, steps, size) if complete else None
+    transition = torch.empty_like(allowed) if allowed is not None and diagonal else None
     if states.numel():
         call = _Call(states, constants, form)
         if tiles is not None:
@@ -100,12 +104,18 @@ def newton_pass(
         call.step.drive_batch = drive.stride(0)
         call.set(drive=drive, initial=initial.contiguous(), updated=updated)
         call.set(residual=residual, excess=excess, scale=scale, move=move)
+        if allowed is not None:
+            call.set(allowed=allowed)
+        if transition is not None:
+            call.set(transition=transition)
         if reset is not None:
             call.set(reset=reset.contiguous(), reset_state=reset_state.contiguous())
         if recent is not None:
             call.set(recent_scale=recent.contiguous())
         call.run(tasks=batch, work=batch * steps * 2 * size * size)
-    return Pass(updated, residual, excess, scale, move)
+    if complete and not diagonal:
+        transition = constants.real.expand(1, 1, size)
+    return Pass(updated, residual, excess, scale, move, transition, allowed)
 
 
 def _has_contiguous_rows(values: Tensor) -> bool:

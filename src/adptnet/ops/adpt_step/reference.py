@@ -20,6 +20,8 @@ class Pass(NamedTuple):
     excess: Tensor  # (batch, time): the same with each channel divided by its tolerance
     scale: Tensor  # (batch, time): the larger of max |s_{t-1}| and max |f(s_{t-1})|
     move: Tensor  # (batch, time): max |next - s_t| with each channel divided by its tolerance
+    transition: Tensor | None = None  # (batch or 1, time or 1, n): A, where it is asked for
+    allowed: Tensor | None = None  # (batch, time, n): the tolerances, where they are asked for
 
 
 def newton_pass(
@@ -35,6 +37,7 @@ def newton_pass(
     tolerance: Tolerance,
     recent: Tensor | None = None,
     tiles: int | None = None,
+    complete: bool = False,
 ) -> Pass:
     """Return s + scan(A, f(s) - s) (eq:deer_step), and the residual of s.
 
@@ -52,10 +55,13 @@ def newton_pass(
         tiles: Sweep sequentially over tiles of this many steps (Gauss-Seidel). Before f is evaluated in a tile, shift,
             shift², ... times the correction at the last step of the previous tile are added to its states. The
             residuals are those of the states so corrected. This takes fewer passes, but is sequential over tiles.
+        complete: Whether to return the transition and the tolerances as well.
     """
     length = states.shape[1] if tiles is None else tiles
     entry = previous_entry = initial  # the state that enters a tile, after and before this pass
     parts: list[tuple[Tensor, ...]] = []
+    factors: list[Tensor] = []
+    limits: list[Tensor] = []
     for start in range(0, states.shape[1], max(1, length)):
         at = slice(start, min(start + length, states.shape[1]))
         guess, resets = states[:, at], None if reset is None else reset[:, at]
@@ -66,14 +72,20 @@ def newton_pass(
         if resets is not None:
             entering = torch.where(resets.unsqueeze(-1), reset_state.unsqueeze(1), entering)
         values = step(entering, drive[:, at])
-        correction = linear_scan(transition(entering, drive[:, at]), values - guess, entry - before, reset=resets)
+        factors.append(transition(entering, drive[:, at]))
+        correction = linear_scan(factors[-1], values - guess, entry - before, reset=resets)
         updated = guess + correction
         entry, previous_entry = updated[:, -1].clone(), guess[:, -1].clone()
         if tiles is not None:
             guess[:, -1] = entry
         allowed = tolerance.allowed(values, resets, recent)
+        limits.append(allowed)
         recent = remembered_scale(values, resets, recent)
         residual, change = (values - guess).abs(), (updated - guess).abs()
         scale = torch.maximum(largest(entering), largest(values))
         parts.append((updated, residual.amax(-1), (residual / allowed).amax(-1), scale, (change / allowed).amax(-1)))
-    return Pass(*(torch.cat(each, 1) for each in zip(*parts, strict=True)))
+    found = Pass(*(torch.cat(each, 1) for each in zip(*parts, strict=True)))
+    if not complete:
+        return found
+    every = factors[0].expand(1, 1, -1) if factors[0].dim() == 1 else torch.cat(factors, 1)
+    return found._replace(transition=every, allowed=torch.cat(limits, 1))

@@ -142,7 +142,7 @@ def _check_pass(device: torch.device, size: tuple[int, int, int], diagonal: bool
                 lambda s, u: conjugate(parameters, s, u).diagonal() if diagonal else constants.real,
                 constants.real, tolerance=limits,
             )  # fmt: skip
-        return found._asdict()
+        return {name: values for name, values in found._asdict().items() if values is not None}
 
     return _compare("newton_pass", what, size, device, make, run, True, False)
 

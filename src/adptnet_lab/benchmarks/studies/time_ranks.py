@@ -3,9 +3,10 @@
     python -m adptnet_lab.benchmarks.studies.time_ranks [--repeats 9]
 
 Both processes run at once in either case: each solves its own half of the sequence alone, or both solve the whole
-sequence with `TimeParallel`. So the work per process is the same, and the ratio of the wall times is what sending,
-waiting and the second scan cost. The two cases alternate. It also prints how often the ranks send tensors, and the
-iterations.
+sequence with `TimeParallel`. So a process has as many steps and threads (one) in both, and the ratio of the wall times
+is what sending, waiting and the second scan cost. The two cases alternate, and times are those of the slower rank. The
+ratio of the processor times is what a split solve computes more, and depends less on what else the machine runs. It
+also prints how often the ranks send tensors, and the iterations of both cases.
 """
 
 import argparse
@@ -14,13 +15,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from adptnet import ADPTNet, cells, solvers
-from adptnet.solvers.base import Solution, Solver
+from adptnet.solvers.base import Solver
 from adptnet.solvers.distributed import TimeParallel
 from adptnet.solvers.newton import Newton
 from adptnet.solvers.ranks import Ranks
@@ -50,36 +52,51 @@ def _measure(rank: int, folder: str, repeats: int) -> None:
     sent = [0]
     Ranks.all_gather = functools.partialmethod(_gather_and_count, Ranks.all_gather, sent)  # type: ignore[assignment, method-assign]
     if rank == 0:
-        print(f"{'case':<26} alone    split  ratio (least, most)  sent  iterations")
+        print(f"{'case':<26} alone    split  ratio (least, most)  processor  sent  iterations alone, split")
     for name, cell, newton in _cases():
         inputs = torch.randn(BATCH, STEPS, WIDTH).chunk(2, 1)[rank].contiguous()
         for training in (False, True):
-            times: list[tuple[float, float]] = []
+            times: list[tuple[Cost, Cost]] = []
             for _ in range(repeats + 1):
-                alone, _ = _time(newton, cell, inputs, training)
+                alone = _time(newton, cell, inputs, training)
                 sent[0] = 0
-                split, solution = _time(TimeParallel(newton), cell, inputs, training)
-                times.append((alone, split))
-            ratios = [split / alone for alone, split in times[1:]]
-            alone, split = (1e3 * statistics.median(column) for column in zip(*times[1:], strict=True))
-            spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}, {max(ratios):.2f})"
+                times.append((alone, _time(TimeParallel(newton), cell, inputs, training)))
+                count = sent[0]
+            ratios = [split.wall / alone.wall for alone, split in times[1:]]
+            processor = statistics.median(split.processor / alone.processor for alone, split in times[1:])
+            alone_ms, split_ms = (
+                1e3 * statistics.median(cost.wall for cost in case) for case in zip(*times[1:], strict=True)
+            )
             if rank == 0:
                 what = f"{name}, {'training' if training else 'forward'}"
                 print(
-                    f"{what:<26} {alone:4.0f} ms {split:4.0f} ms {spread}  {sent[0]}  {int(solution.iterations.max())}"
+                    f"{what:<26} {alone_ms:4.0f} ms {split_ms:4.0f} ms "
+                    f"{statistics.median(ratios):.2f} ({min(ratios):.2f}, {max(ratios):.2f})  {processor:.2f}  "
+                    f"{count}  {times[-1][0].iterations:.0f}, {times[-1][1].iterations:.0f}"
                 )
     dist.destroy_process_group()
 
 
-def _time(solver: Solver, cell: nn.Module, inputs: Tensor, training: bool) -> tuple[float, Solution]:
-    """Return the seconds of a solve, with its backward pass in training, and the solution."""
+class Cost(NamedTuple):
+    """The cost of a solve on the rank where it is largest."""
+
+    wall: float  # seconds
+    processor: float  # seconds of all threads
+    iterations: float
+
+
+def _time(solver: Solver, cell: nn.Module, inputs: Tensor, training: bool) -> Cost:
+    """Return the cost of a solve, with its backward pass in training."""
     dist.barrier()
-    start = time.perf_counter()
+    start, processor_start = time.perf_counter(), time.process_time()
     with torch.set_grad_enabled(training):
         solution = solver(cell, inputs)
         if training:
             solution.states.square().mean().backward()
-    return time.perf_counter() - start, solution
+    wall, processor = time.perf_counter() - start, time.process_time() - processor_start
+    cost = torch.tensor([wall, processor, float(solution.iterations.max())], dtype=torch.float64)
+    dist.all_reduce(cost, dist.ReduceOp.MAX)
+    return Cost(*cost.tolist())
 
 
 def _gather_and_count(ranks: Ranks, gather: object, sent: list[int], values: Tensor) -> list[Tensor]:

@@ -38,6 +38,7 @@ struct Step {
   void* states;                            // the iterate, written only in a sweep
   void* updated;                           // (batch, steps, size), the next iterate
   void *residual, *excess, *scale, *move;  // (batch, steps); excess and move in units of the tolerance
+  void *transition, *allowed;              // (batch, steps, size), A and the tolerances, may be null
   void* jacobians;                         // (batch, steps, size, size)
   void* workspace;
 };
@@ -114,6 +115,14 @@ template <class T> INLINE void load_plane(const Row<T>& row, int64_t i, Vec<T>& 
 
 // ---- A pass of Newton's method --------------------------------------------------------------------------------------
 
+// Store entries i, i + 1, ... of a row of m entries in memory that is not padded.
+template <class T> INLINE void store_lanes(Vec<T> values, T* row, int64_t i, int64_t m) {
+  if (i + lanes<T> <= m)
+    store<T>(row + i, values);
+  else
+    for (int l = 0; i + l < m; ++l) row[i + l] = values[l];
+}
+
 template <class T> INLINE Vec<T> max_lanes(Vec<T> a, Vec<T> b) { return a > b ? a : b; }
 template <class T> INLINE Vec<T> abs_lanes(Vec<T> x) { return x < 0 ? -x : x; }
 
@@ -153,10 +162,12 @@ template <class T> struct TransitionDiagonal {
 template <class T> void measure(const Step& s, const Task<T>& task, T value, T residual_check, T move_check,
                                 int64_t at) {
   const T relative = s.relative, absolute = s.absolute;
+  T* allowed = s.allowed ? static_cast<T*>(s.allowed) + at * s.size : nullptr;
   Vec<T> excess = {}, move = {}, step_scale = value + Vec<T>{};
   for (int64_t i = 0; i < padded_size<T>(s.size); i += lanes<T>) {
     Vec<T> recent_scale = load<T>(task.recent_scale + i), limit = recent_scale < step_scale ? recent_scale : step_scale;
     limit = relative * limit + absolute;
+    if (allowed) store_lanes<T>(limit, allowed, i, s.size);
     excess = max_lanes<T>(load<T>(task.residual + i) / limit, excess);
     move = max_lanes<T>(load<T>(task.change + i) / limit, move);
   }
@@ -172,7 +183,7 @@ void update_state(const Step& s, Task<T>& task, int64_t sequence, int64_t t, int
   const T beta = *static_cast<const T*>(s.beta), *x = task.x + r * pad, *iterate = task.current_states + (r + 1) * pad;
   T u_tail[64 / sizeof(T)];  // the last, partial vector of a row of the drive
   const T* drive = static_cast<const T*>(s.drive) + sequence * s.drive_batch + t * m;
-  T* out = static_cast<T*>(s.updated) + at * m;
+  T *out = static_cast<T*>(s.updated) + at * m, *factors = static_cast<T*>(s.transition);
   RotationScalars<T> by = {0, 0, 0, 0};
   if (!row.no_rotation) by = rotation_scalars<T>(s.retraction, row.plane, beta);
   const bool varies = s.diagonal && !row.no_rotation;
@@ -192,10 +203,8 @@ void update_state(const Step& s, Task<T>& task, int64_t sequence, int64_t t, int
     Vec<T> transition = varies ? diagonal.at(real, k, w) : real;
     Vec<T> previous = load<T>(task.updated + i), updated = is_reset ? value : value + transition * (previous - x_i);
     store<T>(task.updated + i, updated);
-    if (whole)
-      store<T>(out + i, updated);
-    else
-      for (int l = 0; i + l < m; ++l) out[i + l] = updated[l];
+    store_lanes<T>(updated, out, i, m);
+    if (factors) store_lanes<T>(transition, factors + at * m, i, m);
     Vec<T> current = s.sweep && last ? updated : load<T>(iterate + i);
     Vec<T> residual = value - current, change = updated - current;
     store<T>(task.residual + i, abs_lanes<T>(residual));
