@@ -50,6 +50,8 @@ def compute_jacobian(layers: list[LayerWeights], state: Vector, inputs: Tensor) 
     for k, (layer, own) in enumerate(zip(layers, states, strict=True)):
         derivative = _differentiate(layer, own, inputs)
         block = _by_state(derivative)
+        if len(layers) == 1:
+            return block
         if k:
             below = rows[-1][..., : layer.hidden_size, : k * own.shape[-1]]  # of the h' that enters this layer
             block = torch.cat((_by_input(derivative) @ below, block), -1)
