@@ -58,6 +58,14 @@ VARIANTS = {
     "phase, rotation-aware, slow memory": {"phased": True, "rotation_aware": True, "slow_memory": True},
     "phase, beta in drive": {"phased": True, "beta_in_drive": True},
     "phase, diagonal": {"phased": True, "rotates": False},
+    "two planes": {"planes": 2, "beta": 3.0},
+    "three planes": {"planes": 3, "retraction": RetractionKind.CAYLEY, "bias": True, "source": Source.RELU},
+    "two planes, heads, fixed dot": {"planes": 2, "heads": 3, "dot": 0.4, "source": Source.SPIKES},
+    "two planes, rotation-aware, slow memory": {"planes": 2, "rotation_aware": True, "slow_memory": True},
+    "two planes, directions and beta in drive": {"planes": 2, "directions_in_drive": True, "beta_in_drive": True},
+    "two planes, directions in drive, dot": {"planes": 2, "directions_in_drive": True, "dot": -0.4, "heads": 3},
+    "two planes, phase, norm": {"planes": 2, "phased": True, "norm_epsilon": 1e-5, "dot": 0.4, "bias": True},
+    "two planes, phase, rotation-aware": {"planes": 2, "phased": True, "rotation_aware": True, "beta": 2.0},
     "norm": {"norm_epsilon": 1e-5, "beta": 2.0},
     "norm, large epsilon": {
         "norm_epsilon": 0.3,
@@ -103,6 +111,7 @@ def make_problem(
 ):
     """Return random arguments of `adpt_scan`."""
     m, form = size // heads, Form(heads=heads, **form)
+    halves = 2 * form.planes
 
     def randn(*shape):
         return torch.randn(*shape, dtype=dtype)
@@ -111,7 +120,7 @@ def make_problem(
         return value if condition else None
 
     real = 0.9 * torch.tanh(randn(size))
-    features = size * (3 if form.directions_in_drive else 1) + form.beta_in_drive
+    features = size * (1 + halves if form.directions_in_drive else 1) + form.beta_in_drive
     drive = 0.5 * randn(batch, steps, features)
     if form.phased:
         angles = 2 * randn(batch, steps, size // 2)
@@ -123,15 +132,15 @@ def make_problem(
     constants = Constants(
         0.7 * real[::2].repeat_interleave(2) if pairs else real,
         value_if(pairs, 0.5 * torch.tanh(randn(size // 2)).repeat_interleave(2)),
-        value_if(form.rotates and not form.directions_in_drive, randn(heads, 2, m, m) / math.sqrt(m)),
-        value_if(bias, randn(heads, 2, m)),
+        value_if(form.rotates and not form.directions_in_drive, randn(heads, halves, m, m) / math.sqrt(m)),
+        value_if(bias, randn(heads, halves, m)),
         value_if(form.rotates and not form.beta_in_drive, beta * (1 + randn(heads).square())),
         value_if(slow_memory, 0.1 * randn(size)),
         value_if(slow_memory and pairs, 0.1 * randn(size)),
         value_if(slow_memory, randn(size).sigmoid()),
         value_if(slow_memory, randn(size).sigmoid()),
-        value_if(form.norm_epsilon is not None, 1 + 0.3 * randn(2, size)),
-        value_if(form.norm_epsilon is not None, 0.3 * randn(2, size)),
+        value_if(form.norm_epsilon is not None, 1 + 0.3 * randn(halves, size)),
+        value_if(form.norm_epsilon is not None, 0.3 * randn(halves, size)),
     )
     return drive, randn(batch, size * (2 if slow_memory else 1)), constants, form
 

@@ -155,6 +155,7 @@ def make_form(spec: ADPTSpec, *, beta_in_drive: bool = False) -> Form:
         norm_epsilon=norm,
         linear=rotates and not beta_in_drive and is_zero(spec.beta),
         phased=spec.phase is not None,
+        planes=max(1, conjugate.planes),
     )
 
 
@@ -188,7 +189,7 @@ def explain_replaced(cell: Cell, kind: type[Cell]) -> Backend | None:
 def _explain_custom(spec: ADPTSpec) -> Backend | None:
     """Return the reference with the reason if `Form` cannot express a component of the model; None if it can."""
     # Types are compared exactly: a subclass may define another model.
-    if type(spec.conjugate) not in (Exact, Taylor, Diagonal) and spec.conjugate != Product(1):
+    if type(spec.conjugate) not in (Exact, Taylor, Diagonal, Product):
         return _name_axis(spec, "conjugate", "conjugates.Exact()")
     if spec.conjugate.has_rotation and type(spec.retraction) not in (Exponential, Cayley):
         return _name_axis(spec, "retraction", "retractions.Exponential()")

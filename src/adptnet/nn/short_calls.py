@@ -222,6 +222,7 @@ def prepare_layer(layer: nn.Module, watch: ModuleWatch) -> PreparedLayer | str:
         "memory=": spec.memory is not None,
         "start=": cell.start is not None,
         "phase=": form.phased,
+        f"conjugate={spec.conjugate}": form.planes > 1,
         "rope=": drive.rope is not None,
         f"gain={spec.gain}": type(drive.gain) is not Gain or type(drive.gain.spec) not in (EMA, LRU, ZOH),
         "a replaced module": type(drive) is not Drive

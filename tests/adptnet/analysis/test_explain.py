@@ -137,8 +137,14 @@ CASES = {
     "two planes": (
         lambda: ADPTNet.paper(WIDTH, conjugate=conjugates.Product(2)),
         {},
+        {"forward": "cpu", "backward": "cpu"},
+        "supports",
+    ),
+    "LayerNorm over heads": (
+        lambda: ADPTNet.paper(WIDTH, direction=directions.FromState(heads=2, layer_norm=True)),
+        {},
         {"forward": "reference", "backward": "autograd"},
-        "Product",
+        "LayerNorm",
     ),
     "subclassed conjugate": (
         lambda: ADPTNet.paper(WIDTH, conjugate=OtherExact()),
@@ -197,7 +203,7 @@ CASES = {
         "supports",
     ),
     "Auto without a kernel": (
-        lambda: ADPTNet.paper(WIDTH, conjugate=conjugates.Product(2)),
+        lambda: ADPTNet.paper(WIDTH, direction=directions.FromState(heads=2, layer_norm=True)),
         {"solver": solvers.Auto()},
         {"forward": "parallel", "iteration": "reference", "backward": "implicit"},
         "Auto chose it",
@@ -301,7 +307,8 @@ def test_the_environment_variable_is_the_reason(monkeypatch, solver, grad, ran):
 
 
 def test_auto_is_advised_where_it_would_not_loop():
-    layer, x = ADPTNet.paper(WIDTH, conjugate=conjugates.Product(2)), torch.randn(1, 200, WIDTH)
+    direction = directions.FromState(heads=2, layer_norm=True)
+    layer, x = ADPTNet.paper(WIDTH, direction=direction), torch.randn(1, 200, WIDTH)
     explanation = explain(layer, x)
     assert any("solvers.Auto()" in advice and "ConvDEER" in advice for advice in explanation.advice)
     assert not any("Auto" in advice for advice in explain(layer, x[:, :20]).advice)  # it would loop, too

@@ -57,6 +57,14 @@ def test_any_width_and_batch(batch, size, norm, lean):
 
 
 @pytest.mark.parametrize("lean", [False, True])
+@pytest.mark.parametrize("size", [1, 3, 13, 50])
+@pytest.mark.parametrize("batch", [1, 2, 9, 17])
+@pytest.mark.parametrize("planes", [2, 3])
+def test_several_planes_at_any_width_and_batch(batch, size, planes, lean):
+    assert_agree(*make_problem(batch, 6, size, planes=planes), lean=lean)
+
+
+@pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("size", [2, 6, 18, 50])
 @pytest.mark.parametrize("batch", [1, 3, 13])
 @pytest.mark.parametrize("aware", [False, True])
@@ -112,6 +120,8 @@ def test_every_variant_of_the_recurrence(variant, pairs, lean):
         "slow memory, rotation-aware",
         "speech",
         "phase",
+        "two planes",
+        "two planes, rotation-aware, slow memory",
     ],
 )
 @pytest.mark.parametrize(
@@ -148,7 +158,9 @@ def test_where_beta_is_fixed_at_zero_directions_are_not_computed_and_change_noth
         adpt_scan(drive, state, constants._replace(beta=torch.zeros(form.heads).requires_grad_()), form_in_use)
 
 
-@pytest.mark.parametrize("variant", ["exponential", "relu", "slow memory, rotation-aware", "heads", "speech"])
+@pytest.mark.parametrize(
+    "variant", ["exponential", "relu", "slow memory, rotation-aware", "heads", "speech", "two planes"]
+)
 def test_single_precision_is_as_accurate_as_rounding_allows(variant):
     steps = 64
     arguments = make_problem(3, steps, 36, **{**VARIANTS[variant], "beta": 0.125})
@@ -226,9 +238,9 @@ def test_most_legal_layers_have_a_kernel():
         direction, conjugate = axes.get("direction"), axes.get("conjugate", conjugates.Exact())
         reasons = [
             isinstance(conjugate, conjugates.Stateful),
-            isinstance(conjugate, conjugates.Product) and conjugate.steps > 1,
             direction is not None and direction.layer_norm and direction.heads > 1,
             direction is not None and direction.layer_norm and axes.get("start", False),
+            axes.get("phase") is not None and axes.get("start", False),
         ]
         assert any(reasons), axes
     assert len(left) <= 10
@@ -251,10 +263,11 @@ def test_choose_scan_predicts_whether_a_kernel_runs(monkeypatch):
 
 
 @pytest.mark.parametrize("norm", [None, 1e-5], ids=["no norm", "norm"])
-def test_a_zero_state_is_not_rotated(norm):
+@pytest.mark.parametrize("planes", [1, 2])
+def test_a_zero_state_is_not_rotated(norm, planes):
     for source in Source:
         drive, state, constants, form = make_problem(
-            2, 4, 5, source=source, spike_threshold=0.5, beta=4.0, norm_epsilon=norm
+            2, 4, 5, source=source, spike_threshold=0.5, beta=4.0, norm_epsilon=norm, planes=planes
         )
         assert_agree(0 * drive, 0 * state, constants, form)
         found, _ = run_both((0 * drive).detach(), (0 * state).detach(), constants, form)
@@ -264,20 +277,22 @@ def test_a_zero_state_is_not_rotated(norm):
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("distance", [0.0, 1e-9, 1e-4, 1e-2])
 @pytest.mark.parametrize("beta", [0.125, 4.0, 1000.0])
-def test_parallel_keys_and_values_have_the_correct_gradient(sign, distance, beta):
-    drive, state, constants, form = make_problem(3, 1, 13)
+@pytest.mark.parametrize("planes", [1, 2])
+def test_parallel_keys_and_values_have_the_correct_gradient(sign, distance, beta, planes):
+    drive, state, constants, form = make_problem(3, 1, 13, planes=planes)
     key = constants.weight[:, 0]
-    weight = torch.stack((key, sign * key + distance * torch.randn_like(key)), 1)
+    parallel = torch.stack((key, sign * key + distance * torch.randn_like(key)), 1)
+    weight = torch.cat((parallel, constants.weight[:, 2:]), 1)
     constants = constants._replace(weight=weight, beta=torch.tensor([beta]))
     assert_agree(drive, state, constants, form, tolerance=1e-10 * (1 + beta) ** 2 if distance else 1e-9 * (1 + beta))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("beta", [0.0, 1.0, 30.0, 1000.0])
-@pytest.mark.parametrize("norm", [None, 1e-5], ids=["no norm", "norm"])
-def test_no_nan_at_any_beta(beta, norm, dtype):
+@pytest.mark.parametrize("options", [{}, {"norm_epsilon": 1e-5}, {"planes": 2}], ids=["plain", "norm", "two planes"])
+def test_no_nan_at_any_beta(beta, options, dtype):
     # Eight steps: gradients grow by a factor of hundreds per step here, and float32 overflows at 1e38.
-    drive, state, constants, form = make_problem(4, 8, 6, norm_epsilon=norm, dtype=dtype)
+    drive, state, constants, form = make_problem(4, 8, 6, dtype=dtype, **options)
     found, _ = run_both(drive, state, constants._replace(beta=torch.tensor([beta], dtype=dtype)), form)
     assert all(value.isfinite().all() for value in found.values())
 
@@ -303,8 +318,9 @@ def test_a_norm_of_projections_of_any_length(scale):
 
 
 @pytest.mark.parametrize("scale", [1e-300, 1e-200, 1e-30, 1e30, 1e150])
-def test_the_size_of_the_state_does_not_matter(scale):
-    drive, state, constants, form = make_problem(3, 5, 13, beta=2.0)
+@pytest.mark.parametrize("planes", [1, 2])
+def test_the_size_of_the_state_does_not_matter(scale, planes):
+    drive, state, constants, form = make_problem(3, 5, 13, beta=2.0, planes=planes)
     plain = adpt_scan(drive, state, constants, form)
     assert_close(adpt_scan(scale * drive, scale * state, constants, form) / scale, plain, atol=1e-12, rtol=1e-10)
 
@@ -628,11 +644,11 @@ def test_a_replaced_step_is_the_one_that_runs():
 
 def test_a_fallback_is_logged_once(caplog, monkeypatch):
     monkeypatch.setattr(_backends, "_logged", set())
-    layer = ADPTNet.paper(4, beta=1.0, conjugate=conjugates.Product(2))
+    layer = ADPTNet.paper(4, beta=1.0, direction=directions.FromState(heads=2, layer_norm=True))
     for _ in range(3):
         layer(torch.randn(2, 3, 4))
     assert [record.message for record in caplog.records].count(caplog.records[0].message) == 1
-    assert "Product" in caplog.text
+    assert "LayerNorm" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -810,7 +826,8 @@ again = torch.compile(lambda x: layer(x)[0], fullgraph=True, backend="aot_eager"
 parameters = [*layer.parameters()]
 gradients = torch.autograd.grad(again(x).sum(), parameters)
 torch.testing.assert_close(gradients, torch.autograd.grad(layer(x)[0].sum(), parameters))
-other = adptnet.ADPTNet.paper(6, beta=1.0, conjugate=adptnet.conjugates.Product(2), dtype=torch.float64)  # no kernel
+norm_of_heads = adptnet.directions.FromState(heads=2, layer_norm=True)  # no kernel
+other = adptnet.ADPTNet.paper(6, beta=1.0, direction=norm_of_heads, dtype=torch.float64)
 torch.testing.assert_close(torch.compile(lambda x: other(x)[0], fullgraph=True, backend="eager")(x), other(x)[0])
 print(len(nodes))
 """

@@ -241,7 +241,7 @@ def test_limits_stop_an_iteration_as_on_a_cpu(kernels, monkeypatch):
 def test_unsupported_recurrences_run_the_eager_operations(kernels, monkeypatch):
     cells = {
         "slow memory": {"memory": adptnet.cells.SlowMemory()},
-        "Product": {"conjugate": Product(2)},
+        "planes=2": {"conjugate": Product(2)},
         "Forward-DEER": {"spectrum": spectra.LRURing()},
     }
     for reason, axes in cells.items():

@@ -78,7 +78,8 @@ def saved_shape(drive: Tensor, constants: Constants, form: Form, save: bool) -> 
     if not save or not _rotates(form) or form.directions_in_drive or drive.device.type not in ("cpu", "meta"):
         return (0,)
     batch, steps = drive.shape[:2]
-    return form.heads, steps, batch, 2 * _pad(constants.real.shape[0] // form.heads, drive.dtype) + DOT_COUNT
+    pad = _pad(constants.real.shape[0] // form.heads, drive.dtype)
+    return form.heads, steps, batch, 2 * form.planes * pad + DOT_COUNT
 
 
 def _rotates(form: Form) -> bool:
@@ -265,7 +266,7 @@ def _make_new_plan(inputs: Inputs, form: Form, threads: int) -> Plan:
     batch, steps, features = drive.shape
     rank, _, outer, inner = [0 if t is None else t.shape[-1] for t in inputs[-len(Factors._fields) :]]
     size, rotates = real.shape[0] // form.heads, _rotates(form)
-    work = batch * steps * form.heads * (2 * size * size + 16 * size)
+    work = batch * steps * form.heads * form.planes * (2 * size * size + 16 * size)
     threads = max(1, min(threads, work // MIN_WORK_PER_THREAD))
     tile = _choose_tile(batch, form.heads, size, threads)
     sizes = _mirror("Sizes")(
@@ -280,6 +281,7 @@ def _make_new_plan(inputs: Inputs, form: Form, threads: int) -> Plan:
         rank=rank,
         outer=outer,
         inner=inner,
+        planes=form.planes,
     )
     options = _mirror("Options")(
         complex_pairs=inputs[_IMAGINARY[0]] is not None,

@@ -27,8 +27,8 @@ _TRACED = Backend(REFERENCE, "a compiler or a dispatch mode observes every opera
 _NO_GPU_STEP = Backend(REFERENCE, "Jacobians have a kernel for CPUs only.", is_announced=True)
 _NOT_BASIC = Backend(
     REFERENCE,
-    "the kernel for Jacobians and Newton passes supports one head, a real spectrum, and K and V of x.",
-    "Use a cell with heads=1, a real spectrum, FromState() without options, and no memory, start or phase.",
+    "the kernel for Jacobians and Newton passes supports one head, one plane, a real spectrum, and K and V of x.",
+    "Use a cell with heads=1, Exact(), a real spectrum, FromState() without options, and no memory, start or phase.",
 )
 
 

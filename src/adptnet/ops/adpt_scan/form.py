@@ -46,7 +46,7 @@ class Form(NamedTuple):
 
     heads: int = 1
     rotates: bool = True  # whether there is a rotation; if not, M = Λ̄
-    directions_in_drive: bool = False  # the drive is (drive, key, value), each of the state dimension
+    directions_in_drive: bool = False  # the drive is (drive, key, value), with a key and a value per plane
     beta_in_drive: bool = False  # the last feature of the drive is β
     source: int = Source.STATE.value  # a plain int, which torch.compile can read
     spike_threshold: float = 0.0
@@ -56,6 +56,7 @@ class Form(NamedTuple):
     norm_epsilon: float | None = None  # ε of the LayerNorm on unit(K x) and unit(V x), if any; for one head
     linear: bool = False  # β is zero and needs no gradient: the directions have no effect and are not computed
     phased: bool = False  # the result of M is rotated by P; the drive holds cos φ, sin φ of each pair, before its β
+    planes: int = 1  # Q is the product of so many rotations, each with its own K and V; the first is innermost
 
     @property
     def has_products(self) -> bool:
@@ -95,6 +96,7 @@ class Constants(NamedTuple):
 
     real: Tensor  # (n,): Λ̄
     imag: Tensor | None = None  # (n,): as in spectra.BlockDiagonal, b twice for a pair [[a, -b], [b, a]]
+    # With several planes, the 2 of K and V is 2 planes: K and V of the first plane, then those of the next.
     weight: Tensor | None = None  # (heads, 2, m, m): K and V, m = n / heads; None if not needed
     bias: Tensor | None = None  # (heads, 2, m)
     beta: Tensor | None = None  # (heads,)
@@ -136,6 +138,7 @@ def is_basic_form(form: Form, *, paired: bool, slow: bool) -> bool:
         form.heads == 1
         and form.rotates
         and not (form.directions_in_drive or form.beta_in_drive or form.rotation_aware or form.phased)
+        and form.planes == 1
         and form.source == Source.STATE
         and form.dot is None
         and form.norm_epsilon is None
@@ -173,14 +176,19 @@ def check(
         given = tuple(drive.shape), tuple(constants.real.shape)
         raise InputError(f"adpt_scan: drive must be (batch, time, features) and real (n,); got {given}.")
     known = 0 <= form.source < len(Source) and 0 <= form.retraction < len(RetractionKind)
-    if form.heads < 1 or not known or (form.dot is not None and not -1 <= form.dot <= 1):
-        raise InputError(f"adpt_scan: heads must be positive, source and retraction known, -1 <= dot <= 1; got {form}.")
+    if min(form.heads, form.planes) < 1 or not known or (form.dot is not None and not -1 <= form.dot <= 1):
+        raise InputError(
+            f"adpt_scan: heads and planes must be positive, source and retraction known, -1 <= dot <= 1; got {form}."
+        )
+    rotation = form.retraction in (RetractionKind.EXPONENTIAL, RetractionKind.CAYLEY)
+    if form.planes > 1 and not (form.rotates and rotation):
+        raise InputError(f"adpt_scan: several planes need a rotation, exponential or Cayley; got {form}.")
     size, heads, dtype, device = constants.real.shape[0], form.heads, drive.dtype, drive.device
     batch, steps = drive.shape[:2]
-    m = size // heads
+    m, halves = size // heads, 2 * form.planes
     has_weights = form.rotates and not form.directions_in_drive
     slow = constants.decay is not None
-    features = size * ((3 if form.directions_in_drive else 1) + form.phased) + form.beta_in_drive
+    features = size * ((1 + halves if form.directions_in_drive else 1) + form.phased) + form.beta_in_drive
     _check_tensor("drive", drive, (batch, steps, features), dtype, device)
     _check_tensor("state", state, (batch, size * (2 if slow else 1)), dtype, device)
     _check_tensor("real", constants.real, (size,), dtype, device)
@@ -189,13 +197,13 @@ def check(
     if lengths is not None:
         _check_tensor("lengths", lengths, (batch,), torch.int64, device)
     if has_weights or constants.weight is not None:
-        _check_tensor("weight", constants.weight, (heads, 2, m, m), dtype, device)
+        _check_tensor("weight", constants.weight, (heads, halves, m, m), dtype, device)
     if constants.beta is not None or (form.rotates and not form.beta_in_drive):
         _check_tensor("beta", constants.beta, (heads,), dtype, device)
     if constants.imag is not None:
         _check_tensor("imag", constants.imag, (size,), dtype, device)
     if constants.bias is not None:
-        _check_tensor("bias", constants.bias, (heads, 2, m), dtype, device)
+        _check_tensor("bias", constants.bias, (heads, halves, m), dtype, device)
     if slow:
         _check_tensor("feed_real", constants.feed_real, (size,), dtype, device)
         _check_tensor("decay", constants.decay, (size,), dtype, device)
@@ -203,10 +211,12 @@ def check(
         if constants.imag is not None:
             _check_tensor("feed_imag", constants.feed_imag, (size,), dtype, device)
     if form.norm_epsilon is not None or constants.norm_weight is not None or constants.norm_bias is not None:
-        _check_tensor("norm_weight", constants.norm_weight, (2, size), dtype, device)
-        _check_tensor("norm_bias", constants.norm_bias, (2, size), dtype, device)
+        _check_tensor("norm_weight", constants.norm_weight, (halves, size), dtype, device)
+        _check_tensor("norm_bias", constants.norm_bias, (halves, size), dtype, device)
     if (factors.left is None) != (factors.right is None) or (factors.outer is None) != (factors.inner is None):
         raise InputError("adpt_scan: left and right come together, as do outer and inner; got only one of a pair.")
+    if form.planes > 1 and (factors.left is not None or factors.outer is not None):
+        raise InputError(f"adpt_scan: K and V of several planes have no factors; got {form}.")
     if factors.left is not None:
         shape = heads, 2, m, factors.left.shape[-1]
         _check_tensor("left", factors.left, shape, dtype, device)

@@ -5,12 +5,13 @@ of `unpack(constants)`.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ...recurrence.conjugates import ConjugateSpec, Diagonal, Exact, Taylor
+from ...recurrence.conjugates import ConjugateSpec, Diagonal, Exact, Product, Taylor
 from ...recurrence.directions import DirectionMatrices, Directions, apply_source
 from ...recurrence.retractions import Cayley, Exponential, Retraction
 from ...recurrence.spectra import BlockDiagonal
@@ -43,16 +44,26 @@ def pack(parameters: Parameters, form: Form) -> Constants:
     real = blocks.real
     constants = Constants(real, blocks.imag)
     if form.rotates and parameters.directions is not None:
-        matrices = parameters.directions[0]
-        assert isinstance(matrices, DirectionMatrices)
-        norms = matrices.norm_weight, matrices.norm_bias
+        planes = [plane for plane in parameters.directions if isinstance(plane, DirectionMatrices)]
         constants = constants._replace(
-            weight=matrices.weight, bias=matrices.bias, norm_weight=norms[0], norm_bias=norms[1]
+            weight=_join_planes([plane.weight for plane in planes], 1),
+            bias=_join_planes([plane.bias for plane in planes], 1),
+            norm_weight=_join_planes([plane.norm_weight for plane in planes], 0),
+            norm_bias=_join_planes([plane.norm_bias for plane in planes], 0),
         )
     if form.rotates and beta is not None:
         beta = beta if isinstance(beta, Tensor) else torch.full((), beta, dtype=real.dtype, device=real.device)
         constants = constants._replace(beta=beta.reshape(-1).expand(form.heads))
     return constants if memory is None else _pack_memory(constants, memory)
+
+
+def _join_planes(parts: Sequence[Tensor | None], axis: int) -> Tensor | None:
+    present = [part for part in parts if part is not None]
+    return (present[0] if len(present) == 1 else torch.cat(present, axis)) if present else None
+
+
+def _split_planes(whole: Tensor | None, planes: int, axis: int) -> Sequence[Tensor | None]:
+    return [None] * planes if whole is None else whole.split(2, axis)
 
 
 def _pack_memory(constants: Constants, memory: Memory) -> Constants:
@@ -76,9 +87,10 @@ def unpack(constants: Constants, form: Form) -> Parameters:
         form: The form of the recurrence.
     """
     conjugate, retraction = _MODELS[form.retraction] if form.rotates else (Diagonal(), Exponential())
+    conjugate = Product(form.planes) if form.planes > 1 else conjugate
     memory = directions = None
     if not form.directions_in_drive:
-        directions = [_unpack_directions(constants, form)] if form.rotates else []
+        directions = _unpack_directions(constants, form) if form.rotates else []
     if constants.feed_real is not None and constants.decay is not None and constants.charge is not None:
         feed = BlockDiagonal(constants.feed_real, constants.feed_imag)
         memory = Memory(feed, None, BlockDiagonal(constants.decay), constants.charge)
@@ -99,26 +111,39 @@ def unpack(constants: Constants, form: Form) -> Parameters:
     )
 
 
-def _unpack_directions(constants: Constants, form: Form) -> DirectionMatrices:
-    assert constants.weight is not None
+def _unpack_directions(constants: Constants, form: Form) -> list[DirectionMatrices]:
+    """Return K and V of each plane."""
+    parts = zip(
+        _split_planes(constants.weight, form.planes, 1),
+        _split_planes(constants.bias, form.planes, 1),
+        _split_planes(constants.norm_weight, form.planes, 0),
+        _split_planes(constants.norm_bias, form.planes, 0),
+        strict=True,
+    )
+    return [_unpack_plane(*plane, form) for plane in parts]
+
+
+def _unpack_plane(
+    weight: Tensor | None, bias: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None, form: Form
+) -> DirectionMatrices:
+    assert weight is not None
     threshold = form.spike_threshold if form.source == Source.SPIKES else None
     source = functools.partial(apply_source, relu=form.source == Source.RELU, threshold=threshold)
-    matrices = DirectionMatrices(source, constants.weight, constants.bias, dot=form.dot)
+    matrices = DirectionMatrices(source, weight, bias, dot=form.dot)
     if form.norm_epsilon is None:
         return matrices
-    norms = constants.norm_weight, constants.norm_bias
-    return matrices._replace(norm_weight=norms[0], norm_bias=norms[1], norm_epsilon=form.norm_epsilon)
+    return matrices._replace(norm_weight=norm_weight, norm_bias=norm_bias, norm_epsilon=form.norm_epsilon)
 
 
 def stack_factors(modules: nn.ModuleList, form: Form, dtype: torch.dtype) -> Factors:
     """Return the factors of K and V if products with them cost much less, detached from autograd; `DENSE` otherwise.
 
     Args:
-        modules: The directions of each plane, of which the kernel supports one.
+        modules: The directions of each plane; those of several planes are applied as matrices.
         form: The form of the recurrence.
         dtype: The dtype of the drive.
     """
-    module = modules[0] if form.rotates and not form.directions_in_drive else None
+    module = modules[0] if form.rotates and not form.directions_in_drive and form.planes == 1 else None
     if not isinstance(module, Directions):
         return DENSE
     halves = [projection.split_heads() for projection in (module.key_projection, module.value_projection)]
@@ -156,7 +181,7 @@ def change_basis(start: Tensor, constants: Constants, form: Form, drive: Tensor,
     weight = None if constants.weight is None else start.mT @ constants.weight @ start
     bias = None if constants.bias is None else constants.bias @ start
     size = state.shape[-1]
-    end = size * (3 if form.directions_in_drive else 1)
+    end = size * (1 + 2 * form.planes if form.directions_in_drive else 1)
     vectors = (drive[..., :end].unflatten(-1, (-1, size)) @ start).flatten(-2)
     drive = torch.cat((vectors, drive[..., end:]), -1)
     return RotatedProblem(constants._replace(weight=weight, bias=bias), drive, state @ start)

@@ -54,9 +54,11 @@ def _normalize_directions(drive: Tensor, size: int, form: Form) -> Tensor:
     """Return the drive with its key and value, if it has them, as unit vectors with the dot product of the form."""
     if not form.directions_in_drive:
         return drive
-    u, key, value, beta = drive.split([size, size, size, drive.shape[-1] - 3 * size], -1)
+    count = 2 * form.planes
+    u, vectors, rest = drive.split([size, count * size, drive.shape[-1] - (1 + count) * size], -1)
     if not form.rotates:
-        return torch.cat((u, beta), -1)
-    key, value = (unit(part.unflatten(-1, (form.heads, -1))) for part in (key, value))
+        return torch.cat((u, rest), -1)
+    units = unit(vectors.unflatten(-1, (form.planes, 2, form.heads, -1)))
+    key, value = units.unbind(-3)
     key = key if form.dot is None else fix_dot_product(key, value, form.dot)
-    return torch.cat((u, key.flatten(-2), value.flatten(-2), beta), -1)
+    return torch.cat((u, torch.stack((key, value), -3).flatten(-4), rest), -1)

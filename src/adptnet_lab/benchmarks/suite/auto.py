@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 import torch
 
-from adptnet import conjugates, solvers
+from adptnet import directions, solvers
 from adptnet.nn import ADPTNet
 from adptnet.solvers.auto import BLOCK
 
@@ -32,8 +32,9 @@ def _make_case(size: Size, fast: bool) -> Case:
     few = min(size.steps, LOOP_STEPS)
     for setting in SETTINGS:
         torch.manual_seed(0)
-        conjugate = conjugates.Product(steps=2) if setting == "cell without a kernel" else conjugates.Exact()
-        layer, x = ADPTNet.paper(size.state, conjugate=conjugate), torch.randn(size)
+        layer_norm = setting == "cell without a kernel"
+        direction = directions.FromState(heads=2 if layer_norm else 1, layer_norm=layer_norm)
+        layer, x = ADPTNet.paper(size.state, direction=direction), torch.randn(size)
         parameters = [p for p in layer.parameters() if p.requires_grad]
 
         def training(

@@ -17,6 +17,7 @@ __all__ = ["LAYERS"]
 OURS = "ADPTNet"
 MODELS: dict[str, Callable[[int], nn.Module]] = {
     OURS: ADPTNet.paper,  # K, V and B dense, EMA gain, no gate, no RoPE
+    "Product(2)": lambda n: ADPTNet.paper(n, conjugate=conjugates.Product(2)),
     "diagonal SSM": lambda n: ADPTNet.paper(n, conjugate=conjugates.Diagonal(), beta=0.0),
     "nn.GRU": lambda n: nn.GRU(n, n, batch_first=True),
     "nn.LSTM": lambda n: nn.LSTM(n, n, batch_first=True),
@@ -56,7 +57,7 @@ def _make_goal(name: str, kind: str, at_most: float, claim: str | None = None) -
 
 
 LAYERS = Benchmark(
-    "A layer with its input projection, forward and training, against torch's recurrent layers and a diagonal SSM.",
+    "A layer with its input projection, forward and training, against torch's recurrent layers, a diagonal SSM and two planes.",
     STANDARD_SIZES,
     (Size(1, 512, 64), Size(8, 128, 128)),
     ("adpt_scan",),

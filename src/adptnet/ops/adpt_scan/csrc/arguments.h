@@ -12,6 +12,7 @@ struct Sizes {
   int64_t features, width;     // entries of a row of the drive, of a row of the state
   int64_t tile, threads;       // tile: sequences per task
   int64_t rank, outer, inner;  // of the factors of K and V, see factored.h; 0 for a part that is missing
+  int64_t planes;              // rotations per step, each with its own K and V
 };
 
 // The variant of the recurrence; see `Form` in form.py.
@@ -35,7 +36,7 @@ struct Inputs {
 
 struct Outputs {
   SCALAR* states;
-  SCALAR* projections;  // (heads, steps, batch, 2 pad), followed by the dot products of all rows; may be null
+  SCALAR* projections;  // (heads, steps, batch, 2 planes pad), followed by the dot products of all rows; may be null
 };
 
 // Of the first inputs, in their order. Those not required are null; that of the drive is always computed.
@@ -62,6 +63,8 @@ enum Source { identity, relu, spikes };
 
 // Return whether K and V are applied by their factors.
 inline bool is_factored(const Scan& s) { return s.sizes.rank || s.sizes.outer; }
+// Return the number of matrices K and V of a head, of the vectors p and q of a row, and so on: two per plane.
+inline int64_t half_count(const Scan& s) { return 2 * s.sizes.planes; }
 // Return whether there are products with K and V at all.
 inline bool has_weights(const Scan& s) { return s.options.rotates && !s.options.directions_in_drive; }
 

@@ -102,17 +102,16 @@ INLINE void backward_variants(const Task& task, const BackwardStep& step, int64_
                               T beta_gradient) {
   const Scan& s = task.s;
   T* to_drive = s.gradients.drive + task.row_index(r, step.t) * s.sizes.features;
-  if (task.fixed_dot.is_on) task.fixed_dot.backward(step.rows.normalized, r, gradients);
+  for (int64_t plane = 0; task.fixed_dot.is_on && plane < s.sizes.planes; ++plane)
+    task.fixed_dot.backward(step.rows.normalized, r * s.sizes.planes + plane, gradients + plane * 2 * task.pad());
   if (task.norm.is_on) task.norm.backward(step.rows.projections, r, gradients, task.sums);
   if (s.options.beta_in_drive)
     to_drive[s.sizes.features - 1] = beta_gradient;
   else
     task.sums.totals[beta_sum] += beta_gradient;
   store_row<T>(u_gradient, task.m, to_drive + task.offset);
-  if (s.options.directions_in_drive) {
-    store_row<T>(gradients, task.m, to_drive + task.n + task.offset);
-    store_row<T>(gradients + task.pad(), task.m, to_drive + 2 * task.n + task.offset);
-  }
+  for (int64_t half = 0; s.options.directions_in_drive && half < task.halves(); ++half)
+    store_row<T>(gradients + half * task.pad(), task.m, to_drive + (1 + half) * task.n + task.offset);
   if (task.slow.is_on) task.slow.backward_feed<Pairs>(r, u_gradient, task.sums);
 }
 
@@ -157,6 +156,19 @@ void backward_rows(const Task& task, const BackwardStep& step, int64_t first, in
     }
     backward_variants<Pairs>(task, step, r, at.gradients, at.u ? at.u : task.g + r * pad, rotated ? by[l].beta : T(0));
   }
+}
+
+// Several planes: the counterpart of `forward_product_rows`.
+template <class N, bool Pairs>
+void backward_product_rows(const Task& task, const BackwardStep& step, int64_t first, int count) {
+  const T* const g = task.phase.is_on ? task.phase.gradients : task.g;  // with respect to the result of M
+  const T* const u_gradient = task.s.options.rotation_aware ? task.u : task.g;
+  T beta_gradients[rows_per<N>];
+  rotate_states_backward<N, Pairs>(task, step.rows.final, step.x, g, step.gradients, first, count, step.t,
+                                   beta_gradients);
+  for (int64_t r = first; r < first + count; ++r)
+    backward_variants<Pairs>(task, step, r, step.gradients + r * task.gradient_stride(), u_gradient + r * task.pad(),
+                             beta_gradients[r - first]);
 }
 
 // Variant: the backward of the phase of row r, from the complete gradient of the state after step t.
@@ -211,7 +223,7 @@ inline void queue_earlier_steps(const Task& task, const BackwardStep& step, int6
   prefetcher.add(s.state_gradients + earlier * s.sizes.width + task.offset, task.m, task.rows, state_stride);
   prefetcher.add(s.gradients.drive + earlier * s.sizes.features + task.offset, task.m, task.rows, drive_stride);
   if (!step.memory.dots_known) return;  // not saved
-  prefetcher.add(task.projections_at(t - distance), task.rows * 2 * task.pad());
+  prefetcher.add(task.projections_at(t - distance), task.rows * task.halves() * task.pad());
   if (task.rows >= min_prefetch_rows) prefetcher.add(task.dots_at(t - distance), task.rows * dot_count);
 }
 
@@ -221,7 +233,11 @@ void step_backward(Task& task, const Weights& transposed, const BackwardStep& st
   add_state_gradients<Pairs>(task, step.t);
   for (int64_t first = 0; first < task.rows; first += lanes<T>) {
     const int count = std::min<int64_t>(lanes<T>, task.rows - first);
-    count == 1 ? backward_rows<T, Pairs>(task, step, first, count)
+    if (task.s.sizes.planes > 1)
+      count == 1 ? backward_product_rows<T, Pairs>(task, step, first, count)
+                 : backward_product_rows<Vec<T>, Pairs>(task, step, first, count);
+    else
+      count == 1 ? backward_rows<T, Pairs>(task, step, first, count)
                : backward_rows<Vec<T>, Pairs>(task, step, first, count);
   }
   if (has_weights(task.s)) project_backward(task, transposed, step.gradients, step.x, &prefetcher);
@@ -272,7 +288,7 @@ template <bool Pairs> void run_backward(Task& task, const Weights& weights, cons
     if (weighted && !saved) project(task, weights, count * task.rows, task.projections);
     if (s.options.directions_in_drive) load_given_directions(task, last, task.projections);  // blocks of one step
     for (int64_t t = last, row = 0; t > last - count; --t, row += task.rows) {
-      const T* projections = saved ? task.projections_at(t) : task.projections + row * 2 * pad;
+      const T* projections = saved ? task.projections_at(t) : task.projections + row * task.halves() * pad;
       const BackwardStep step = {t, task.x + row * task.x_stride(), task.gradients + row * task.gradient_stride(),
                                  DirectionRows(task, projections), {task.dots_at(t), saved, task.scratch}};
       queue_earlier_steps(task, step, block_steps, prefetcher);

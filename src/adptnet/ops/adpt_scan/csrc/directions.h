@@ -187,20 +187,17 @@ template <class T> bool normalize(const T* from, T* to, int64_t pad, T& inverse)
 
 // ---- Directions -----------------------------------------------------------------------------------------------------
 
-// Slow path: normalise p and q by their largest entry first, and form k and w as vectors.
-template <class T, bool Pairs>
-__attribute__((noinline)) Row<T> compute_directions_carefully(const Spectrum<T>& spectrum, const RowVectors<T>& at,
-                                                              int64_t pad, T* scratch) {
-  T *k = scratch, *w = scratch + pad;
-  Row<T> row = {};
-  row.p = at.p;
-  row.q = at.p + pad;
+// Slow path: normalise p, which is followed by q, by their largest entries first, and form k and w as vectors. Set the
+// scalars of `row` except its dot products.
+template <class T> void orthogonalize_carefully(const T* p, int64_t pad, T* k, T* w, Row<T>& row) {
+  row.p = p;
+  row.q = p + pad;
   const bool no_key = !normalize<T>(row.p, k, pad, row.key_scale),
              no_value = !normalize<T>(row.q, w, pad, row.value_scale);
   // A zero key or value does not hide a NaN.
   const bool nan = row.key_scale != row.key_scale || row.value_scale != row.value_scale;
   row.no_rotation = (no_key || no_value) && !nan;
-  if (row.no_rotation) return row;
+  if (row.no_rotation) return;
   if (no_key) std::memset(k, 0, pad * sizeof(T));
   if (no_value) std::memset(w, 0, pad * sizeof(T));
   row.p = k;
@@ -208,10 +205,19 @@ __attribute__((noinline)) Row<T> compute_directions_carefully(const Spectrum<T>&
   T along = 0;
   for (int64_t i = 0; i < pad; ++i) along += k[i] * w[i];
   for (int64_t i = 0; i < pad; ++i) w[i] -= along * k[i];
-  T d[dot_count];
-  compute_dots<T, Pairs>(spectrum, {k, at.x, at.u}, pad, d);
   row.on_p = row.on_q = 1;
   row.cosine = along;
+}
+// And compute its dot products.
+template <class T, bool Pairs>
+__attribute__((noinline)) Row<T> compute_directions_carefully(const Spectrum<T>& spectrum, const RowVectors<T>& at,
+                                                              int64_t pad, T* scratch) {
+  T *k = scratch, *w = scratch + pad;
+  Row<T> row = {};
+  orthogonalize_carefully<T>(at.p, pad, k, w, row);
+  if (row.no_rotation) return row;
+  T d[dot_count];
+  compute_dots<T, Pairs>(spectrum, {k, at.x, at.u}, pad, d);
   row.plane = {d[px], d[qx], d[pLx], d[qLx], d[pLp], d[pLq], d[qLp], d[qLq], d[qq], d[pu], d[qu]};
   return row;
 }

@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include "weights.h"
+#include "product.h"
 
 namespace {
 
@@ -85,6 +85,33 @@ void forward_rows(const Task& task, const T* directions, T* dots, int64_t first,
   }
 }
 
+// Several planes: step `count` rows from `first` on.
+template <class N, bool Pairs>
+void forward_product_rows(const Task& task, const T* directions, int64_t first, int count, int64_t t) {
+  const Scan& s = task.s;
+  const bool copied = copies_drive(s.options), aware = s.options.rotation_aware;
+  rotate_states<N, Pairs>(task, directions, first, count, t);
+  for (int64_t r = first; r < first + count; ++r) {
+    T *x = task.x + r * task.x_stride(), *state = task.state_row(r, t);
+    if (task.has_ended(r, t)) {
+      set_zero(x, task.pad());
+      std::memset(state, 0, task.m * sizeof(T));
+      if (task.slow.is_on) std::memset(state + task.n, 0, task.m * sizeof(T));
+      continue;
+    }
+    const T* u = copied ? task.u + r * task.pad() : task.drive_row(r, t);
+    if (task.phase.is_on) {
+      task.phase.forward(s.inputs.drive + task.row_index(r, t) * s.sizes.features + task.phase_offset(),
+                         aware ? nullptr : u, x, state);
+    } else {
+      if (!aware) add_row<T>(u, task.m, x);
+      store_row<T>(x, task.m, state);
+    }
+    if (task.slow.is_on) task.slow.forward(r, x, state + task.n);
+    update_source(task, r);
+  }
+}
+
 // Load the initial states.
 inline void load_initial(const Task& task) {
   for (int64_t r = 0; r < task.rows; ++r) {
@@ -114,7 +141,7 @@ inline void queue_next_step(const Task& task, int64_t t, Prefetcher& prefetcher)
   prefetcher.add(task.drive_row(0, t + 1), task.m, task.rows, sizes.steps * sizes.features);
   prefetcher.add(task.state_row(0, t + 1), task.m, task.rows, sizes.steps * sizes.width);
   if (!task.s.outputs.projections) return;
-  prefetcher.add(task.projections_at(t + 1), task.rows * 2 * task.pad());
+  prefetcher.add(task.projections_at(t + 1), task.rows * task.halves() * task.pad());
   prefetcher.add(task.dots_at(t + 1), task.rows * dot_count);
 }
 
@@ -136,7 +163,11 @@ template <bool Pairs> void run_forward(const Task& task, const Weights& weights)
     for (int64_t r = 0; copied && r < task.rows; ++r) load_drive<Pairs>(task, r, t);
     for (int64_t first = 0; first < task.rows; first += lanes<T>) {
       const int count = std::min<int64_t>(lanes<T>, task.rows - first);
-      count == 1 ? forward_rows<T, Pairs>(task, directions.final, dots, first, count, t)
+      if (s.sizes.planes > 1)
+        count == 1 ? forward_product_rows<T, Pairs>(task, directions.final, first, count, t)
+                   : forward_product_rows<Vec<T>, Pairs>(task, directions.final, first, count, t);
+      else
+        count == 1 ? forward_rows<T, Pairs>(task, directions.final, dots, first, count, t)
                  : forward_rows<Vec<T>, Pairs>(task, directions.final, dots, first, count, t);
     }
   }

@@ -4,6 +4,7 @@
 //   arguments.h         the arguments of a call
 //   plane.h             the scalars of one rotation, forward and backward
 //   directions.h        from the vectors of a row to these scalars
+//   product.h           a step with several rotations
 //   variants.h          LayerNorm of the directions, fixed dot product, slow memory, ReLU and spikes
 //   factored.h          products with K and V in factored form
 //   sums.h, task.h      gradients that are summed over rows; memory and addresses of a task
@@ -34,8 +35,10 @@ void run_products(const Task& task, const Weights& weights, const Weights& trans
     if (which == forward_products)
       project(task, weights, task.rows, task.projections);
     else if (which == backward_products)
-      matmul<T, false>(task.rows, {task.gradients, task.gradient_stride()}, {m, pad - m, m},
-                       {transposed.panels, pad / panel_width<T>}, {task.previous_g, pad});
+      for (int64_t plane = 0; plane < s.sizes.planes; ++plane)
+        matmul<T, false>(task.rows, {task.gradients + plane * 2 * pad, task.gradient_stride()}, {m, pad - m, m},
+                         {transposed.panels + plane * Weights::plane_entries(s), pad / panel_width<T>},
+                         {task.previous_g, pad});
     else if (t % block_steps == 0)
       add_weight_gradients(task, std::min(block_steps, s.sizes.steps - t) * task.rows);
 }
@@ -64,7 +67,7 @@ int64_t weight_memory(const Scan& s) {
 }
 // Of the sums in double of all tasks, rounded up as `Arena` does.
 int64_t totals_memory(const Scan& s, int64_t tasks) {
-  const int64_t count = tasks * sum_count * padded_size<T>(s.sizes.size) * int64_t(sizeof(double) / sizeof(T));
+  const int64_t count = tasks * sum_count(s) * padded_size<T>(s.sizes.size) * int64_t(sizeof(double) / sizeof(T));
   return (count + 15) / 16 * 16;
 }
 int64_t tile_count(const Scan& s) { return (s.sizes.batch + s.sizes.tile - 1) / s.sizes.tile; }
@@ -94,7 +97,7 @@ void run(const Scan& s, bool backward, Products products = not_only_products) {
       const int64_t head = i / tiles;
       Arena<T> own = {memory.base + memory.used + thread * each, 0};
       Task task(s, head, i % tiles * s.sizes.tile, backward, own);
-      if (backward) task.sums.totals = totals + i * sum_count * task.pad();
+      if (backward) task.sums.totals = totals + i * sum_count(s) * task.pad();
       if (weight_sums) task.weight_sums = weight_sums + thread * sums_size + head * (sums_size / heads);
       if (products != not_only_products)
         run_products(task, weights[head], transposed[head], products);

@@ -286,9 +286,12 @@ INLINE GradientScalars<N> gradient_scalars(int64_t retraction, const Frame<N>& f
 }
 
 // Transpose the scalars of a group to one struct per row.
-template <class T> INLINE void split_lanes(const GradientScalars<T>& scalars, GradientScalars<T>* to) { *to = scalars; }
-template <class T> INLINE void split_lanes(const GradientScalars<Vec<T>>& scalars, GradientScalars<T>* to) {
-  constexpr int count = sizeof(GradientScalars<T>) / sizeof(T);
+template <class T, template <class> class Scalars> INLINE void split_lanes(const Scalars<T>& scalars, Scalars<T>* to) {
+  *to = scalars;
+}
+template <class T, template <class> class Scalars>
+INLINE void split_lanes(const Scalars<Vec<T>>& scalars, Scalars<T>* to) {
+  constexpr int count = sizeof(Scalars<T>) / sizeof(T);
   Vec<T> columns[count];
   std::memcpy(columns, &scalars, sizeof columns);
   for (int j = 0; j < count; j += lanes<T>) {

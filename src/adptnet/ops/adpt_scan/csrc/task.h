@@ -25,26 +25,30 @@ INLINE int64_t steps_per_block(const Scan& s, int64_t rows) {
   return has_weights(s) && rows < block_rows ? block_rows / rows : 1;
 }
 
+constexpr int64_t plane_rows_bytes = 1024;  // at least the size of `PlaneRows`
+
 struct Task {
   const Scan& s;
   const int64_t head, begin, rows;  // rows: sequences of the tile
   const int64_t m, n, offset;
 
-  T *real, *imag, *bias;  // bias: (2, pad)
+  T *real, *imag, *bias;  // bias: (halves, pad)
   T *x, *source;          // rows x_stride apart; in the backward those of a block of steps. source: what K and V see
   T* u;                   // (tile, pad), the drive where it has to be copied; in the backward also its gradient
   T *projections, *dots;  // of a step (in the backward, of a block), if they are not saved
-  T* scratch;             // (tile, 2, pad)
+  T* scratch;             // (tile, halves, pad)
   LayerNorm norm;
   FixedDot fixed_dot;
   SlowMemory slow;
   Phase phase;
   FactorScratch<T> factor_scratch;
+  T* plane_rows;  // several planes: the `PlaneRows` of each
+  T* rotated;     // several planes, backward only: y_j, z_j, h_j and e_j of a group of rows, see product.h
 
   // Backward only.
   T *g, *previous_g;  // (tile, pad): gradients with respect to the states after and before the step
   T* gradients;       // gp and gq of the rows of a block, gradient_stride apart
-  T* weight_sums;     // (2, pad, pad), shared by the tasks of a thread
+  T* weight_sums;     // (halves, pad, pad), shared by the tasks of a thread
   Sums sums;
 
   Task(const Scan& s, int64_t head, int64_t begin, bool backward, Arena<T>& memory)
@@ -57,17 +61,21 @@ struct Task {
         offset(head * m) {
     const int64_t tile = s.sizes.tile, pad = this->pad(), kept = backward && tile < block_rows ? block_rows : tile;
     for (T** vector : {&real, &imag}) *vector = memory.allocate(pad);
-    bias = memory.allocate(2 * pad);
+    bias = memory.allocate(halves() * pad);
     x = memory.allocate(kept * x_stride());
     source = s.options.source == identity ? x : memory.allocate(kept * x_stride());
     u = memory.allocate(tile * pad);
-    projections = memory.allocate(kept * 2 * pad);
+    projections = memory.allocate(kept * halves() * pad);
     dots = memory.allocate(tile * dot_count);
-    scratch = memory.allocate(tile * 2 * pad);
+    scratch = memory.allocate(tile * halves() * pad);
     norm.allocate(s, memory);
     fixed_dot.allocate(s, memory);
     slow.allocate(s, backward, memory);
     phase.allocate(s, backward, memory);
+    if (s.sizes.planes > 1) {
+      plane_rows = memory.allocate(s.sizes.planes * plane_rows_bytes / sizeof(T));
+      if (backward) rotated = memory.allocate(4 * s.sizes.planes * lanes<T> * pad);
+    }
     if (is_factored(s)) factor_scratch.allocate(factor_shape(s), kept, memory);
     if (!backward) return;
     for (T** vectors : {&g, &previous_g}) *vectors = memory.allocate(tile * pad);
@@ -78,14 +86,15 @@ struct Task {
   // Computed, not stored: the compiler then knows that `pad` is a whole number of vectors.
   int64_t pad() const { return padded_size<T>(m); }
   int64_t x_stride() const { return row_stride<T>(pad()); }
-  int64_t gradient_stride() const { return row_stride<T>(2 * pad()); }
+  int64_t gradient_stride() const { return row_stride<T>(halves() * pad()); }
+  int64_t halves() const { return half_count(s); }
 
   void load_constants() {
     const int64_t pad = this->pad();
     copy_padded(s.inputs.real + offset, m, pad, real);
     copy_padded(s.inputs.imag ? s.inputs.imag + offset : nullptr, m, pad, imag);
-    for (int64_t half = 0; half < 2; ++half)
-      copy_padded(s.inputs.bias ? s.inputs.bias + 2 * offset + half * m : nullptr, m, pad, bias + half * pad);
+    for (int64_t half = 0; half < halves(); ++half)
+      copy_padded(s.inputs.bias ? s.inputs.bias + halves() * offset + half * m : nullptr, m, pad, bias + half * pad);
     if (norm.is_on) norm.load_constants(s);
     if (slow.is_on) slow.load_constants(s, head);
     if (phase.is_on) phase.load_constants();
@@ -99,7 +108,7 @@ struct Task {
     return s.inputs.drive + row_index(r, t) * s.sizes.features + offset;
   }
   // The phase of the head in a row of the drive, or of its gradient.
-  int64_t phase_offset() const { return n * (s.options.directions_in_drive ? 3 : 1) + offset; }
+  int64_t phase_offset() const { return n * (s.options.directions_in_drive ? 1 + halves() : 1) + offset; }
   T* state_row(int64_t r, int64_t t) const { return s.outputs.states + row_index(r, t) * s.sizes.width + offset; }
   // The state before step t, if there is no reset.
   const T* state_row_before(int64_t r, int64_t t) const {
@@ -110,11 +119,12 @@ struct Task {
 
   // The projections of the rows at step t, and their dot products: saved for the backward, or in the task's memory.
   T* projections_at(int64_t t) const {
-    return s.outputs.projections ? s.outputs.projections + saved_row(t) * 2 * pad() : projections;
+    return s.outputs.projections ? s.outputs.projections + saved_row(t) * halves() * pad() : projections;
   }
   T* dots_at(int64_t t) const {
     const int64_t all_rows = s.sizes.heads * s.sizes.steps * s.sizes.batch;
-    return s.outputs.projections ? s.outputs.projections + all_rows * 2 * pad() + saved_row(t) * dot_count : dots;
+    return s.outputs.projections ? s.outputs.projections + all_rows * halves() * pad() + saved_row(t) * dot_count
+                                 : dots;
   }
 
  private:
@@ -131,7 +141,7 @@ struct DirectionRows {
       normalized = final = task.norm.rows;
     }
     if (task.fixed_dot.is_on) {
-      task.fixed_dot.forward(normalized, task.rows);
+      task.fixed_dot.forward(normalized, task.rows * task.s.sizes.planes);
       final = task.fixed_dot.rows;
     }
   }
@@ -163,13 +173,11 @@ template <bool Pairs> INLINE void load_drive(const Task& task, int64_t r, int64_
   if (task.slow.is_on) task.slow.add_feed<Pairs>(r, u);
 }
 
-// Variant: directions that come with the drive. A row of it is (drive, key, value).
+// Variant: directions that come with the drive. A row of it is (drive, key, value), with a key and a value per plane.
 inline void load_given_directions(const Task& task, int64_t t, T* out) {
-  for (int64_t r = 0; r < task.rows; ++r, out += 2 * task.pad()) {
-    const T* row = task.drive_row(r, t) + task.n;
-    load_row<T>(row, task.m, out, task.pad());
-    load_row<T>(row + task.n, task.m, out + task.pad(), task.pad());
-  }
+  for (int64_t r = 0; r < task.rows; ++r)
+    for (int64_t half = 0; half < task.halves(); ++half, out += task.pad())
+      load_row<T>(task.drive_row(r, t) + (1 + half) * task.n, task.m, out, task.pad());
 }
 
 // The beta of `count` rows from `first` on at step t: one of the head, or variant: the last feature of the drive. Lanes

@@ -12,7 +12,8 @@
 //   g..       the gradient with respect to ..
 // Sizes and indices:
 //   m, n, pad   the state dimension of a head, that of all heads, and m padded to whole cache lines
-//   r, i        row of the tile and entry of a vector; half is 0 for the key and 1 for the value
+//   r, i        row of the tile and entry of a vector; half is 0 for the key and 1 for the value, of the first plane,
+//               and so on for further planes
 //   s           the arguments of the call, `struct Scan`
 
 #pragma once
@@ -82,26 +83,27 @@ struct LayerNorm {
     T scale, mean, inverse_std;
   };
   bool is_on;
-  int64_t size, pad;
+  int64_t size, pad, halves;
   double epsilon;
-  T *weight, *bias;  // (2, pad)
+  T *weight, *bias;  // (halves, pad)
   T* ones;           // 1 at the entries and 0 in the padding, which thus stays zero
-  T* rows;           // (tile, 2, pad), the results
-  Stats* stats;      // (tile, 2)
+  T* rows;           // (tile, halves, pad), the results
+  Stats* stats;      // (tile, halves)
 
   void allocate(const Scan& s, Arena<T>& memory) {
     is_on = s.options.has_norm;
     if (!is_on) return;
     size = s.sizes.size;
     pad = padded_size<T>(size);
+    halves = half_count(s);
     epsilon = s.options.norm_epsilon;
-    for (T** vectors : {&weight, &bias}) *vectors = memory.allocate(2 * pad);
+    for (T** vectors : {&weight, &bias}) *vectors = memory.allocate(halves * pad);
     ones = memory.allocate(pad);
-    rows = memory.allocate(s.sizes.tile * 2 * pad);
-    stats = reinterpret_cast<Stats*>(memory.allocate(s.sizes.tile * 2 * sizeof(Stats) / sizeof(T)));
+    rows = memory.allocate(s.sizes.tile * halves * pad);
+    stats = reinterpret_cast<Stats*>(memory.allocate(s.sizes.tile * halves * sizeof(Stats) / sizeof(T)));
   }
   void load_constants(const Scan& s) {
-    for (int64_t half = 0; half < 2; ++half) {
+    for (int64_t half = 0; half < halves; ++half) {
       copy_padded(s.inputs.norm_weight + half * size, size, pad, weight + half * pad);
       copy_padded(s.inputs.norm_bias + half * size, size, pad, bias + half * pad);
     }
@@ -110,12 +112,15 @@ struct LayerNorm {
 
   // Normalise p and q of `count` rows into `rows`.
   void forward(const T* projections, int64_t count) const {
-    for (int64_t i = 0; i < 2 * count; ++i) stats[i] = forward_vector(projections + i * pad, i % 2, rows + i * pad);
+    for (int64_t i = 0; i < halves * count; ++i)
+      stats[i] = forward_vector(projections + i * pad, i % halves, rows + i * pad);
   }
   // From the gradients of the results of row r to gp and gq, in place.
   void backward(const T* projections, int64_t r, T* gradients, const Sums& sums) const {
-    for (int64_t half = 0; half < 2; ++half)
-      backward_vector(projections + (2 * r + half) * pad, stats[2 * r + half], half, gradients + half * pad, sums);
+    for (int64_t half = 0; half < halves; ++half) {
+      const int64_t at = halves * r + half;
+      backward_vector(projections + at * pad, stats[at], half, gradients + half * pad, sums);
+    }
   }
 
  private:
@@ -140,7 +145,7 @@ struct LayerNorm {
   // The component along y has a closed form in scalars: without epsilon the result would not depend on the length of y.
   void backward_vector(const T* p, const Stats of, int64_t half, T* gradients, const Sums& sums) const {
     const T *gamma = weight + half * pad, *one = ones;
-    T *weight_sums = sums.vector(norm_weight_sum) + half * pad, *bias_sums = sums.vector(norm_bias_sum) + half * pad;
+    T *weight_sums = sums.vector(norm_weight_sum) + half * pad, *bias_sums = sums.vector(sums.norm_bias) + half * pad;
     const int64_t end = pad;
     const T p_scale = of.inverse_std * of.scale, shift = of.inverse_std * of.mean;
     auto z_at = [&](int64_t i) { return p_scale * load<T>(p + i) - shift * load<T>(one + i); };
@@ -171,7 +176,7 @@ struct FixedDot {
   bool is_on;
   int64_t pad;
   double dot_product;
-  T* rows;     // (tile, 2, pad), the results
+  T* rows;     // (tile, planes, 2, pad), the results
   T* scratch;  // (4, pad)
 
   void allocate(const Scan& s, Arena<T>& memory) {
@@ -179,11 +184,11 @@ struct FixedDot {
     if (!is_on) return;
     pad = padded_size<T>(s.sizes.size);
     dot_product = s.options.dot;
-    rows = memory.allocate(s.sizes.tile * 2 * pad);
+    rows = memory.allocate(s.sizes.tile * half_count(s) * pad);
     scratch = memory.allocate(4 * pad);
   }
 
-  // Compute the results of `count` rows of p and q.
+  // Compute the results of `count` pairs of p and q: rows times planes.
   void forward(const T* directions, int64_t count) const {
     for (int64_t r = 0; r < count; ++r) {
       const Basis from = make_basis(directions + r * 2 * pad);
@@ -193,7 +198,7 @@ struct FixedDot {
       set_scaled(1, from.v, out + pad, pad);
     }
   }
-  // From the gradients of the results of row r to gp and gq, in place.
+  // From the gradients of the results of pair r to gp and gq, in place.
   void backward(const T* directions, int64_t r, T* gradients) const {
     const Basis from = make_basis(directions + r * 2 * pad);
     T *key = gradients, *value = gradients + pad, *orthogonal = scratch + 3 * pad;
