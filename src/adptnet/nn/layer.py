@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from .._typing import Device, DType
-from .._validate import check_dtype, check_finite, check_lengths, make_validity_mask
+from .._validate import check_dtype, check_finite, check_lengths, make_validity_mask, mark_finite
 from ..cells import ADPTState, Cell
 from ..errors import IncompatibleError, InputError, NotConvergedWarning
 from ..ops._backends import Backend, note_run
@@ -336,7 +336,9 @@ class RecurrentLayer(Streamable, abc.ABC):
             )
 
     def _check_finite(self, x: Tensor, lengths: Tensor | None) -> None:
-        finite = x.isfinite().all(-1)
+        if not x.is_floating_point():
+            return  # the solver raises an error that names the dtype
+        finite = mark_finite(x.detach())
         if lengths is not None:
             rows = finite.reshape(-1, finite.shape[-1])
             known = check_lengths(torch.as_tensor(lengths).reshape(-1), rows.shape[0], rows.shape[1], x.device)

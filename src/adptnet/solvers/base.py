@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._validate import mark_finite
 from ..cells.base import Cell
 from .adjoints import Adjoint
 from .fixed_point import History
@@ -126,5 +127,5 @@ def count_finite_steps(states: Tensor) -> Tensor:
     Args:
         states: (batch, time, n).
     """
-    finite = states.amax(-1).isfinite() & states.amin(-1).isfinite()  # ten times faster than isfinite of every element
+    finite = mark_finite(states)
     return finite.long().cumprod(-1).sum(-1) if finite.shape[-1] else torch.zeros_like(finite.sum(-1))

@@ -85,7 +85,7 @@ def test_a_bad_call_gets_a_clear_error(layer, case):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_check_and_solve_reject_non_finite_input(layer, bad):
     x = torch.randn(2, 5, WIDTH)
     x[1, 3, 2] = bad
