@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from .._validate import check_dtype
 from ..cells.base import ADPTState, Cell, count_positions
 from ..errors import DistributedError, IncompatibleError, InputError
-from .adjoints import Adjoint, Backward, Implicit
+from .adjoints import Adjoint, Implicit
 from .base import Solution, Solver
 from .distributed_adjoint import attach
+from .gradient_solve import Backward
 from .newton import Newton
 from .parallel import check_guess, full_precision, is_transform_active
 from .problem import make_problem, resolve_system

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..errors import DistributedError, IncompatibleError
-from .adjoints import Backward, evaluate_steps
+from .adjoints import evaluate_steps
+from .gradient_solve import Backward
 from .parallel import full_precision
 from .ranks import Ranks
 from .system import System

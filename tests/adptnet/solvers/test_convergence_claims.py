@@ -11,8 +11,9 @@ from adptnet import ADPTNet, cells, solvers, spectra
 from adptnet.errors import InputError, NotConverged
 from adptnet.ops._linalg import solve_linear
 from adptnet.ops.tolerance import Tolerance, recent_scale, remembered_scale
-from adptnet.solvers.adjoints import Backward, Implicit
+from adptnet.solvers.adjoints import Implicit
 from adptnet.solvers.convergence_test import default_rtol
+from adptnet.solvers.gradient_solve import Backward
 from adptnet.solvers.iterates import EvaluatedIterate
 from adptnet.solvers.problem import make_problem
 from adptnet.solvers.rounding import find_cancelling_steps, random_signs
