@@ -1,10 +1,10 @@
 """Checks of tensors that users pass: dtype, lengths, resets, finite values. Every module uses these checks."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ._dtype import compute_dtype
-from .errors import InputError, NonFiniteError
+from .errors import IncompatibleError, InputError, NonFiniteError
 from .ops._torch_state import has_values
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "check_finite",
     "check_lengths",
     "check_not_nested",
+    "check_precision",
     "check_reset",
     "make_validity_mask",
     "mark_finite",
@@ -138,3 +139,17 @@ def check_finite(finite: Tensor, subject: str, advice: str) -> None:
             f"{subject} not finite: first at {place}; {int((~finite).sum())} of {finite.numel()} steps hold NaN or "
             f"infinity. {advice}"
         )
+
+
+def check_precision(cell: nn.Module) -> None:
+    """Raise `IncompatibleError` if a parameter has half precision.
+
+    Args:
+        cell: A cell that wraps a module or function of the user.
+    """
+    for name, parameter in cell.named_parameters():
+        if parameter.dtype in (torch.float16, torch.bfloat16):
+            raise IncompatibleError(
+                f"{name} is {parameter.dtype}; a wrapped cell runs in the dtype of its weights, and a state needs at "
+                "least float32. Call .float() on the cell."
+            )

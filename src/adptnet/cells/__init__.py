@@ -4,6 +4,7 @@ from .adpt import ADPTCell
 from .base import ADPTState, Cell, CellSpec
 from .baselines import OrthogonalRNN, OrthogonalRNNCell, ReLURNN, ReLURNNCell, TanhRNN, TanhRNNCell
 from .coupled import CoupledCell
+from .function_cell import from_function
 from .gated import GRU, LSTM
 from .spec import ADPTSpec, SlowMemory
 from .spiking import (
@@ -26,7 +27,7 @@ from .spiking import (
 )
 from .stateful import StatefulCell
 from .structure import Structure
-from .wrap import from_function, from_torch
+from .wrap import from_torch
 
 __all__ = [
     "ALIF",

@@ -5,7 +5,7 @@ from torch import nn
 from .._typing import Device, DType
 from ..spec import spec
 from .base import SizedCellSpec
-from .wrap import TorchCell
+from .torch_cell import TorchCell
 
 __all__ = ["GRU", "LSTM"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cells.base import Cell
-from ..cells.wrap import FunctionCell
+from ..cells.function_cell import FunctionCell
 from ..errors import AdptnetError, InputError
 from .system import System
 

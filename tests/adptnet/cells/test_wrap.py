@@ -242,7 +242,7 @@ def test_modified_modules_are_called(kind):
 
 
 def test_a_subclass_with_a_step_of_its_own_is_stepped():
-    class Slower(cells.wrap.TorchCell):
+    class Slower(cells.torch_cell.TorchCell):
         def step(self, state, drive):
             return state + 0.1 * (super().step(state, drive) - state)
 
