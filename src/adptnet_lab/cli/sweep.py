@@ -26,7 +26,8 @@ from .._json_files import write_json
 from .._runtime import catch_stop_signals
 from ..tasks import TASKS
 from ..training import Experiment, SaveOptions
-from .spec_flags import Draft, apply_flags, draft_from_experiment, make_experiment, make_flags, read_draft
+from .draft import Draft, draft_from_experiment, read_draft
+from .spec_flags import apply_flags, make_experiment, make_flags
 
 __all__ = [
     "Job",

@@ -12,8 +12,9 @@ from tyro.conf import Positional
 from .. import training
 from ..tasks import TASKS
 from ..training import SaveOptions
+from .draft import read_draft
 from .evaluate import print_scores
-from .spec_flags import describe_experiment, make_experiment, make_flags, read_draft
+from .spec_flags import describe_experiment, make_experiment, make_flags
 
 __all__ = ["make_options", "run"]
 

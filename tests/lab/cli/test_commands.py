@@ -23,7 +23,9 @@ import adptnet
 from adptnet import cells, directions, drive, errors, projections, spectra
 from adptnet.spec import Spec
 from adptnet_lab import cli, tasks, training
-from adptnet_lab.cli import spec_flags, sweep
+from adptnet_lab.cli import draft as drafts
+from adptnet_lab.cli import layer_names, spec_flags, sweep
+from adptnet_lab.cli.flag_fields import parse_value
 from adptnet_lab.training import Experiment, SaveOptions, read_metrics, read_result
 from support.small_runs import make_experiment, start_process
 
@@ -105,22 +107,22 @@ def test_a_saved_config_takes_overrides_and_other_layers(tmp_path):
     assert two.training == one.training
     run_command("train", "--config", tmp_path / "a", "--model.layer", "relu-rnn", "--output", tmp_path / "c")
     assert training.read_experiment(tmp_path / "c").block.layer.cell == cells.ReLURNN(4)
-    draft = spec_flags.draft_from_experiment(one)
+    draft = drafts.draft_from_experiment(one)
     wider = spec_flags.apply_flags(draft, ["--model.width", "8"])
     assert wider.block.layer.cell == cells.ADPTSpec(8)  # the state size follows the width
     assert spec_flags.apply_flags(draft, []).digest == one.digest
 
 
-@pytest.mark.parametrize("name", sorted(spec_flags.known_layers()))
+@pytest.mark.parametrize("name", sorted(layer_names.known_layers()))
 def test_every_layer_has_a_name_and_flags(name):
-    base = spec_flags.default_draft(tasks.WordProblem()).with_layer(name)
+    base = drafts.default_draft(tasks.WordProblem()).with_layer(name)
     assert spec_flags.apply_flags(base, ["--model.width", "8", "--model.dropout", "0.5"]).block.width == 8
-    assert spec_flags.draft_from_experiment(spec_flags.apply_flags(base, [])) == base
+    assert drafts.draft_from_experiment(spec_flags.apply_flags(base, [])) == base
 
 
 @pytest.mark.parametrize("name", sorted(tasks.TASKS))
 def test_every_flag_has_a_help_text(name):
-    task, model, how = spec_flags.make_flags(spec_flags.default_draft(tasks.TASKS[name]()))
+    task, model, how = spec_flags.make_flags(drafts.default_draft(tasks.TASKS[name]()))
     for _, group, _ in (task, model, how):
         hints = get_type_hints(group, include_extras=True)
         for field in dataclasses.fields(group):
@@ -129,9 +131,9 @@ def test_every_flag_has_a_help_text(name):
     assert task[1].__doc__.startswith(tasks.TASKS[name].__name__)
 
 
-@pytest.mark.parametrize("name", sorted(spec_flags.known_networks()))
+@pytest.mark.parametrize("name", sorted(layer_names.known_networks()))
 def test_every_spiking_network_has_a_name_and_flags(name):
-    base = spec_flags.default_draft(tasks.SequentialImage()).with_layer(name)
+    base = drafts.default_draft(tasks.SequentialImage()).with_layer(name)
     assert base.layer_name == name
     assert base.with_layer(None, 8).width == 8
     assert base.with_layer("adpt").layer_name == "adpt"
@@ -148,7 +150,7 @@ def frames(tmp_path):
 
 
 def read_frames_draft(*arguments):
-    return spec_flags.read_draft(["event-frames", *map(str, arguments)])[1]
+    return drafts.read_draft(["event-frames", *map(str, arguments)])[1]
 
 
 def list_time_steps(part):
@@ -158,7 +160,7 @@ def list_time_steps(part):
     return sum((list_time_steps(value) for value in inside if isinstance(value, Spec)), found)
 
 
-ALL = sorted({**spec_flags.known_layers(), **spec_flags.known_networks()})
+ALL = sorted({**layer_names.known_layers(), **layer_names.known_networks()})
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -175,26 +177,24 @@ def test_another_layer_has_the_dropout_and_the_time_step_of_all_others(name, fra
 
 def test_neurons_with_a_time_step_of_their_own_keep_it(frames):
     arguments = [*frames, "--task.merge", "5", "1", "--model.layer", "silif-network", "--model.dt", "0.01"]
-    given = spec_flags.apply_flags(spec_flags.default_draft(tasks.EventFrames()), arguments)
+    given = spec_flags.apply_flags(drafts.default_draft(tasks.EventFrames()), arguments)
     assert given.model.neuron.dt == 0.01
-    again = spec_flags.apply_flags(spec_flags.draft_from_experiment(given), ["--task.merge", "10", "1"])
+    again = spec_flags.apply_flags(drafts.draft_from_experiment(given), ["--task.merge", "10", "1"])
     assert again.model.neuron.dt == 0.01
-    follows = spec_flags.apply_flags(spec_flags.draft_from_experiment(given), ["--model.dt", "0.02"])
+    follows = spec_flags.apply_flags(drafts.draft_from_experiment(given), ["--model.dt", "0.02"])
     assert (
-        spec_flags.apply_flags(spec_flags.draft_from_experiment(follows), ["--task.merge", "10", "1"]).model.neuron.dt
+        spec_flags.apply_flags(drafts.draft_from_experiment(follows), ["--task.merge", "10", "1"]).model.neuron.dt
         == 0.04
     )
 
 
 def test_a_layer_of_a_sweep_keeps_the_dropout_and_the_depth_that_were_given(frames):
     given = [*frames, "--model.layer", "gru", "--model.dropout", "0.25", "--model.depth", "3"]
-    base = spec_flags.draft_from_experiment(
-        spec_flags.apply_flags(spec_flags.default_draft(tasks.EventFrames()), given)
-    )
+    base = drafts.draft_from_experiment(spec_flags.apply_flags(drafts.default_draft(tasks.EventFrames()), given))
     for name in ("silif", "silif-network", "spiking-adpt-network"):
-        other = spec_flags.draft_from_experiment(spec_flags.apply_flags(base, ["--model.layer", name]))
+        other = drafts.draft_from_experiment(spec_flags.apply_flags(base, ["--model.layer", name]))
         assert (other.body.dropout, other.depth, other.layer_name) == (0.25, 3, name)
-        back = spec_flags.draft_from_experiment(spec_flags.apply_flags(other, ["--model.layer", "gru"]))
+        back = drafts.draft_from_experiment(spec_flags.apply_flags(other, ["--model.layer", "gru"]))
         assert (back.body.dropout, back.depth, back.layer_name) == (0.25, 3, "gru")
 
 
@@ -212,7 +212,7 @@ def test_the_commands_of_the_spiking_page_give_the_settings_of_its_table(tmp_pat
     settings = {(row["network"], row["setting"].get("beta")): row["setting"] for row in rows if row["stage"] == "test"}
 
     def make(*model):
-        return spec_flags.apply_flags(spec_flags.default_draft(tasks.TASKS[name]()), [*arguments, *model])
+        return spec_flags.apply_flags(drafts.default_draft(tasks.TASKS[name]()), [*arguments, *model])
 
     assert make().task == digits.make_task(Path(path.name), "test")
     assert make().model == digits.make_model("spiking-adpt", settings["spiking-adpt", 0.5])
@@ -246,15 +246,15 @@ def test_training_prints_the_settings_it_uses(frames, tmp_path, capsys):
 
 
 def test_layers_have_the_names_of_the_paper():
-    assert {"adpt", "linear-adpt", "relu-rnn", "tanh-rnn", "orthogonal-rnn"} <= set(spec_flags.known_layers())
-    assert spec_flags.make_layer("linear-adpt", 4).cell.direction == directions.FromInput()
+    assert {"adpt", "linear-adpt", "relu-rnn", "tanh-rnn", "orthogonal-rnn"} <= set(layer_names.known_layers())
+    assert layer_names.make_layer("linear-adpt", 4).cell.direction == directions.FromInput()
 
 
 @pytest.mark.parametrize(
     "spec", [spectra.Sparse(spectra.Negative(spectra.Linspace(), 0.5), 0.75), None, 0.5, (0.1, 2.0)]
 )
 def test_what_prints_can_be_typed(spec):
-    assert spec_flags.parse_value(repr(spec)) == spec
+    assert parse_value(repr(spec)) == spec
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_what_prints_can_be_typed(spec):
 )
 def test_nothing_else_can_be_typed(text):
     with pytest.raises(errors.SpecError):
-        spec_flags.parse_value(text)
+        parse_value(text)
 
 
 @pytest.mark.parametrize(
@@ -420,7 +420,7 @@ def test_a_grid_runs_every_point_once(tmp_path, capsys, monkeypatch):
 
 
 def test_equal_points_of_a_grid_are_one(tmp_path):
-    base = spec_flags.default_draft(tasks.WordProblem())
+    base = drafts.default_draft(tasks.WordProblem())
     found = sweep.expand_grid(base, [("model.beta", "0", "0.0", "1")], tmp_path)
     assert [point.values for point in found] == [{"model.beta": "0"}, {"model.beta": "1"}]
 
@@ -437,7 +437,7 @@ def test_a_sweep_passes_its_save_options_to_its_runs(tmp_path, monkeypatch):
 
     monkeypatch.setattr(sweep.subprocess, "Popen", Process)
     keep = SaveOptions(minutes=2.5, steps=7, checkpoints=3, track=("tensorboard", "wandb"))
-    sweep.run_locally(sweep.expand_grid(spec_flags.default_draft(tasks.WordProblem()), [], tmp_path), 1, keep)
+    sweep.run_locally(sweep.expand_grid(drafts.default_draft(tasks.WordProblem()), [], tmp_path), 1, keep)
     handed = started[0][started[0].index("--keep.minutes") :]
     kept = dataclasses.make_dataclass("Kept", [("keep", SaveOptions)])
     assert tyro.cli(kept, args=handed).keep == keep

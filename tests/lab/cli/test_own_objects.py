@@ -9,7 +9,7 @@ from adptnet.cells import ADPTSpec
 from adptnet.errors import InputError
 from adptnet.nn import LayerSpec
 from adptnet_lab import cli
-from adptnet_lab.cli.spec_flags import make_layer
+from adptnet_lab.cli.layer_names import make_layer
 from adptnet_lab.tasks import Parity, get_task
 
 MODULE = '''

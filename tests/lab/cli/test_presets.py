@@ -6,7 +6,8 @@ from adptnet import presets
 from adptnet.cells import GRU, ADPTSpec
 from adptnet.errors import InputError
 from adptnet.nn import BlockSpec, LayerSpec, SwiGLUBlockSpec
-from adptnet_lab.cli.spec_flags import TRAINING, apply_flags, describe_experiment, read_draft
+from adptnet_lab.cli.draft import TRAINING, read_draft
+from adptnet_lab.cli.spec_flags import apply_flags, describe_experiment
 from adptnet_lab.tasks import TASKS, get_preset
 from adptnet_lab.training import TrainConfig
 
