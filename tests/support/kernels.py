@@ -66,6 +66,20 @@ VARIANTS = {
     "two planes, directions in drive, dot": {"planes": 2, "directions_in_drive": True, "dot": -0.4, "heads": 3},
     "two planes, phase, norm": {"planes": 2, "phased": True, "norm_epsilon": 1e-5, "dot": 0.4, "bias": True},
     "two planes, phase, rotation-aware": {"planes": 2, "phased": True, "rotation_aware": True, "beta": 2.0},
+    "whole state, heads": {"whole_state": True, "heads": 3, "beta": 2.0},
+    "whole state, soft": {"whole_state": True, "softness": 0.5, "bias": True},
+    "whole state, soft heads": {"whole_state": True, "softness": 0.3, "heads": 3, "retraction": RetractionKind.CAYLEY},
+    "whole state, two planes": {"whole_state": True, "softness": 0.1, "heads": 3, "planes": 2, "bias": True},
+    "whole state, rotation-aware, slow memory": {
+        "whole_state": True,
+        "softness": 0.2,
+        "heads": 3,
+        "rotation_aware": True,
+        "slow_memory": True,
+    },
+    "whole state, phase": {"whole_state": True, "heads": 2, "phased": True, "softness": 0.2},
+    "whole state, phase, rotation-aware": {"whole_state": True, "heads": 3, "phased": True, "rotation_aware": True},
+    "whole state, beta in drive": {"whole_state": True, "softness": 0.2, "beta_in_drive": True},
     "norm": {"norm_epsilon": 1e-5, "beta": 2.0},
     "norm, large epsilon": {
         "norm_epsilon": 0.3,
@@ -111,7 +125,7 @@ def make_problem(
 ):
     """Return random arguments of `adpt_scan`."""
     m, form = size // heads, Form(heads=heads, **form)
-    halves = 2 * form.planes
+    halves, depth = 2 * form.planes, size if form.whole_state else m
 
     def randn(*shape):
         return torch.randn(*shape, dtype=dtype)
@@ -132,7 +146,7 @@ def make_problem(
     constants = Constants(
         0.7 * real[::2].repeat_interleave(2) if pairs else real,
         value_if(pairs, 0.5 * torch.tanh(randn(size // 2)).repeat_interleave(2)),
-        value_if(form.rotates and not form.directions_in_drive, randn(heads, halves, m, m) / math.sqrt(m)),
+        value_if(form.rotates and not form.directions_in_drive, randn(heads, halves, m, depth) / math.sqrt(depth)),
         value_if(bias, randn(heads, halves, m)),
         value_if(form.rotates and not form.beta_in_drive, beta * (1 + randn(heads).square())),
         value_if(slow_memory, 0.1 * randn(size)),

@@ -19,7 +19,7 @@ from ..ops.adpt_scan import choose_step as choose_step_of_form
 from ..ops.adpt_scan.packing import change_basis, pack, stack_factors
 from ..recurrence.beta import is_zero
 from ..recurrence.conjugates import Diagonal, Exact, Product, Taylor
-from ..recurrence.directions import LAYER_NORM_EPS, Directions, FromInput, FromState
+from ..recurrence.directions import LAYER_NORM_EPS, Directions, FromInput, FromState, FromWholeState
 from ..recurrence.retractions import Cayley, Exponential
 from ..recurrence.step import Parameters
 from .base import Cell
@@ -132,13 +132,16 @@ def make_form(spec: ADPTSpec, *, beta_in_drive: bool = False) -> Form:
     """
     direction, conjugate = spec.direction, spec.conjugate
     rotates = conjugate.has_directions
-    source, spike, dot, norm = Source.STATE, 0.0, None, None
+    source, spike, dot, norm, whole, softness = Source.STATE, 0.0, None, None, False, 0.0
     if isinstance(direction, FromState):
         source = Source.RELU if direction.relu else Source.STATE
         if direction.spike is not None:
             source, spike = Source.SPIKES, direction.spike
         if rotates:
             dot, norm = direction.dot, LAYER_NORM_EPS if direction.layer_norm else None
+    if rotates and isinstance(direction, FromWholeState):
+        softness = direction.softness
+        whole = direction.heads > 1 or softness > 0
     retraction = RetractionKind.CAYLEY if isinstance(spec.retraction, Cayley) else RetractionKind.EXPONENTIAL
     if isinstance(conjugate, Taylor):
         retraction = RetractionKind.TAYLOR_ONE if conjugate.order == 1 else RetractionKind.TAYLOR_TWO
@@ -156,6 +159,8 @@ def make_form(spec: ADPTSpec, *, beta_in_drive: bool = False) -> Form:
         linear=rotates and not beta_in_drive and is_zero(spec.beta),
         phased=spec.phase is not None,
         planes=max(1, conjugate.planes),
+        whole_state=whole,
+        softness=softness,
     )
 
 
@@ -193,7 +198,7 @@ def _explain_custom(spec: ADPTSpec) -> Backend | None:
         return _name_axis(spec, "conjugate", "conjugates.Exact()")
     if spec.conjugate.has_rotation and type(spec.retraction) not in (Exponential, Cayley):
         return _name_axis(spec, "retraction", "retractions.Exponential()")
-    if type(spec.direction) not in (FromState, FromInput):
+    if type(spec.direction) not in (FromState, FromInput, FromWholeState):
         return _name_axis(spec, "direction", "directions.FromState()")
     return None
 
@@ -215,6 +220,9 @@ def _explain_unsupported(recurrence: Recurrence) -> Backend | None:
     if spec.conjugate.has_directions and from_state and direction.layer_norm and spec.heads > 1:
         reason = "the kernel does not support LayerNorm on key and value over several heads."
         return Backend(REFERENCE, reason, "Use heads=1, or layer_norm=False.")
+    if recurrence.form.whole_state and not spec.conjugate.has_rotation:
+        reason = "the kernel does not support FromWholeState with Taylor."
+        return Backend(REFERENCE, reason, "Use conjugates.Exact(), or FromState().")
     if spec.start and recurrence.form.phased:
         reason = "the kernel does not support a phase with a learned start, which would mix its pairs."
         return Backend(REFERENCE, reason, "Use start=False, or phase=None.")

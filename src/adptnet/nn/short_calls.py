@@ -218,7 +218,8 @@ def prepare_layer(layer: nn.Module, watch: ModuleWatch) -> PreparedLayer | str:
     unsupported = {
         f"direction={spec.direction}": form.directions_in_drive
         or form.dot is not None
-        or form.norm_epsilon is not None,
+        or form.norm_epsilon is not None
+        or form.whole_state,
         "memory=": spec.memory is not None,
         "start=": cell.start is not None,
         "phase=": form.phased,

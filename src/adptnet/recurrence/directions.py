@@ -46,16 +46,21 @@ class DirectionMatrices(NamedTuple):
     """K and V of all heads as matrices. A call returns key and value, as a function of `Directions.bind` does."""
 
     source: Callable[[Tensor], Tensor]  # from the state to the vector that K and V are applied to
-    weight: Tensor  # (heads, 2, m, m), m = n / heads
+    weight: Tensor  # (heads, 2, m, m), m = n / heads; (heads, 2, m, n) if they act on the whole state
     bias: Tensor | None = None  # (heads, 2, m)
     norm_weight: Tensor | None = None  # (2, n): of the LayerNorm on key and value
     norm_bias: Tensor | None = None
     norm_epsilon: float = LAYER_NORM_EPS
     dot: float | None = None
+    softness: float = 0.0  # see `FromWholeState`
 
     def __call__(self, x: Tensor) -> KeyValue:
         heads = len(self.weight)
-        projected = torch.einsum("...hi,hpji->p...hj", self.source(x).unflatten(-1, (heads, -1)), self.weight)
+        source = self.source(x)
+        if self.weight.shape[-1] > self.weight.shape[-2]:
+            projected = torch.einsum("...i,hpji->p...hj", source, self.weight)
+        else:
+            projected = torch.einsum("...hi,hpji->p...hj", source.unflatten(-1, (heads, -1)), self.weight)
         parts = list(projected if self.bias is None else map(torch.add, projected, self.bias.unbind(1)))
         vectors = [part.flatten(-2) for part in parts]
         if self.norm_weight is not None and self.norm_bias is not None:
@@ -63,6 +68,9 @@ class DirectionMatrices(NamedTuple):
                 functional.layer_norm(unit(vector), vector.shape[-1:], weight, bias, self.norm_epsilon)
                 for vector, weight, bias in zip(vectors, self.norm_weight, self.norm_bias, strict=True)
             ]
+        if self.softness:
+            length = self.softness * _length(x)
+            return KeyValue(*(_soften(vector, length, heads) for vector in vectors))
         key, value = (_normalize(vector, heads) for vector in vectors)
         return _span_plane(key, value, self.dot)
 
@@ -294,13 +302,15 @@ class Directions(DirectionOnly):
             norm_weight, norm_bias = (
                 torch.stack([getattr(norm, name) for norm in norms]).to(dtype) for name in ("weight", "bias")
             )
+        weight = torch.stack([matrices for matrices, _ in stacked], 1)
+        bias = torch.stack(biases, 1) if biases else None
+        softness = 0.0
+        if isinstance(self.spec, FromWholeState):  # K and V of each head are rows of one matrix
+            softness, rows = self.spec.softness, (self.spec.heads, -1)
+            weight = weight[0].unflatten(1, rows).transpose(0, 1)
+            bias = None if bias is None else bias[0].unflatten(1, rows).transpose(0, 1)
         return DirectionMatrices(
-            self.spec.source,
-            torch.stack([matrices for matrices, _ in stacked], 1),
-            torch.stack(biases, 1) if biases else None,
-            norm_weight,
-            norm_bias,
-            dot=self.spec.dot,
+            self.spec.source, weight, bias, norm_weight, norm_bias, dot=self.spec.dot, softness=softness
         )
 
     def forward(self, x: Vector) -> KeyValue:
@@ -371,16 +381,22 @@ def _make_soft_directions(
     """Return the function to key and value of each head, the first parts of unit vectors along [K_h x; ε‖x‖]."""
 
     def directions(x: Tensor) -> KeyValue:
-        length = (unit(x) * x).sum(-1, keepdim=True)  # ‖x‖; squares neither overflow nor underflow
-        scaled = spec.softness * (length if spec.heads == 1 else length.unsqueeze(-2))
-
-        def soften(y: Tensor) -> Tensor:
-            y = y if spec.heads == 1 else y.unflatten(-1, (spec.heads, -1))
-            return unit(torch.cat((y, scaled.expand(*y.shape[:-1], 1)), -1))[..., :-1]
-
-        return KeyValue(soften(project_key(x)), soften(project_value(x)))
+        length = spec.softness * _length(x)
+        return KeyValue(_soften(project_key(x), length, spec.heads), _soften(project_value(x), length, spec.heads))
 
     return directions
+
+
+def _length(x: Tensor) -> Tensor:
+    """Return ‖x‖, (*b, 1). Squares neither overflow nor underflow."""
+    return (unit(x) * x).sum(-1, keepdim=True)
+
+
+def _soften(y: Tensor, length: Tensor, heads: int) -> Tensor:
+    """Return the first part of a unit vector along [y; length] for each part of y that belongs to a head."""
+    if heads > 1:
+        y, length = y.unflatten(-1, (heads, -1)), length.unsqueeze(-2)
+    return unit(torch.cat((y, length.expand(*y.shape[:-1], 1)), -1))[..., :-1]
 
 
 def _normalize(y: Tensor, heads: int) -> Tensor:

@@ -65,6 +65,32 @@ def test_several_planes_at_any_width_and_batch(batch, size, planes, lean):
 
 
 @pytest.mark.parametrize("lean", [False, True])
+@pytest.mark.parametrize(("size", "heads"), [(1, 1), (6, 3), (39, 3), (52, 4), (50, 1)])
+@pytest.mark.parametrize("batch", [1, 2, 9, 17])
+@pytest.mark.parametrize("softness", [0.0, 0.3])
+def test_planes_of_the_whole_state_at_any_width_and_batch(batch, size, heads, softness, lean):
+    assert_agree(*make_problem(batch, 6, size, heads=heads, whole_state=True, softness=softness), lean=lean)
+
+
+@pytest.mark.parametrize("half", [0, 1, 2])
+@pytest.mark.parametrize("options", [{}, {"planes": 2}, {"rotation_aware": True}], ids=str)
+def test_a_soft_key_or_value_of_zero_has_the_correct_gradient(half, options):
+    """A key of zero causes no rotation, but with softness it is differentiable there. With both zero, nothing is."""
+    drive, state, constants, form = make_problem(3, 2, 6, heads=3, whole_state=True, softness=0.3, **options)
+    constants.weight[:, [half] if half < 2 else [0, 1]] = 0.0
+    assert_agree(drive, state, constants, form)
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e-200, 1e-30, 1e30, 1e150])
+def test_the_size_of_the_state_does_not_matter_to_soft_directions(scale):
+    drive, state, constants, form = make_problem(3, 5, 12, heads=3, whole_state=True, softness=0.3, beta=2.0)
+    plain = adpt_scan(drive, state, constants, form)
+    assert_close(adpt_scan(scale * drive, scale * state, constants, form) / scale, plain, atol=1e-12, rtol=1e-10)
+    # Keys much shorter than the softness have a rotation of almost zero.
+    assert_agree(drive, state, constants._replace(weight=scale * constants.weight.detach()), form, tolerance=1e-9)
+
+
+@pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("size", [2, 6, 18, 50])
 @pytest.mark.parametrize("batch", [1, 3, 13])
 @pytest.mark.parametrize("aware", [False, True])
@@ -122,6 +148,7 @@ def test_every_variant_of_the_recurrence(variant, pairs, lean):
         "phase",
         "two planes",
         "two planes, rotation-aware, slow memory",
+        "whole state, soft heads",
     ],
 )
 @pytest.mark.parametrize(
@@ -159,7 +186,8 @@ def test_where_beta_is_fixed_at_zero_directions_are_not_computed_and_change_noth
 
 
 @pytest.mark.parametrize(
-    "variant", ["exponential", "relu", "slow memory, rotation-aware", "heads", "speech", "two planes"]
+    "variant",
+    ["exponential", "relu", "slow memory, rotation-aware", "heads", "speech", "two planes", "whole state, soft heads"],
 )
 def test_single_precision_is_as_accurate_as_rounding_allows(variant):
     steps = 64
@@ -231,13 +259,12 @@ def has_scan_kernel(axes) -> bool:
 
 
 def test_most_legal_layers_have_a_kernel():
-    whole_state = [axes for axes in legal if isinstance(axes.get("direction"), directions.FromWholeState)]
-    assert not any(has_scan_kernel(axes) for axes in whole_state)
-    left = [axes for axes in legal if axes not in whole_state and not has_scan_kernel(axes)]
+    left = [axes for axes in legal if not has_scan_kernel(axes)]
     for axes in left:
         direction, conjugate = axes.get("direction"), axes.get("conjugate", conjugates.Exact())
         reasons = [
             isinstance(conjugate, conjugates.Stateful),
+            isinstance(direction, directions.FromWholeState) and isinstance(conjugate, conjugates.Taylor),
             direction is not None and direction.layer_norm and direction.heads > 1,
             direction is not None and direction.layer_norm and axes.get("start", False),
             axes.get("phase") is not None and axes.get("start", False),

@@ -150,7 +150,7 @@ for size, batch in ((1, 1), (13, 3), (12, 7)):
             drive, state, constants, form = make_problem(batch, 67, size, pairs=pairs, **variant)  # more than 64 rows
             reset, lengths = torch.rand(batch, 67) < 0.3, torch.randint(1, 68, (batch,))
             choices = [Factors()]
-            if form.rotates and not form.directions_in_drive and form.planes == 1:
+            if form.rotates and not form.directions_in_drive and form.planes == 1 and not form.whole_state:
                 choices += [make_factors(size // form.heads, form.heads, 3, (1, size // form.heads))[0]]
             for save, factors in itertools.product((False, True), choices):
                 inputs = (drive, state, *constants, reset, lengths, *factors)

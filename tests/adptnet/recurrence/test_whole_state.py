@@ -142,8 +142,10 @@ def test_chunks_steps_resets_and_lengths_are_those_of_whole_sequences():
     assert_close(layer(x, lengths=torch.tensor([7, 1]))[0][1:, :1], layer(x[1:, :1])[0])
 
 
-def test_the_loop_runs_and_says_why():
-    layer = ADPTNet.paper(6, beta=1.0, direction=directions.FromWholeState(heads=2))
+def test_the_loop_runs_without_a_rotation_and_says_why():
+    direction = directions.FromWholeState(heads=2)
+    assert ADPTNet.paper(6, beta=1.0, direction=direction).cell.choose_scan("cpu").is_kernel
+    layer = ADPTNet.paper(6, beta=0.1, direction=direction, conjugate=conjugates.Taylor())
     program = layer.cell.choose_scan("cpu")
     assert not program.is_kernel
     assert "FromWholeState" in program.reason

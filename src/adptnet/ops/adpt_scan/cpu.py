@@ -268,7 +268,8 @@ def _make_new_plan(inputs: Inputs, form: Form, threads: int) -> Plan:
     size, rotates = real.shape[0] // form.heads, _rotates(form)
     work = batch * steps * form.heads * form.planes * (2 * size * size + 16 * size)
     threads = max(1, min(threads, work // MIN_WORK_PER_THREAD))
-    tile = _choose_tile(batch, form.heads, size, threads)
+    tasks = 1 if form.whole_state else form.heads  # per tile
+    tile = _choose_tile(batch, tasks, size, threads)
     sizes = _mirror("Sizes")(
         batch=batch,
         steps=steps,
@@ -277,11 +278,12 @@ def _make_new_plan(inputs: Inputs, form: Form, threads: int) -> Plan:
         features=features,
         width=state.shape[-1],
         tile=tile,
-        threads=max(1, min(threads, -(-batch // tile) * form.heads)),
+        threads=max(1, min(threads, -(-batch // tile) * tasks)),
         rank=rank,
         outer=outer,
         inner=inner,
         planes=form.planes,
+        depth=real.shape[0] if form.whole_state else size,
     )
     options = _mirror("Options")(
         complex_pairs=inputs[_IMAGINARY[0]] is not None,
@@ -293,11 +295,13 @@ def _make_new_plan(inputs: Inputs, form: Form, threads: int) -> Plan:
         has_norm=rotates and form.norm_epsilon is not None,
         has_fixed_dot=rotates and form.dot is not None,
         phased=form.phased,
+        whole_state=form.whole_state and rotates,
         source=int(form.source),
         retraction=int(form.retraction),
         spike_threshold=form.spike_threshold,
         norm_epsilon=0.0 if form.norm_epsilon is None else form.norm_epsilon,
         dot=0.0 if form.dot is None else form.dot,
+        softness=form.softness,
     )
     scan = _mirror("Scan")(sizes=sizes, options=options)
     whole, projections = (batch, steps, state.shape[-1]), saved_shape(drive, Constants(real), form, True)

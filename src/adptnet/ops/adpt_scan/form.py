@@ -57,6 +57,8 @@ class Form(NamedTuple):
     linear: bool = False  # β is zero and needs no gradient: the directions have no effect and are not computed
     phased: bool = False  # the result of M is rotated by P; the drive holds cos φ, sin φ of each pair, before its β
     planes: int = 1  # Q is the product of so many rotations, each with its own K and V; the first is innermost
+    whole_state: bool = False  # K and V of each head act on the state of all heads
+    softness: float = 0.0  # ε: with the whole state, key and value are K x / √(‖K x‖² + ε²‖x‖²), and likewise V x
 
     @property
     def has_products(self) -> bool:
@@ -97,7 +99,7 @@ class Constants(NamedTuple):
     real: Tensor  # (n,): Λ̄
     imag: Tensor | None = None  # (n,): as in spectra.BlockDiagonal, b twice for a pair [[a, -b], [b, a]]
     # With several planes, the 2 of K and V is 2 planes: K and V of the first plane, then those of the next.
-    weight: Tensor | None = None  # (heads, 2, m, m): K and V, m = n / heads; None if not needed
+    weight: Tensor | None = None  # (heads, 2, m, m), of the whole state (heads, 2, m, n): K and V, m = n / heads
     bias: Tensor | None = None  # (heads, 2, m)
     beta: Tensor | None = None  # (heads,)
     # With a slow memory w, the state is (x, w): drive += feed w, and w becomes decay w + charge x.
@@ -139,6 +141,7 @@ def is_basic_form(form: Form, *, paired: bool, slow: bool) -> bool:
         and form.rotates
         and not (form.directions_in_drive or form.beta_in_drive or form.rotation_aware or form.phased)
         and form.planes == 1
+        and not form.whole_state
         and form.source == Source.STATE
         and form.dot is None
         and form.norm_epsilon is None
@@ -181,11 +184,19 @@ def check(
             f"adpt_scan: heads and planes must be positive, source and retraction known, -1 <= dot <= 1; got {form}."
         )
     rotation = form.retraction in (RetractionKind.EXPONENTIAL, RetractionKind.CAYLEY)
-    if form.planes > 1 and not (form.rotates and rotation):
-        raise InputError(f"adpt_scan: several planes need a rotation, exponential or Cayley; got {form}.")
+    if (form.planes > 1 or form.whole_state) and not (form.rotates and rotation):
+        raise InputError(
+            f"adpt_scan: several planes, or those of the whole state, need Cayley or an exponential; got {form}."
+        )
+    elsewhere = form.directions_in_drive or form.dot is not None or form.norm_epsilon is not None
+    if form.whole_state and (form.source != Source.STATE or elsewhere):
+        raise InputError(f"adpt_scan: key and value of the whole state have no other options; got {form}.")
+    if form.softness and not (form.whole_state and form.softness > 0):
+        raise InputError(f"adpt_scan: a softness is positive and belongs to directions of the whole state; got {form}.")
     size, heads, dtype, device = constants.real.shape[0], form.heads, drive.dtype, drive.device
     batch, steps = drive.shape[:2]
     m, halves = size // heads, 2 * form.planes
+    depth = size if form.whole_state else m
     has_weights = form.rotates and not form.directions_in_drive
     slow = constants.decay is not None
     features = size * ((1 + halves if form.directions_in_drive else 1) + form.phased) + form.beta_in_drive
@@ -197,7 +208,7 @@ def check(
     if lengths is not None:
         _check_tensor("lengths", lengths, (batch,), torch.int64, device)
     if has_weights or constants.weight is not None:
-        _check_tensor("weight", constants.weight, (heads, halves, m, m), dtype, device)
+        _check_tensor("weight", constants.weight, (heads, halves, m, depth), dtype, device)
     if constants.beta is not None or (form.rotates and not form.beta_in_drive):
         _check_tensor("beta", constants.beta, (heads,), dtype, device)
     if constants.imag is not None:
@@ -215,8 +226,8 @@ def check(
         _check_tensor("norm_bias", constants.norm_bias, (halves, size), dtype, device)
     if (factors.left is None) != (factors.right is None) or (factors.outer is None) != (factors.inner is None):
         raise InputError("adpt_scan: left and right come together, as do outer and inner; got only one of a pair.")
-    if form.planes > 1 and (factors.left is not None or factors.outer is not None):
-        raise InputError(f"adpt_scan: K and V of several planes have no factors; got {form}.")
+    if (form.planes > 1 or form.whole_state) and (factors.left is not None or factors.outer is not None):
+        raise InputError(f"adpt_scan: K and V of several planes, or of the whole state, have no factors; got {form}.")
     if factors.left is not None:
         shape = heads, 2, m, factors.left.shape[-1]
         _check_tensor("left", factors.left, shape, dtype, device)

@@ -129,7 +129,7 @@ def _unpack_plane(
     assert weight is not None
     threshold = form.spike_threshold if form.source == Source.SPIKES else None
     source = functools.partial(apply_source, relu=form.source == Source.RELU, threshold=threshold)
-    matrices = DirectionMatrices(source, weight, bias, dot=form.dot)
+    matrices = DirectionMatrices(source, weight, bias, dot=form.dot, softness=form.softness)
     if form.norm_epsilon is None:
         return matrices
     return matrices._replace(norm_weight=norm_weight, norm_bias=norm_bias, norm_epsilon=form.norm_epsilon)
@@ -139,11 +139,15 @@ def stack_factors(modules: nn.ModuleList, form: Form, dtype: torch.dtype) -> Fac
     """Return the factors of K and V if products with them cost much less, detached from autograd; `DENSE` otherwise.
 
     Args:
-        modules: The directions of each plane; those of several planes are applied as matrices.
+        modules: The directions of each plane; those of several planes, or of the whole state, are applied as matrices.
         form: The form of the recurrence.
         dtype: The dtype of the drive.
     """
-    module = modules[0] if form.rotates and not form.directions_in_drive and form.planes == 1 else None
+    module = (
+        modules[0]
+        if form.rotates and not form.directions_in_drive and form.planes == 1 and not form.whole_state
+        else None
+    )
     if not isinstance(module, Directions):
         return DENSE
     halves = [projection.split_heads() for projection in (module.key_projection, module.value_projection)]

@@ -263,37 +263,38 @@ template <class T, class Entry> T* pack(int64_t depth, int64_t width, T* out, En
   return out;
 }
 
-// Pack the weights of one head, (2 size, size) in row-major order, for [K; V] x by `matmul` or by `matvec`. The outputs
+// Pack the weights of one head, (2 size, depth) in row-major order, for [K; V] x by `matmul` or by `matvec`. The outputs
 // are padded, the reduction is not.
-template <class T> void pack_forward(const T* weight, int64_t size, T* out, bool for_matvec = false) {
-  const int64_t pad = padded_size<T>(size), panels = 2 * pad / panel_width<T>, whole = size / lanes<T> * lanes<T>;
+template <class T>
+void pack_forward(const T* weight, int64_t size, int64_t depth, T* out, bool for_matvec = false) {
+  const int64_t pad = padded_size<T>(size), panels = 2 * pad / panel_width<T>, whole = depth / lanes<T> * lanes<T>;
   for (int64_t j = 0, some; j < panels; j += some) {
     some = for_matvec ? panels_per_pass(panels - j, max_panels(1)) : 1;
     const int64_t stride = some * panel_width<T>;
     for (int64_t first = 0; first < stride; first += lanes<T>) {
       const int64_t output = j * panel_width<T> + first, row = output % pad;
       const int64_t count = std::max<int64_t>(0, std::min<int64_t>(lanes<T>, size - row));
-      const T* const from = weight + (output / pad * size + row) * size;
+      const T* const from = weight + (output / pad * size + row) * depth;
       T* const to = out + first;
       for (int64_t i = 0; i < whole; i += lanes<T>) {
         Vec<T> block[lanes<T>];
-        for (int l = 0; l < lanes<T>; ++l) block[l] = l < count ? load<T>(from + l * size + i) : Vec<T>{};
+        for (int l = 0; l < lanes<T>; ++l) block[l] = l < count ? load<T>(from + l * depth + i) : Vec<T>{};
         transpose<T, lanes<T> / 2>(block);
         for (int l = 0; l < lanes<T>; ++l) store<T>(to + (i + l) * stride, block[l]);
       }
-      for (int64_t i = whole; i < size; ++i)
-        for (int64_t l = 0; l < lanes<T>; ++l) to[i * stride + l] = l < count ? from[l * size + i] : T(0);
+      for (int64_t i = whole; i < depth; ++i)
+        for (int64_t l = 0; l < lanes<T>; ++l) to[i * stride + l] = l < count ? from[l * depth + i] : T(0);
     }
-    out += size * stride;
+    out += depth * stride;
   }
 }
 
 // Pack them for [K' V'] [gp; gq]: the reduction runs over the 2 size rows.
-template <class T> void pack_backward(const T* weight, int64_t size, T* out) {
-  for (int64_t first = 0; first < padded_size<T>(size); first += panel_width<T>)
+template <class T> void pack_backward(const T* weight, int64_t size, int64_t depth, T* out) {
+  for (int64_t first = 0; first < padded_size<T>(depth); first += panel_width<T>)
     for (int64_t i = 0; i < 2 * size; ++i)
       for (int64_t l = first; l < first + panel_width<T>; l += lanes<T>, out += lanes<T>)
-        store<T>(out, load_first<T>(weight + i * size + l, size - l));
+        store<T>(out, load_first<T>(weight + i * depth + l, depth - l));
 }
 
 }  // namespace

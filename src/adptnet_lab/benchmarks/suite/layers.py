@@ -57,7 +57,7 @@ def _make_goal(name: str, kind: str, at_most: float, claim: str | None = None) -
 
 
 LAYERS = Benchmark(
-    "A layer with its input projection, forward and training, against torch's recurrent layers, a diagonal SSM and two planes.",
+    "A layer with its input projection against torch's recurrent layers, a diagonal SSM and two planes.",
     STANDARD_SIZES,
     (Size(1, 512, 64), Size(8, 128, 128)),
     ("adpt_scan",),

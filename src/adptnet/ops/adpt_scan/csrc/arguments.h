@@ -13,16 +13,18 @@ struct Sizes {
   int64_t tile, threads;       // tile: sequences per task
   int64_t rank, outer, inner;  // of the factors of K and V, see factored.h; 0 for a part that is missing
   int64_t planes;              // rotations per step, each with its own K and V
+  int64_t depth;               // columns of K and V of a head: `size`, or all entries of the state
 };
 
 // The variant of the recurrence; see `Form` in form.py.
 struct Options {
   int64_t complex_pairs, rotates, directions_in_drive, beta_in_drive;  // booleans
   int64_t rotation_aware, slow_memory, has_norm, has_fixed_dot;        // booleans
-  int64_t phased;                                                      // boolean
+  int64_t phased, whole_state;                                         // booleans
   int64_t source, retraction;                                          // the enums of form.py
   double spike_threshold, norm_epsilon;
-  double dot;  // of key and value, if `has_fixed_dot`
+  double dot;       // of key and value, if `has_fixed_dot`
+  double softness;  // with `whole_state`
 };
 
 // In the order of the Python call: drive, state, `Constants`, reset, lengths, `Factors`. Those not given are null.
@@ -65,6 +67,8 @@ enum Source { identity, relu, spikes };
 inline bool is_factored(const Scan& s) { return s.sizes.rank || s.sizes.outer; }
 // Return the number of matrices K and V of a head, of the vectors p and q of a row, and so on: two per plane.
 inline int64_t half_count(const Scan& s) { return 2 * s.sizes.planes; }
+// Return whether a step is that of product.h.
+inline bool is_product(const Scan& s) { return s.sizes.planes > 1 || s.options.whole_state; }
 // Return whether there are products with K and V at all.
 inline bool has_weights(const Scan& s) { return s.options.rotates && !s.options.directions_in_drive; }
 

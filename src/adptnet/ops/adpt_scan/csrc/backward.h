@@ -227,27 +227,35 @@ inline void queue_earlier_steps(const Task& task, const BackwardStep& step, int6
   if (task.rows >= min_prefetch_rows) prefetcher.add(task.dots_at(t - distance), task.rows * dot_count);
 }
 
-// The backward of every row of a step. On return task.g is the gradient with respect to the state before it.
-template <bool Pairs>
-void step_backward(Task& task, const Weights& transposed, const BackwardStep& step, Prefetcher& prefetcher) {
-  add_state_gradients<Pairs>(task, step.t);
+template <bool Pairs> INLINE void backward_rows_of_step(const Task& task, const BackwardStep& step) {
   for (int64_t first = 0; first < task.rows; first += lanes<T>) {
     const int count = std::min<int64_t>(lanes<T>, task.rows - first);
-    if (task.s.sizes.planes > 1)
+    if (is_product(task.s))
       count == 1 ? backward_product_rows<T, Pairs>(task, step, first, count)
                  : backward_product_rows<Vec<T>, Pairs>(task, step, first, count);
     else
       count == 1 ? backward_rows<T, Pairs>(task, step, first, count)
-               : backward_rows<Vec<T>, Pairs>(task, step, first, count);
+                 : backward_rows<Vec<T>, Pairs>(task, step, first, count);
   }
-  if (has_weights(task.s)) project_backward(task, transposed, step.gradients, step.x, &prefetcher);
-  prefetcher.issue_rest();
+}
+// Make the gradient with respect to the state before step t that of the state after step t - 1.
+INLINE void finish_step(Task& task, int64_t t) {
   std::swap(task.g, task.previous_g);
   for (int64_t r = 0; task.s.inputs.reset && r < task.rows; ++r) {
-    if (!task.is_reset(r, step.t)) continue;
+    if (!task.is_reset(r, t)) continue;
     set_zero(task.g + r * task.pad(), task.pad());
     if (task.slow.is_on) set_zero(task.slow.gradients + r * task.pad(), task.pad());
   }
+}
+
+// The backward of every row of a step. On return task.g is the gradient with respect to the state before it.
+template <bool Pairs>
+void step_backward(Task& task, const Weights& transposed, const BackwardStep& step, Prefetcher& prefetcher) {
+  add_state_gradients<Pairs>(task, step.t);
+  backward_rows_of_step<Pairs>(task, step);
+  if (has_weights(task.s)) project_backward(task, transposed, step.gradients, step.x, &prefetcher);
+  prefetcher.issue_rest();
+  finish_step(task, step.t);
 }
 
 // ---- All steps ------------------------------------------------------------------------------------------------------
@@ -265,6 +273,17 @@ inline void load_states(const Task& task, int64_t last, int64_t count) {
   }
 }
 
+// Clear the gradients that are accumulated over time.
+inline void clear_gradients(Task& task) {
+  task.sums.clear_partial();
+  set_zero(task.g, task.rows * task.pad());
+  if (task.slow.is_on) set_zero(task.slow.gradients, task.rows * task.pad());
+}
+// Add the contribution of a block of steps to the gradients of K and V.
+inline void add_block_gradients(const Task& task, int64_t rows) {
+  if (has_weights(task.s) && task.s.gradients.weight) add_weight_gradients(task, rows);
+  if (has_weights(task.s) && task.s.gradients.bias) add_bias_gradients(task, rows);
+}
 inline void store_initial_gradients(const Task& task) {
   for (int64_t r = 0; r < task.rows; ++r) {
     T* to = task.s.gradients.state + (task.begin + r) * task.s.sizes.width + task.offset;
@@ -278,9 +297,7 @@ template <bool Pairs> void run_backward(Task& task, const Weights& weights, cons
   const int64_t pad = task.pad(), block_steps = steps_per_block(s, task.rows),
                 partial_sum_steps = std::max<int64_t>(1, partial_sum_rows / task.rows);
   const bool weighted = has_weights(s), saved = weighted && s.outputs.projections;
-  task.sums.clear_partial();
-  set_zero(task.g, task.rows * pad);
-  if (task.slow.is_on) set_zero(task.slow.gradients, task.rows * pad);
+  clear_gradients(task);
   Prefetcher prefetcher;
   for (int64_t last = s.sizes.steps - 1; last >= 0; last -= block_steps) {
     const int64_t count = std::min(block_steps, last + 1);
@@ -295,8 +312,7 @@ template <bool Pairs> void run_backward(Task& task, const Weights& weights, cons
       step_backward<Pairs>(task, transposed, step, prefetcher);
       if (t % partial_sum_steps == 0) task.sums.add_partial_to_totals();
     }
-    if (weighted && s.gradients.weight) add_weight_gradients(task, count * task.rows);
-    if (weighted && s.gradients.bias) add_bias_gradients(task, count * task.rows);
+    add_block_gradients(task, count * task.rows);
   }
   if (s.gradients.state) store_initial_gradients(task);
 }

@@ -145,31 +145,36 @@ inline void queue_next_step(const Task& task, int64_t t, Prefetcher& prefetcher)
   prefetcher.add(task.dots_at(t + 1), task.rows * dot_count);
 }
 
+// Step all rows of a tile.
+template <bool Pairs> INLINE void forward_step(const Task& task, T* projections, int64_t t) {
+  T* const dots = task.dots_at(t);
+  const DirectionRows directions(task, projections);
+  for (int64_t r = 0; copies_drive(task.s.options) && r < task.rows; ++r) load_drive<Pairs>(task, r, t);
+  for (int64_t first = 0; first < task.rows; first += lanes<T>) {
+    const int count = std::min<int64_t>(lanes<T>, task.rows - first);
+    if (is_product(task.s))
+      count == 1 ? forward_product_rows<T, Pairs>(task, directions.final, first, count, t)
+                 : forward_product_rows<Vec<T>, Pairs>(task, directions.final, first, count, t);
+    else
+      count == 1 ? forward_rows<T, Pairs>(task, directions.final, dots, first, count, t)
+                 : forward_rows<Vec<T>, Pairs>(task, directions.final, dots, first, count, t);
+  }
+}
+
 template <bool Pairs> void run_forward(const Task& task, const Weights& weights) {
   const Scan& s = task.s;
-  const bool copied = copies_drive(s.options);
   load_initial(task);
   Prefetcher prefetcher;
   for (int64_t t = 0; t < s.sizes.steps; ++t) {
     reset_states(task, t);
     queue_next_step(task, t, prefetcher);
-    T *const projections = task.projections_at(t), *const dots = task.dots_at(t);
+    T* const projections = task.projections_at(t);
     if (has_weights(s))
       project(task, weights, task.rows, projections, &prefetcher);
     else if (s.options.rotates)
       load_given_directions(task, t, projections);
     prefetcher.issue_rest();
-    const DirectionRows directions(task, projections);
-    for (int64_t r = 0; copied && r < task.rows; ++r) load_drive<Pairs>(task, r, t);
-    for (int64_t first = 0; first < task.rows; first += lanes<T>) {
-      const int count = std::min<int64_t>(lanes<T>, task.rows - first);
-      if (s.sizes.planes > 1)
-        count == 1 ? forward_product_rows<T, Pairs>(task, directions.final, first, count, t)
-                   : forward_product_rows<Vec<T>, Pairs>(task, directions.final, first, count, t);
-      else
-        count == 1 ? forward_rows<T, Pairs>(task, directions.final, dots, first, count, t)
-                 : forward_rows<Vec<T>, Pairs>(task, directions.final, dots, first, count, t);
-    }
+    forward_step<Pairs>(task, projections, t);
   }
 }
 

@@ -4,12 +4,12 @@
 //   arguments.h         the arguments of a call
 //   plane.h             the scalars of one rotation, forward and backward
 //   directions.h        from the vectors of a row to these scalars
-//   product.h           a step with several rotations
+//   product.h           a step with several rotations, or with planes of the whole state
 //   variants.h          LayerNorm of the directions, fixed dot product, slow memory, ReLU and spikes
 //   factored.h          products with K and V in factored form
 //   sums.h, task.h      gradients that are summed over rows; memory and addresses of a task
 //   weights.h           products with K and V
-//   forward.h, single_sequence.h, backward.h   the loops over time
+//   forward.h, single_sequence.h, backward.h, whole_state.h   the loops over time
 //
 // s is the arguments of the call, `struct Scan`. SIMD uses GCC and Clang vector extensions only.
 
@@ -18,6 +18,7 @@
 #include "../../csrc/threads.h"
 #include "backward.h"
 #include "single_sequence.h"
+#include "whole_state.h"
 
 namespace {
 
@@ -54,10 +55,23 @@ void run_task(Task& task, bool backward, const Weights& weights, const Weights& 
     run_forward<Pairs>(task, weights);
 }
 
+// Planes of the whole state: run the tasks of all heads of a tile.
+template <bool Pairs>
+void run_together(Heads& heads, bool backward, const std::vector<Weights>& weights,
+                  const std::vector<Weights>& transposed) {
+  for (Task& task : heads) task.load_constants();
+  if (backward)
+    run_backward_together<Pairs>(heads, weights, transposed);
+  else
+    run_forward_together<Pairs>(heads, weights);
+}
+
 // Sizes in entries of T.
 int64_t task_memory(const Scan& s, bool backward) {
   Arena<T> memory = {nullptr, 0};
-  Task(s, 0, 0, backward, memory);
+  const int64_t together = s.options.whole_state ? s.sizes.heads : 1;
+  for (int64_t head = 0; head < together; ++head) Task(s, head, 0, backward, memory);
+  if (s.options.whole_state) WholeState{}.allocate(s, backward, memory);
   return memory.used;
 }
 int64_t weight_memory(const Scan& s) {
@@ -93,9 +107,24 @@ void run(const Scan& s, bool backward, Products products = not_only_products) {
   const int64_t each = task_memory(s, backward);
   run_in_threads(threads, [&](int64_t thread) {
     if (weight_sums) std::memset(weight_sums + thread * sums_size, 0, sums_size * sizeof(T));
-    for (int64_t i = thread; i < tasks; i += threads) {
+    for (int64_t i = thread; i < (s.options.whole_state ? tiles : tasks); i += threads) {
       const int64_t head = i / tiles;
       Arena<T> own = {memory.base + memory.used + thread * each, 0};
+      if (s.options.whole_state) {
+        WholeState whole;
+        whole.allocate(s, backward, own);
+        Heads together;
+        together.reserve(heads);
+        for (int64_t h = 0; h < heads; ++h) {
+          Task& task = together.emplace_back(s, h, i * s.sizes.tile, backward, own);
+          task.whole = &whole;
+          if (backward) task.sums.totals = totals + (h * tiles + i) * sum_count(s) * task.pad();
+          if (weight_sums) task.weight_sums = weight_sums + thread * sums_size + h * (sums_size / heads);
+        }
+        s.options.complex_pairs ? run_together<true>(together, backward, weights, transposed)
+                                : run_together<false>(together, backward, weights, transposed);
+        continue;
+      }
       Task task(s, head, i % tiles * s.sizes.tile, backward, own);
       if (backward) task.sums.totals = totals + i * sum_count(s) * task.pad();
       if (weight_sums) task.weight_sums = weight_sums + thread * sums_size + head * (sums_size / heads);

@@ -26,6 +26,13 @@ template <class N> struct PlaneRows {
   N on_p, on_q, on_k, cosine, key_scale, value_scale, ww;
   Coefficients<N> coef;
   N beta, a, b;
+  // With softness, key and value are shorter than one, k f and v f': beta is that of the head times `shortening` = f f'.
+  // The derivative of log f with respect to log |p| is key_excess, that with respect to log |x| is its negative.
+  N shortening, key_excess, value_excess;
+  // A key or value of zero has a gradient if the other, `partner`, is not zero.
+  const T* partner[rows_per<N>];
+  T partner_scale[rows_per<N>];
+  bool zero_key[rows_per<N>];
   InPlane<N> y, z, h, e;  // of y_j, z_(j-1), h_j and e_(j-1)
 };
 
@@ -76,8 +83,8 @@ template <class N, int Count, class TermsOf> INLINE void sum_rows(int count, int
 // Find the rotation in one plane of `count` rows, with p of row l at directions + l * stride, followed by q. Rows for
 // which is_none(l) holds, or with a key or value of zero, have Q = I.
 template <class N, class IsNone>
-void find_plane(const Task& task, const T* directions, int64_t stride, int count, IsNone is_none, N beta, T* scratch,
-                PlaneRows<N>& out) {
+void find_plane(const Task& task, const T* directions, int64_t stride, int count, IsNone is_none, N beta, N soft_length,
+                T* scratch, PlaneRows<N>& out) {
   const int64_t pad = task.pad();
   for (int l = 0; l < count; ++l) {
     out.p[l] = directions + l * stride;
@@ -104,11 +111,17 @@ void find_plane(const Task& task, const T* directions, int64_t stride, int count
   out.ww = T(1) - (d[2] / d[0]) * (d[2] / d[1]);
   for (int l = 0; l < count; ++l) {
     const bool none = is_none(l);
+    out.partner[l] = nullptr;
     if (!none && is_well_conditioned(lane(d[0], l), lane(d[1], l), lane(c, l))) continue;
     Row<T> row = {};
     T *k = scratch + l * 2 * pad, *w = k + pad;
     if (!none) orthogonalize_carefully<T>(out.p[l], pad, k, w, row);
     const bool rotates = !none && !row.no_rotation;
+    if (row.no_rotation && (row.key_scale || row.value_scale)) {
+      out.zero_key[l] = !row.key_scale;
+      out.partner[l] = out.zero_key[l] ? w : k;
+      out.partner_scale[l] = out.zero_key[l] ? row.value_scale : row.key_scale;
+    }
     out.p[l] = rotates ? k : task.real;  // Q = I: they are multiplied by zero, so any finite vectors do
     out.q[l] = rotates ? w : task.real;
     for (N* scalar : {&out.on_p, &out.on_q}) set_lane(*scalar, l, T(rotates));
@@ -118,10 +131,25 @@ void find_plane(const Task& task, const T* directions, int64_t stride, int count
     set_lane(out.value_scale, l, rotates ? row.value_scale : T(0));
     set_lane(out.ww, l, rotates ? dot(w, w, pad) : T(0));
   }
+  const N of_key = soft_length * out.key_scale, of_value = soft_length * out.value_scale;
+  const N key_factor = T(1) / sqrt_lanes(T(1) + of_key * of_key),
+          value_factor = T(1) / sqrt_lanes(T(1) + of_value * of_value);
+  out.shortening = key_factor * value_factor;
+  out.key_excess = (of_key * key_factor) * (of_key * key_factor);
+  out.value_excess = (of_value * value_factor) * (of_value * value_factor);
+  beta = beta * out.shortening;
   out.beta = beta;
   out.coef = coefficients<N>(task.s.options.retraction, beta * beta * out.ww);
   out.a = beta * out.coef.linear;
   out.b = beta * beta * out.coef.quadratic;
+}
+
+// Return the softness times |x| of each row.
+template <class N> INLINE N soft_lengths(const Task& task, int64_t first, int count) {
+  N out = {};
+  for (int l = 0; task.whole && l < count; ++l)
+    set_lane(out, l, T(task.s.options.softness) * task.whole->length[first + l]);
+  return out;
 }
 
 // Find the rotations of all planes. `directions` are the rows of p and q from the first row on.
@@ -129,10 +157,10 @@ template <class N, class IsNone>
 void find_planes(const Task& task, const T* directions, int64_t first, int count, int64_t t, IsNone is_none,
                  PlaneRows<N>* out) {
   const int64_t stride = task.halves() * task.pad();
-  const N beta = load_betas<N>(task, first, count, t);
+  const N beta = load_betas<N>(task, first, count, t), soft_length = soft_lengths<N>(task, first, count);
   for (int64_t j = 0; j < task.s.sizes.planes; ++j)
     find_plane<N>(task, directions + first * stride + j * 2 * task.pad(), stride, count, is_none, beta,
-                  task.scratch + first * stride + j * count * 2 * task.pad(), out[j]);
+                  soft_length, task.scratch + first * stride + j * count * 2 * task.pad(), out[j]);
 }
 
 template <class N> INLINE InPlane<N> in_plane(const PlaneRows<N>& plane, const N* dots) {
@@ -234,8 +262,9 @@ void rotate_states(const Task& task, const T* directions, int64_t first, int cou
 
 // ---- Backward -------------------------------------------------------------------------------------------------------
 
-// From the dot products of a plane to the coefficients of its gradients; add the gradient of beta.
-template <class N> INLINE PlaneGradients<N> plane_gradients(const PlaneRows<N>& at, N& beta_gradient) {
+// From the dot products of a plane to the coefficients of its gradients; add the gradients of beta and of log |x|.
+template <class N>
+INLINE PlaneGradients<N> plane_gradients(const PlaneRows<N>& at, N& beta_gradient, N& length_gradient) {
   const N a = at.a, b = at.b, ww = at.ww, c = at.cosine;
   const InPlane<N>&h = at.h, &z = at.z, &y = at.y, &e = at.e;
   // The sum of h.Qz and y.Qe, where Q z = z + (a wz - b ww kz) k - (a kz + b wz) w.
@@ -243,7 +272,10 @@ template <class N> INLINE PlaneGradients<N> plane_gradients(const PlaneRows<N>& 
   const N gb = -(ww * (z.k * h.k + e.k * y.k) + z.w * h.w + e.w * y.w);
   const N gs = at.beta * (ga * at.coef.linear_slope + gb * at.beta * at.coef.quadratic_slope);
   const N gww = gs * at.beta * at.beta - b * (z.k * h.k + e.k * y.k);
-  beta_gradient += ga * at.coef.linear + 2 * at.beta * (gb * at.coef.quadratic + gs * ww);
+  const N own_gradient = ga * at.coef.linear + 2 * at.beta * (gb * at.coef.quadratic + gs * ww);
+  beta_gradient += own_gradient * at.shortening;
+  const N along_k = own_gradient * at.beta * at.key_excess, along_v = own_gradient * at.beta * at.value_excess;
+  length_gradient -= along_k + along_v;
   const N k_h = a * z.w - b * ww * z.k, w_h = -a * z.k - b * z.w, k_z = -a * h.w - b * ww * h.k,
           w_z = a * h.k - b * h.w;
   const N k_y = a * e.w - b * ww * e.k, w_y = -a * e.k - b * e.w, k_e = -a * y.w - b * ww * y.k,
@@ -257,17 +289,27 @@ template <class N> INLINE PlaneGradients<N> plane_gradients(const PlaneRows<N>& 
   out.key_z = k_z - c * w_z;
   out.key_y = k_y - c * w_y;
   out.key_e = k_e - c * w_e;
-  out.key_p = on_p(c * k_gw - k_gk, -2 * c * gww - k_gw);
+  out.key_p = on_p(c * k_gw - k_gk + along_k, -2 * c * gww - k_gw);
   out.key_q = on_q(-2 * c * gww - k_gw);
   out.value_h = w_h;
   out.value_z = w_z;
   out.value_y = w_y;
   out.value_e = w_e;
-  out.value_p = on_p(-(k_gw + c * w_gw), 2 * gww - w_gw);
-  out.value_q = on_q(2 * gww - w_gw);
+  out.value_p = on_p(c * along_v - (k_gw + c * w_gw), 2 * gww - w_gw + along_v);  // v = w + c k
+  out.value_q = on_q(2 * gww - w_gw + along_v);
   out.key_scale = at.key_scale;
   out.value_scale = at.value_scale;
   return out;
+}
+
+// With softness: the gradient of a key of zero, from h.Qz + y.Qe with Q = 1 + beta (dk v' - v dk'), where v is the unit
+// value; or minus that of a value of zero.
+inline void backward_zero_direction(const T* v, const T* h, const T* z, const T* y, const T* e, int64_t pad, T scale,
+                                    T* to) {
+  set_scaled(scale * dot(v, z, pad), h, to, pad);
+  add_scaled(-scale * dot(v, h, pad), z, to, pad);
+  add_scaled(scale * dot(v, e, pad), y, to, pad);
+  add_scaled(-scale * dot(v, y, pad), e, to, pad);
 }
 
 // The backward of `count` rows from `first` on, without K'gp + V'gq: gp and gq of all planes to `gradients`, the
@@ -335,10 +377,11 @@ void rotate_states_backward(const Task& task, const T* directions, const T* x, c
     if (next) next->e = dots;
   }
 
-  N beta_gradient = {};
+  N beta_gradient = {}, length_gradient = {};
+  const N betas = load_betas<N>(task, first, count, t), soft_length = soft_lengths<N>(task, first, count);
   for (int64_t j = 0; j < planes; ++j) {
     PlaneGradients<T> by[rows_per<N>];
-    split_lanes<T>(plane_gradients<N>(plane[j], beta_gradient), by);
+    split_lanes<T>(plane_gradients<N>(plane[j], beta_gradient, length_gradient), by);
     const Rows<const T> h_rows = read(h, j + 1), z_rows = read(z, j), y_rows = read(y, j + 1), e_rows = read(e, j);
     for (int l = 0; l < count; ++l) {
       const PlaneGradients<T> c = by[l];
@@ -355,9 +398,20 @@ void rotate_states_backward(const Task& task, const T* directions, const T* x, c
         store<T>(to + pad + i, c.value_scale * (c.value_h * h_i + c.value_z * z_i + c.value_y * y_i +
                                                 c.value_e * e_i + c.value_p * p_i + c.value_q * q_i));
       }
+      const T soft = lane(soft_length, l);
+      if (plane[j].partner[l] && soft > 0) {
+        const T across = soft * plane[j].partner_scale[l], by_beta = lane(betas, l) / std::sqrt(1 + across * across);
+        if (plane[j].zero_key[l])
+          backward_zero_direction(plane[j].partner[l], h_l, z_l, y_l, e_l, pad, by_beta / soft, to);
+        else
+          backward_zero_direction(plane[j].partner[l], h_l, z_l, y_l, e_l, pad, -by_beta / soft, to + pad);
+      }
     }
   }
-  for (int l = 0; l < count; ++l) beta_gradients[l] = lane(beta_gradient, l);
+  for (int l = 0; l < count; ++l) {
+    beta_gradients[l] = lane(beta_gradient, l);
+    if (task.whole) task.whole->length_gradient[first + l] += lane(length_gradient, l);
+  }
 }
 
 }  // namespace

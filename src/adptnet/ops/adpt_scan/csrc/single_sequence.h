@@ -11,7 +11,7 @@ namespace {
 
 INLINE bool is_single_sequence(const Scan& s) {
   const Options& o = s.options;
-  return s.sizes.tile == 1 && s.sizes.planes == 1 && o.rotates && o.source == identity &&
+  return s.sizes.tile == 1 && !is_product(s) && o.rotates && o.source == identity &&
          !(o.directions_in_drive || o.beta_in_drive || o.has_norm || o.has_fixed_dot || o.rotation_aware ||
            o.phased || o.slow_memory || is_factored(s) || s.inputs.bias || s.inputs.lengths);
 }

@@ -25,7 +25,26 @@ INLINE int64_t steps_per_block(const Scan& s, int64_t rows) {
   return has_weights(s) && rows < block_rows ? block_rows / rows : 1;
 }
 
-constexpr int64_t plane_rows_bytes = 1024;  // at least the size of `PlaneRows`
+// With planes of the whole state: memory that the heads of a tile share, see whole_state.h.
+struct WholeState {
+  T* x;          // states of all heads, rows `stride` apart; in the backward those of a block of steps
+  int64_t stride;
+  T* gradients;  // (tile, pad of all heads): K'gp + V'gq of all heads
+  T *length, *length_gradient;  // (tile): |x|, and the gradient with respect to its logarithm
+  T* scratch;                   // (pad of all heads)
+
+  void allocate(const Scan& s, bool backward, Arena<T>& memory) {
+    const int64_t tile = s.sizes.tile, kept = backward && tile < block_rows ? block_rows : tile;
+    const int64_t pad = padded_size<T>(s.sizes.depth);
+    stride = row_stride<T>(pad);
+    x = memory.allocate(kept * stride);
+    for (T** scalars : {&length, &length_gradient}) *scalars = memory.allocate(tile);
+    scratch = memory.allocate(pad);
+    if (backward) gradients = memory.allocate(tile * pad);
+  }
+};
+
+constexpr int64_t plane_rows_bytes = 1280;  // at least the size of `PlaneRows`
 
 struct Task {
   const Scan& s;
@@ -42,8 +61,9 @@ struct Task {
   SlowMemory slow;
   Phase phase;
   FactorScratch<T> factor_scratch;
-  T* plane_rows;  // several planes: the `PlaneRows` of each
-  T* rotated;     // several planes, backward only: y_j, z_j, h_j and e_j of a group of rows, see product.h
+  const WholeState* whole = nullptr;
+  T* plane_rows;  // a step of product.h: the `PlaneRows` of each plane
+  T* rotated;     // and, backward only: y_j, z_j, h_j and e_j of a group of rows, see product.h
 
   // Backward only.
   T *g, *previous_g;  // (tile, pad): gradients with respect to the states after and before the step
@@ -72,7 +92,7 @@ struct Task {
     fixed_dot.allocate(s, memory);
     slow.allocate(s, backward, memory);
     phase.allocate(s, backward, memory);
-    if (s.sizes.planes > 1) {
+    if (is_product(s)) {
       plane_rows = memory.allocate(s.sizes.planes * plane_rows_bytes / sizeof(T));
       if (backward) rotated = memory.allocate(4 * s.sizes.planes * lanes<T> * pad);
     }
@@ -88,6 +108,10 @@ struct Task {
   int64_t x_stride() const { return row_stride<T>(pad()); }
   int64_t gradient_stride() const { return row_stride<T>(halves() * pad()); }
   int64_t halves() const { return half_count(s); }
+  // What K and V are applied to.
+  Rows<const T> source_rows() const {
+    return whole ? Rows<const T>{whole->x, whole->stride} : Rows<const T>{source, x_stride()};
+  }
 
   void load_constants() {
     const int64_t pad = this->pad();

@@ -374,9 +374,9 @@ template <class T> void run(const Step& s) {
   T *weights = static_cast<T*>(s.workspace), *transposed = weights + each, *matrices = transposed + each;
   T* memory = weights + weight_memory<T>(s);
   const T* weight = static_cast<const T*>(s.weight);
-  if (!s.packed) pack_forward<T>(weight, m, weights);
+  if (!s.packed) pack_forward<T>(weight, m, m, weights);
   if (s.jacobians && !s.packed) {
-    pack_backward<T>(weight, m, transposed);
+    pack_backward<T>(weight, m, m, transposed);
     for (int64_t i = 0; i < 2 * m; ++i) load_row<T>(weight + i * m, m, matrices + i * pad, pad);
   }
   run_in_threads(s.threads, [&](int64_t thread) {
