@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..ops.adpt_step import Outcome, Rules
 from ..ops.tolerance import Tolerance
-from .convergence_test import Contraction, allowed_drift, rounding_excess
+from .convergence_test import Contraction, Drift, allowed_drift, rounding_excess
 from .iterates import EvaluatedIterate, Iterate, MeasuredIterate, MeasureFunction
 from .rounding import find_cancelling_steps, split_rows
 from .system import System
@@ -191,6 +191,7 @@ class _NewtonLoop:
         self.is_finished = not batch or not steps or not limits.most
         self.at = self._measure(system, guess)
         self.contraction = Contraction(self.at.excess, rounding_excess(tolerance, guess.dtype))
+        self.drift = Drift(self.slack, self.contraction.rounding, guess)
         zero = guess.new_zeros(batch)
         count = torch.zeros(batch, dtype=torch.int64, device=guess.device)
         self.residual = self.at.largest_residual
@@ -215,8 +216,9 @@ class _NewtonLoop:
         at, sequences, limits = self.at, self.sequences, self.limits
         self._allow_rounding()
         self.contraction.update(at.excess)
-        self.error = self.contraction.error(at.next_change(), self.total)
-        residual, reached = self.residual, self._count_converged()
+        self.change = at.next_change()
+        self.error = self.contraction.error(self.change, self.total)
+        residual, reached = self.residual, self._exclude_drifting(self._count_converged())
         self.droppable = at.within_tolerance[:, : self.error.shape[1]] & (self.error <= min(1.0, self.slack))
         self.done = reached == self.total
         finite = residual.isfinite()
@@ -272,7 +274,39 @@ class _NewtonLoop:
         for rows in split_rows(drifting, self.total * self.shape[2]):
             move = at.next_change_beyond_rounding(rows, self.slack)
             self.error[rows] = self.contraction.part(rows, 0).error(move, self.total)
+            self.change[rows] = move
         return axis.count_leading(self._mark_converged(), flags[:0])[0] + self.start
+
+    def _exclude_drifting(self, reached: Tensor) -> Tensor:
+        """Return how many steps have converged, without those whose errors may add up, in sequences that have finished.
+
+        Args:
+            reached: (batch,), how many have converged by the estimate of their errors.
+        """
+        at, axis = self.at, self.at.system.axis
+        rows = (reached == self.total).nonzero().squeeze(-1)
+        if not len(rows):
+            return reached
+
+        excess, change = (values.index_select(0, rows) for values in (at.excess, self.change))
+
+        def find_drifting(one_sign: Tensor | None) -> Tensor:
+            bound = self.drift.select(rows).bound(excess, change, self.total, axis, one_sign)
+            return ~(bound <= self.drift.limit)
+
+        drifting = find_drifting(None)
+        if not bool(drifting.any()):
+            return reached
+        one_sign = torch.cat([at.sum_one_sign(some) for some in split_rows(rows, self.total * self.shape[2])])
+        drifting = find_drifting(one_sign)
+        unknown = rows[(drifting & self.drift.rate[rows].isnan()).any(1)]
+        for some in split_rows(unknown, self.total * self.shape[2]):
+            self.drift.rate[some] = at.measure_rate(some).unsqueeze(1)
+        if len(unknown):
+            drifting = find_drifting(one_sign)
+        count = (~drifting).long().cumprod(1).sum(1) + self.start
+        count = torch.where(drifting.any(1), torch.zeros_like(count) if axis.is_split else count, reached[rows])
+        return reached.index_copy(0, rows, count)
 
     def _mark_converged(self) -> Tensor:
         """Return whether each remaining step is within tolerance, as its estimated error is, (batch, time)."""
@@ -293,8 +327,13 @@ class _NewtonLoop:
             self.rows = left if self.rows is None else self.rows.index_select(0, left)
             self.at, self.contraction = self.at.part(left, 0), self.contraction.part(left, 0)
             self.sequences = self.sequences.select(left)
+            self.drift, self.change = self.drift.select(left), self.change.index_select(0, left)
             self.droppable, self.error = (values.index_select(0, left) for values in (self.droppable, self.error))
         if self.iteration >= self.limits.least and not self.at.system.axis.is_split:
+            bound = self.drift.bound(
+                self.at.excess[:, : self.change.shape[1]], self.change, self.total, self.at.system.axis, None
+            )
+            self.droppable &= bound <= self.drift.DROPPED * self.drift.limit
             share = self.slack / max(1, self.total)
             self._drop_steps(min(_count_droppable(self.droppable, self.error, share), self.at.states.shape[1] - 1))
 
@@ -314,6 +353,7 @@ class _NewtonLoop:
         self._keep(at.states[:, :count], None, self.start)
         self.sequences.dropped_residual = torch.maximum(residual, at.residual[:, :count].amax(-1))
         self.at, self.contraction = at.part(None, count), self.contraction.part(None, count)
+        self.drift.drop(count)
         self.start += count
 
     def _keep(self, states: Tensor, rows: Tensor | None, start: int) -> None:

@@ -195,6 +195,10 @@ class _FusedIterate(MeasuredIterate):
         allowed = self.tolerance.allowed(part.evaluate(entering), part.reset, part.recent_scale)
         return self.exclude_rounding(rows, slack, transition, self.next.index_select(0, rows) - states, allowed)
 
+    def linearization_of(self, rows: Tensor) -> Transition:
+        part = select(self.system, rows)
+        return self.linearize(part, part.entering_states(self.states.index_select(0, rows)))
+
     def refine(self, rows: Tensor | None, steps: int) -> None:
         at = slice(None) if rows is None else rows
         self.states[at, :steps] = self.next[at, :steps]

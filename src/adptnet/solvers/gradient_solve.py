@@ -14,7 +14,7 @@ from ..ops import _buffers, _gpu
 from ..ops._torch_state import separate_views
 from ..ops.adpt_step import DevicePass
 from ..ops.tolerance import largest, recent_scale
-from .convergence_test import default_rtol
+from .convergence_test import default_rtol, measure_rate
 from .gradient_tolerance import GradientProgress, GradientTolerance, largest_ratio
 from .rounding import PROBES, accumulate, limit_accumulated, random_signs, select, split_rows
 from .system import System, chunk_length
@@ -116,7 +116,7 @@ class Backward:
         g.copy_(scan_back(buffer))
         limits = torch.empty_like(buffer)
         rises, previous = 0, math.inf
-        progress = GradientProgress(rtol, total, g.dtype)
+        progress = GradientProgress(rtol, axis, g)
         for _ in range(iterations):
             later = None
             if axis.is_split:
@@ -141,21 +141,27 @@ class Backward:
             previous = worst
             if rises == PATIENCE or not math.isfinite(worst):
                 break
+            one_sign = progress.sum_one_sign(residual, allowed, excess)
             move = scan_back(residual)
             g[:, :left] += move
             progress.update(excess.flip(1))
-            error = progress.error(excess.flip(1), largest_ratio(move, allowed).flip(1)).flip(1)
-            drifting = (excess <= 1).all(1) & ~(error <= progress.drift).all(1) & error.isfinite().all(1)
-            count, flags = axis.count_trailing((error <= progress.drift).all(0), drifting.long())
+            change = largest_ratio(move, allowed)
+            error = progress.error(excess.flip(1), change.flip(1)).flip(1)
+            drifting = (excess <= 1).all(1) & ~(error <= progress.slack).all(1) & error.isfinite().all(1)
+            count, flags = axis.count_trailing((error <= progress.slack).all(0), drifting.long())
             if bool(flags.any()):
                 for rows in split_rows(flags.nonzero().squeeze(-1), total * g.shape[2]):
-                    raised = self._raise_accumulated(part, states, known, g, allowed, rows, rtol, progress.drift)
+                    raised = self._raise_accumulated(part, states, known, g, allowed, rows, rtol, progress.slack)
                     size = largest_ratio(move.index_select(0, rows), raised)
                     explained = progress.error(excess.index_select(0, rows).flip(1), size.flip(1), rows).flip(1)
                     error[rows] = torch.where(drifting[rows].unsqueeze(-1), explained, error[rows])
+                    change[rows] = torch.where(drifting[rows].unsqueeze(-1), size, change[rows])
                     del raised
-                count, _ = axis.count_trailing((error <= progress.drift).all(0), flags[:0])
+                count, _ = axis.count_trailing((error <= progress.slack).all(0), flags[:0])
             del move
+            count = progress.count_not_drifting(
+                count, excess.flip(1), change.flip(1), one_sign, lambda: self._measure_rate(part, states, g, scan_back)
+            )
             if axis.is_split:
                 unconverged = total - count
             else:
@@ -164,6 +170,17 @@ class Backward:
             if not unconverged:
                 break
         return unconverged
+
+    def _measure_rate(self, part: System, states: Tensor, g: Tensor, scan_back: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the rate at which the iteration contracts an error of g, (batch,)."""
+
+        def advance(error: Tensor) -> Tensor:
+            offset = error.neg()
+            self._pull_back_all(part, states, error, part.steps, offset)
+            return error + scan_back(offset)
+
+        scale = recent_scale(g, mark_before_reset(part.reset), reverse=True, half_life=math.inf)
+        return measure_rate(advance, scale, part.axis.maximum, reverse=True)
 
     def _allow_rounding(
         self,

@@ -1,13 +1,15 @@
 """The tolerance and the convergence test of g, the gradient with respect to the states of a solve."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ..ops.tolerance import Tolerance, largest, recent_scale, running_maximum_
-from .convergence_test import Contraction, allowed_drift, rounding_excess
+from .convergence_test import Contraction, Drift, allowed_drift, rounding_excess, sum_one_sign
 from .rounding import split_batch
 from .system import System
-from .time_axis import LaterSteps, mark_before_reset
+from .time_axis import LaterSteps, TimeAxis, mark_before_reset
 
 __all__ = ["GradientProgress", "GradientTolerance", "largest_ratio"]
 
@@ -104,14 +106,15 @@ class GradientProgress:
 
     Args:
         rtol: The relative tolerance of g.
-        steps: The length of the sequence, in all processes.
-        dtype: The dtype of g.
+        axis: The time axis.
+        g: (batch, time, n), of this process.
     """
 
-    def __init__(self, rtol: float, steps: int, dtype: torch.dtype):
-        self.steps = steps
-        self.drift = allowed_drift(Tolerance(0.0, rtol), steps, dtype)
-        self.rounding = rounding_excess(Tolerance(0.0, rtol), dtype)
+    def __init__(self, rtol: float, axis: TimeAxis, g: Tensor):
+        self.steps, self.axis = axis.total(g.shape[1]), axis
+        self.slack = allowed_drift(Tolerance(0.0, rtol), self.steps, g.dtype)
+        self.rounding = rounding_excess(Tolerance(0.0, rtol), g.dtype)
+        self.drift = Drift(self.slack, self.rounding, g)
         self.contraction: Contraction | None = None
         self.is_rate_known = False
 
@@ -149,6 +152,44 @@ class GradientProgress:
         error = self.contraction.part(rows, 0).error(move, self.steps)
         return torch.where(excess <= (1 if self.is_rate_known else self.rounding), error, torch.inf)
 
+    def sum_one_sign(self, residual: Tensor, allowed: Tensor, excess: Tensor) -> Tensor | None:
+        """Return `sum_one_sign` with time running backwards, (batch, remaining steps); None if it is not needed.
+
+        Args:
+            residual, allowed: (batch, remaining steps, n), in the order of time.
+            excess: (batch, remaining steps), in the order of time.
+        """
+        if not self.axis.is_split and bool(
+            (excess.clamp(max=1).sum(1) + self.drift.before[:, 0] <= self.drift.limit).all()
+        ):
+            return None
+        parts = (sum_one_sign(residual[at].flip(1), allowed[at].flip(1), self.rounding) for at in split_batch(residual))
+        return torch.cat(list(parts))
+
+    def count_not_drifting(
+        self, count: int, excess: Tensor, move: Tensor, one_sign: Tensor | None, measure: Callable[[], Tensor]
+    ) -> int:
+        """Return how many of the converged steps, from the last, have no errors that may add up in any sequence.
+
+        Args:
+            count: The number of converged steps, in all processes.
+            excess: (batch, remaining steps), the residual of each step, in tolerances.
+            move: (batch, remaining steps), the change of each step in the next iteration, in tolerances.
+            one_sign: From `sum_one_sign`.
+            measure: Measures the rate of convergence of each sequence.
+        """
+        if not count or (self.axis.is_split and count < self.steps):
+            return 0
+        for is_measured in (False, True):
+            bound = self.drift.bound(excess, move, self.steps, self.axis, one_sign)
+            fits = (bound <= self.drift.limit).all(0)
+            fits = fits if self.axis.is_split else fits[:count]
+            if bool(fits.all()):
+                return count
+            if not is_measured and bool(self.drift.rate.isnan().any()):
+                self.drift.rate = measure().unsqueeze(1)
+        return 0 if self.axis.is_split else int(fits.long().cumprod(0).sum())
+
     def drop(self, count: int) -> None:
         """Exclude steps that have converged in all sequences.
 
@@ -156,6 +197,8 @@ class GradientProgress:
             count: The number of steps, from the last.
         """
         assert self.contraction is not None
+        if count:
+            self.drift.drop(count)
         self.contraction = self.contraction.part(None, count)
 
 

@@ -3,13 +3,15 @@
 import abc
 import copy
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..ops.tolerance import Tolerance, largest
+from ..ops.tolerance import Tolerance, largest, recent_scale
+from .convergence_test import measure_rate, rounding_excess, sum_one_sign
 from .rounding import CancellingSteps, allow_accumulated, allow_rounding, select
 from .system import System, chunk_length
 from .transitions import Transition
@@ -146,6 +148,55 @@ class MeasuredIterate(abc.ABC):
             start: The first step.
         """
 
+    @abc.abstractmethod
+    def linearization_of(self, rows: Tensor) -> Transition:
+        """Return the transition of some sequences.
+
+        Args:
+            rows: Indices of the sequences.
+        """
+
+    def sum_one_sign(self, rows: Tensor) -> Tensor:
+        """Return the largest sum of residuals of the size of rounding up to each step, (len(rows), time).
+
+        It is in tolerances of the largest |f| since the last reset.
+
+        Args:
+            rows: Indices of the sequences.
+        """
+        part, states = select(self.system, rows), self.states.index_select(0, rows)
+        values = part.evaluate(part.entering_states(states))
+        scale = recent_scale(values, part.reset, part.recent_scale, half_life=math.inf)
+        allowed = scale.mul_(self.tolerance.relative).add_(self.tolerance.floor(scale.dtype))
+        residual = values - states
+        if part.valid is not None:
+            residual = residual * part.valid.unsqueeze(-1)
+        return sum_one_sign(residual, allowed, rounding_excess(self.tolerance, states.dtype))
+
+    def measure_rate(self, rows: Tensor) -> Tensor:
+        """Return the rate at which the undamped iteration contracts an error at these states, (len(rows),).
+
+        The derivative of f is a finite difference, which needs nothing of f but its values.
+
+        Args:
+            rows: Indices of the sequences.
+        """
+        part, states = select(self.system, rows), self.states.index_select(0, rows)
+        axis, transition, zero = part.axis, self.linearization_of(rows), torch.zeros_like(part.initial)
+        values = part.evaluate(part.entering_states(states))
+        size = math.sqrt(torch.finfo(states.dtype).eps)
+
+        def advance(error: Tensor) -> Tensor:
+            moved = states + size * error
+            there = axis.with_previous(part, moved)
+            change = (there.evaluate(there.entering_states(moved)) - values) / size
+            return error + axis.scan(transition, change - error, zero, part.reset)
+
+        scale = recent_scale(values, part.reset, part.recent_scale, half_life=math.inf)
+        if part.valid is not None:
+            scale = scale * part.valid.unsqueeze(-1)
+        return measure_rate(advance, scale, axis.maximum)
+
     def exclude_rounding(
         self, rows: Tensor, slack: float, transition: Transition, change: Tensor, allowed: Tensor
     ) -> Tensor:
@@ -251,6 +302,9 @@ class EvaluatedIterate(MeasuredIterate):
         assert self._change is not None
         change, allowed = self._change.index_select(0, rows), self.allowed.index_select(0, rows)
         return self.exclude_rounding(rows, slack, self.transition.part(rows, 0), change, allowed)
+
+    def linearization_of(self, rows: Tensor) -> Transition:
+        return self.transition.part(rows, 0)
 
     def _leading_change(self) -> Tensor:
         """Return the undamped change of the next iteration in the leading steps, (batch, leading steps, n)."""
