@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from adptnet import ADPTNet, cells, solvers
-from adptnet.adjoints import Implicit
+from adptnet import ADPTNet, adjoints, cells, solvers
 from adptnet.solvers import Result, Sequential
 from adptnet.solvers.convergence_test import default_rtol
 
@@ -72,7 +71,7 @@ def test_gradients_have_the_slow_component_that_is_a_millionth_of_the_rest(share
 
     def gradient(solver, dtype):
         state = torch.ones(1, 3, dtype=dtype, requires_grad=True)
-        states = solver(cell, x.to(dtype), state, adjoint=Implicit(max_iterations=40)).states
+        states = solver(cell, x.to(dtype), state, adjoint=adjoints.Implicit(max_iterations=40)).states
         return torch.autograd.grad((states * weight.to(dtype)).sum(), state)[0]
 
     exact, found = gradient(Sequential(), torch.float64), gradient(solvers.Jacobi(max_iterations=2), dtype)
