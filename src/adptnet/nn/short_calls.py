@@ -122,7 +122,7 @@ class PreparedLayer:
         # A linear recurrence does not use K and V, but its kernel with gradients gives them gradients of zero.
         unused = weights._replace(directions=(), direction_biases=()) if form.linear else weights
         self.call = LayerCall(form, unused, vectors, sources)
-        self.can_train = vectors.gain_imag is None and weights.input_weight is not None
+        self.can_train = vectors.gain_imag is None
         # In closed form if β is fixed and all parameters have the dtype of the layer, otherwise by the modules.
         in_dtype = all(t.dtype == self.call.dtype for t in sources)
         closed = TiedGain.find_parameters(cell.spectrum, cell.drive.gain) if in_dtype else None
@@ -165,7 +165,8 @@ class PreparedLayer:
             The outputs, and the state after the last step.
         """
         weights = self._weights
-        scale_weight = weights.input_bias is None and weights.gate is None and is_scaling_faster(x)
+        plain = weights.input_weight is not None and weights.input_bias is None and weights.gate is None
+        scale_weight = plain and is_scaling_faster(x)
         at = None if self._parameters is None else self._linearize(self._parameters)
         sources = self._evaluate() if self._parameters is None else self._parameters
         states, final = self._training.run(x, initial, sources, at, scale_weight=scale_weight)

@@ -170,7 +170,17 @@ def test_a_short_call_in_training_equals_the_general_path(axes, batch, steps):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("axes", [{}, {"beta": 0.0}, {"beta": TrainableBeta(1.0), "state_size": 9}], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {},
+        {"beta": 0.0},
+        {"beta": TrainableBeta(1.0), "state_size": 9},
+        {"input_projection": projections.Identity()},
+        {"input_projection": projections.Identity(), "gate": drive.SoftplusGate()},
+    ],
+    ids=str,
+)
 def test_a_training_call_is_one_function(axes, monkeypatch):
     calls, run = [], TrainingCall.run
     monkeypatch.setattr(TrainingCall, "run", lambda *a, **k: calls.append(1) or run(*a, **k))

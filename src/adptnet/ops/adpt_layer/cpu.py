@@ -192,7 +192,6 @@ def compute_drive_gradients(
     """
     batch, steps, width = x.shape
     weight, bias, gate = weights.input_weight, weights.input_bias, weights.gate
-    assert weight is not None
     rows, size, rank = batch * steps, gain.shape[0], 0 if gate is None else gate.down.shape[0]
     if values is None or gate is None:
         of_gate: tuple[Any, ...] = (None,) * 5
@@ -208,7 +207,7 @@ def compute_drive_gradients(
         (batch, steps, size),
         (batch, steps, width),
         (size,),
-        (size, width),
+        *[(size, width)] * (weight is not None),
         *[(size,)] * (bias is not None),
         *shapes,
     ]
@@ -220,7 +219,7 @@ def compute_drive_gradients(
     results = DriveGradients(
         x=torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None,
         gain=torch.empty_like(gain),
-        weight=torch.empty_like(weight),
+        weight=None if weight is None else torch.empty_like(weight),
         bias=None if bias is None else torch.empty_like(bias),
         gate=() if gate is None else tuple(map(torch.empty_like, gate)),
     )

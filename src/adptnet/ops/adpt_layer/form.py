@@ -67,7 +67,7 @@ class DriveGradients(NamedTuple):
 
     x: Tensor | None
     gain: Tensor
-    weight: Tensor
+    weight: Tensor | None
     bias: Tensor | None
     gate: tuple[Tensor, ...]  # as in `GateWeights`; empty without a gate
 

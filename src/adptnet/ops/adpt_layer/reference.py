@@ -55,15 +55,18 @@ def drive_gradients(
     """
     flat, rows = to_drive.reshape(-1, to_drive.shape[-1]), x.reshape(-1, x.shape[-1])
     matrix, bias, gate = weights.input_weight, weights.input_bias, weights.gate
-    assert matrix is not None
-    if gate is None or values is None:
+    product = total = None
+    to_gate: tuple[Tensor, ...] = ()
+    if matrix is None and values is None:
+        to_gain, to_u = (flat * rows).sum(0), flat * gain
+    elif gate is None or values is None:
+        assert matrix is not None
         product = flat.t() @ rows
         total = None if bias is None else flat.sum(0)
         to_gain = (product * matrix).sum(1)
         to_gain = to_gain if bias is None or total is None else to_gain + bias * total
         to_u = flat * gain
         product, total = product * gain.unsqueeze(-1), None if total is None else total * gain
-        to_gate: tuple[Tensor, ...] = ()
     else:
         u, hidden, logits = values
         scaled, factor = flat * gain, functional.softplus(logits)
@@ -72,6 +75,7 @@ def drive_gradients(
         to_hidden = slope @ gate.up
         to_u = scaled * factor + to_hidden @ gate.down
         to_gate = to_hidden.t() @ u, slope.t() @ hidden, slope.sum(0)
-        product, total = to_u.t() @ rows, None if bias is None else to_u.sum(0)
-    to_x = (to_u @ matrix).view(x.shape) if needs_x else None
+        product = None if matrix is None else to_u.t() @ rows
+        total = None if bias is None else to_u.sum(0)
+    to_x = (to_u if matrix is None else to_u @ matrix).view(x.shape) if needs_x else None
     return DriveGradients(to_x, to_gain, product, total, to_gate)

@@ -40,7 +40,7 @@ class TrainingCall:
 
     Args:
         form: The form of the recurrence: not `directions_in_drive`, `beta_in_drive`, `dot` or `norm_epsilon`.
-        weights: The matrices, with an input projection; the read-out is not used.
+        weights: The matrices; the read-out is not used.
         source: Evaluates the vectors, with a real gain.
     """
 
@@ -70,7 +70,7 @@ class TrainingCall:
             state: The state before the first step, (batch, n); None for zeros.
             sources: The tensors from which the vectors are evaluated.
             at: The vectors linearized at these sources, if that was done before.
-            scale_weight: Compute (gain B) x rather than gain (B x); only without a bias and a gate.
+            scale_weight: Compute (gain B) x rather than gain (B x); only with a B, and without a bias and a gate.
         """
         found: tuple[Tensor, Tensor] = _States.apply(  # type: ignore[no-untyped-call]
             (self, at, scale_weight), x, state, *self._tensors, *sources
@@ -124,7 +124,8 @@ class _States(torch.autograd.Function):
         if scale_weight:
             drive = x @ (vectors.gain_real * matrix.t())
         else:  # with the operations of the modules
-            u = functional.linear(x.reshape(-1, width), matrix)
+            u = x.reshape(-1, width)
+            u = u if matrix is None else functional.linear(u, matrix)
             u = u if weights.input_bias is None else u + weights.input_bias
             if gate is not None:
                 hidden = functional.linear(u, gate.down)

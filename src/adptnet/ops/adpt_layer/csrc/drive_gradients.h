@@ -2,7 +2,7 @@
 //
 // With g the gradient of the drive, that of u is v = gain g without a gate. With a gate it is gain g softplus(a) + h D',
 // where t = gain g u softplus'(a) is the gradient of a, and h = t U that of D' u. Then
-//   B: sum v x'    b: sum v    x: v B    U: sum t (D' u)'    D': sum h u'    c: sum t    gain: sum g softplus(a) u
+//   B: sum v x'    b: sum v    x: v B, or v without B    U: sum t (D' u)'    D': sum h u'    c: sum t    gain: sum g softplus(a) u
 //   r, i, j, k   row (sequence and step), state dimension, feature of x, row of D'
 
 #pragma once
@@ -13,7 +13,7 @@
 struct DriveGradients {
   int64_t rows, width, size, rank;             // rank: 0 without a gate
   const void *to_drive, *x;                    // (rows, n), (rows, width)
-  const void *gain, *weight, *bias;            // (n), B (n, width), b (n) or null
+  const void *gain, *weight, *bias;            // (n), B (n, width) or null, b (n) or null
   const void *u, *hidden, *logits, *down, *up;  // with a gate: (rows, n), D' u (rows, rank), a (rows, n), D', U
   void *to_x, *to_gain, *to_weight, *to_bias;  // to_x: null if it is not needed
   void *to_down, *to_up, *to_gate_bias;
@@ -29,6 +29,7 @@ template <class T> struct DriveMemory {
 
   void allocate(const DriveGradients& s, Arena<T>& memory) {
     to_u = memory.allocate(s.rows * s.size);
+    if (!s.rank && !s.weight) sums = memory.allocate(s.size);
     if (!s.rank) return;
     to_logits = memory.allocate(block_rows * s.size);
     to_hidden = memory.allocate(block_rows * s.rank);
@@ -116,9 +117,33 @@ template <class T> void differentiate_gain(const DriveGradients& s, const DriveM
     for (int64_t i = 0; i < s.size; ++i) at.to_u[r * s.size + i] = gain[i] * g[r * s.size + i];
 }
 
+// Without a gate and without B.
+template <class T> void differentiate_gain_alone(const DriveGradients& s, const DriveMemory<T>& at) {
+  const int64_t n = s.size;
+  T* const total = output<T>(s.to_gain);
+  std::memset(total, 0, n * sizeof(T));
+  for (int64_t first = 0; first < s.rows; first += block_rows) {
+    std::memset(at.sums, 0, n * sizeof(T));
+    for (int64_t r = first; r < std::min(first + block_rows, s.rows); ++r) {
+      const T *const g = input<T>(s.to_drive) + r * n, *const x = input<T>(s.x) + r * n, *const gain = input<T>(s.gain);
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) {
+        at.sums[i] += g[i] * x[i];
+        at.to_u[r * n + i] = gain[i] * g[i];
+      }
+    }
+    add_scaled<T>(n, T(1), at.sums, total);
+  }
+}
+
 template <class T> void differentiate_drive(const DriveGradients& s, const DriveMemory<T>& at) {
   const int64_t n = s.size;
   if (s.rank) differentiate_gate<T>(s, at);
+  if (!s.weight) {
+    if (!s.rank) differentiate_gain_alone<T>(s, at);
+    if (s.to_x) std::memcpy(s.to_x, at.to_u, s.rows * n * sizeof(T));
+    return;
+  }
   const T* const by_row = s.rank ? at.to_u : input<T>(s.to_drive);
   multiply_strided<T>(n, s.rows, s.width, {by_row, 1, n}, {input<T>(s.x), s.width},
                       {output<T>(s.to_weight), s.width});
