@@ -8,7 +8,9 @@ import adptnet
 from adptnet import directions, solvers, spectra
 from adptnet.cells import SlowMemory
 from adptnet.ops import _backends, _gpu
-from adptnet.recurrence.conjugates import Diagonal, Taylor
+from adptnet.ops.adpt_scan import _autograd
+from adptnet.recurrence.conjugates import Diagonal, Product, Taylor
+from adptnet.recurrence.drive import InputPhase
 
 LAYERS = {
     "plain": {},
@@ -27,6 +29,7 @@ LAYERS = {
     "beta per head": {"direction": directions.FromState(heads=2), "beta": (0.5, 0.25)},
     "fixed dot product, Taylor": {"direction": directions.FromState(dot=0.3), "conjugate": Taylor(2), "beta": 0.1},
     "diagonal": {"conjugate": Diagonal(), "beta": 0.0},
+    "phase": {"phase": InputPhase(), "direction": directions.FromState(heads=2)},
     "negative": {"spectrum": spectra.Negative(spectra.S4DReal(), 0.5)},
 }
 
@@ -72,6 +75,17 @@ def test_a_layer_trains_as_on_a_cpu(on_both, name):
     found, expected, programs = on_both(lambda: train_step(layer, x))
     assert programs == {"linear_scan" if name == "diagonal" else "triton"}
     compare(found, expected)
+
+
+def test_without_a_kernel_the_loop_runs_once_and_autograd_records_it(emulated_gpu, monkeypatch):
+    """The operation would run the loop in the forward, and again in the backward."""
+
+    def fail(*_):
+        raise AssertionError("the operation was called")
+
+    monkeypatch.setattr(_autograd, "scan", fail)
+    layer = adptnet.ADPTNet(4, dtype=torch.float32, conjugate=Product(2), solver=solvers.Sequential())
+    train_step(layer, torch.randn(1, 3, 4, dtype=torch.float32))
 
 
 def test_lengths_resets_states_and_beta_of_a_call(on_both):

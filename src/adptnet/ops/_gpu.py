@@ -13,6 +13,7 @@ __all__ = [
     "MIN_SHARED_MEMORY",
     "describe_backend",
     "explain_unavailable",
+    "is_amd",
     "is_available",
     "is_cpu",
     "is_gpu",
@@ -92,9 +93,15 @@ def matmul_precision(device: str) -> str:
         device: The device, as a string; one that is not present is assumed to have TF32 units.
     """
     index = _find_index(device)
-    if torch.version.hip is not None or (index is not None and torch.cuda.get_device_capability(index)[0] < 8):
+    if is_amd() or (index is not None and torch.cuda.get_device_capability(index)[0] < 8):
         return "ieee"
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+@constant_when_compiled
+def is_amd() -> bool:
+    """Return whether the installed torch is for AMD GPUs."""
+    return torch.version.hip is not None
 
 
 def read(values: Tensor) -> list[list[int]]:

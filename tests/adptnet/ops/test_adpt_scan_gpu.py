@@ -9,10 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from adptnet.ops import _backends
 from adptnet.ops import adpt_scan as package
 from adptnet.ops.adpt_scan import Constants, adpt_scan, launch, reference
+from adptnet.ops.tolerance import Tolerance
 from support.kernels import VARIANTS, make_problem
 
-# Without a rotation: linear_scan. With a phase: the eager loop.
-SUPPORTED = [name for name, given in VARIANTS.items() if not {"rotates", "phased"} & given.keys()]
+# The others run linear_scan (no rotation) or the eager loop (a phase without a rotation, planes).
+SUPPORTED = [name for name, given in VARIANTS.items() if not {"rotates", "planes", "whole_state"} & given.keys()]
 NAMES = ("states", "drive", "state", *Constants._fields)
 
 
@@ -75,7 +76,8 @@ QUICK = [*(("resident", name) for name in SUPPORTED), *(("streamed", name) for n
 @pytest.mark.parametrize(("kernels", "name"), QUICK, indirect=["kernels"])
 def test_every_variant_equals_the_reference(kernels, name):
     pairs = SUPPORTED.index(name) % 2 == 0  # each with or without pairs here, both in the slow test
-    make = functools.partial(make_problem, 3, 3, 6, pairs=pairs, dtype=torch.float64, **VARIANTS[name])
+    size = 12 if VARIANTS[name].get("heads") == 2 else 6  # whole pairs in each head
+    make = functools.partial(make_problem, 3, 3, size, pairs=pairs, dtype=torch.float64, **VARIANTS[name])
     check(make, reset=RESET if pairs else None, lengths=None if pairs else LENGTHS)
 
 
@@ -238,7 +240,7 @@ def test_every_launch_is_on_the_device_of_its_tensors(emulated_gpu, monkeypatch)
         def __getitem__(self, grid):
             return lambda *given, **how: events.append("launch")
 
-    from adptnet.ops import linear_scan
+    from adptnet.ops import adpt_step, linear_scan
 
     monkeypatch.setattr(torch.cuda, "device_of", Guard)
     for name in ("resident_forward", "resident_backward"):
@@ -252,3 +254,10 @@ def test_every_launch_is_on_the_device_of_its_tensors(emulated_gpu, monkeypatch)
     linear_scan.triton.forward(constants.real, drive, None, None, False)
     linear_scan.triton.backward(drive, drive, constants.real, None, None, False, needs_transition_grad=True)
     assert events == [("enter", "cpu"), "launch", "leave"] * 4
+    events.clear()
+    for name in ("evaluate", "summarize", "carry", "apply", "pull_back"):
+        monkeypatch.setattr(adpt_step.triton, f"{name}_kernel", Kernel())
+    newton = adpt_step.DevicePass(constants, form, False)
+    newton(drive, drive, state, state, None, tolerance=Tolerance(1e-3, 1e-2))
+    newton.pull_back(drive, drive, drive)
+    assert events == [("enter", "cpu"), *["launch"] * 4, "leave", ("enter", "cpu"), "launch", "leave"]

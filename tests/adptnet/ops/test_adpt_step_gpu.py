@@ -6,12 +6,13 @@ import torch
 import adptnet
 from adptnet import directions, solvers, spectra
 from adptnet.ops import _backends, _gpu, adpt_step
-from adptnet.ops.adpt_scan import Constants, Form, RetractionKind, Source, launch
+from adptnet.ops.adpt_scan import Constants, Form, RetractionKind, launch
 from adptnet.ops.adpt_scan import reference as scan_reference
 from adptnet.ops.adpt_scan.packing import unpack
 from adptnet.ops.adpt_step import reference
 from adptnet.ops.tolerance import Tolerance
 from adptnet.recurrence.conjugates import Product
+from adptnet.recurrence.drive import InputPhase
 from adptnet.recurrence.step import conjugate, step
 from support.kernels import VARIANTS, make_problem
 
@@ -41,7 +42,8 @@ def run_passes(problem, *, diagonal, resets, recent):
         def transition(state, given):
             return conjugate(parameters, state, given).diagonal() if diagonal else real
 
-        given = [None if t is None else t.to(dtype) for t in (states, drive, initial, restart)]
+        given = [t.to(dtype) for t in (states, drive, initial, restart)]
+        given[1] = scan_reference._normalize_directions(given[1], initial.shape[1], form)
         assert parameters.blocks.imag is None  # the specification is for a real spectrum
         return reference.newton_pass(
             given[0].clone(), *given[1:], reset, lambda s, u: step(parameters, s, u), transition, real,
@@ -120,7 +122,8 @@ def test_gradients_of_a_parallel_solve_use_the_kernel(kernels, monkeypatch):
         torch.testing.assert_close(found[name], value, atol=2e-5 * float(value.abs().max()), rtol=0)
 
 
-NAMES = [name for name, given in VARIANTS.items() if not {"slow_memory", "rotates"} & given.keys()]
+UNKNOWN = {"slow_memory", "rotates", "phased", "planes", "whole_state"}
+NAMES = [name for name, given in VARIANTS.items() if not UNKNOWN & given.keys()]
 
 
 @pytest.mark.slow
@@ -243,6 +246,7 @@ def test_unsupported_recurrences_run_the_eager_operations(kernels, monkeypatch):
         "slow memory": {"memory": adptnet.cells.SlowMemory()},
         "planes=2": {"conjugate": Product(2)},
         "Forward-DEER": {"spectrum": spectra.LRURing()},
+        "phase": {"phase": InputPhase()},
     }
     for reason, axes in cells.items():
         layer = adptnet.ADPTNet(4, dtype=torch.float32, beta=0.1, **axes)
@@ -254,13 +258,27 @@ def test_unsupported_recurrences_run_the_eager_operations(kernels, monkeypatch):
         assert reason in backend.reason
 
 
-@pytest.mark.parametrize(("shared", "limit"), [(65536, 256), (101376, 512), (232448, 512)])
-def test_heads_beyond_the_limit_have_no_pass(emulated_gpu, monkeypatch, shared, limit):
-    monkeypatch.setattr(_gpu, "shared_memory", lambda device: shared)
+def test_heads_of_every_size_that_a_kernel_has_have_a_pass(emulated_gpu):
     given = {"paired": False, "slow": False, "diagonal": False, "dtype": torch.float32, "device": "cpu"}
-    assert launch.explain_unsupported_pass(Form(source=Source.RELU), limit, **given) is None
-    assert launch.explain_unsupported_pass(Form(heads=2), 2 * limit, **given) is None
-    assert str(limit + 1) in launch.explain_unsupported_pass(Form(), limit + 1, **given)
+    assert launch.explain_unsupported_pass(Form(heads=2), 2 * launch.MAX_HEAD_SIZE, **given) is None
+    assert "2049" in launch.explain_unsupported_pass(Form(), launch.MAX_HEAD_SIZE + 1, **given)
+
+
+@pytest.mark.parametrize("diagonal", [False, True], ids=["conv", "forward"])
+@pytest.mark.parametrize("name", ["heads", "relu", "directions in drive"])
+def test_large_heads_store_the_projections(kernels, monkeypatch, name, diagonal):
+    """Heads beyond `IN_REGISTERS`, here of any size, with blocks of columns and of steps that are not whole."""
+    options = kernels.find_options
+
+    def find_options(form, size, device):
+        found = options(form, size, device)
+        assert found["STORED"] != form.directions_in_drive
+        return found | {"SOME": 4, "BLOCK": 16, "INNER": 16}
+
+    monkeypatch.setattr(kernels, "IN_REGISTERS", 1)
+    monkeypatch.setattr(kernels, "find_options", find_options)
+    problem = make_problem(2, 5, 51, dtype=torch.float64, **VARIANTS[name])
+    check(problem, diagonal=diagonal, resets=True, recent=False)
 
 
 def test_directions_and_beta_may_come_with_the_drive(kernels, monkeypatch):

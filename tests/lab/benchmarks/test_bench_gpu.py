@@ -28,9 +28,10 @@ def tiny(emulated_gpu, monkeypatch):
 
 def test_the_kit_checks_times_and_writes_one_file(tiny, tmp_path, capsys):
     sides = ("ADPTNet", "nn.GRU", "eager loop", "pararnn-torch, GRU")
-    found = tiny(tmp_path, ("plain", "diagonal"), sides, passes=((1, 3, 2),))
+    found = tiny(tmp_path, ("plain", "phase", "diagonal"), sides, passes=((1, 3, 2),))
     kernels = {(check["kernel"], check["what"]) for check in found["checks"]}
-    expected = {("adpt_scan", "plain"), ("adpt_scan", "diagonal"), ("layer", "bfloat16"), ("newton_pass", "Conv-DEER")}
+    expected = {("adpt_scan", "plain"), ("adpt_scan", "phase"), ("adpt_scan", "diagonal"), ("layer", "bfloat16")}
+    expected |= {("newton_pass", "Conv-DEER"), ("transposed Jacobians", "plain")}
     assert expected < kernels
     assert {what for kernel, what in kernels if kernel == "linear_scan"} == {"constant", "varying", "complex"}
     assert all(check["passed"] for check in found["checks"])

@@ -16,13 +16,14 @@ __all__ = ["backward", "find_states_before", "forward", "is_diagonal"]
 
 
 def is_diagonal(form: Form, *, slow: bool) -> bool:
-    """Return whether M is Λ̄ at every step, and the state has no other part.
+    """Return whether M is Λ̄ at every step, without a phase, and the state has no other part.
 
     Args:
         form: The form of the recurrence.
         slow: Whether there is a slow memory, which makes it another recurrence.
     """
-    return (form.linear or not form.rotates) and not form.beta_in_drive and not slow and find_unknown(form) is None
+    is_constant = (form.linear or not form.rotates) and not (form.beta_in_drive or form.phased)
+    return is_constant and not slow and find_unknown(form) is None
 
 
 def find_states_before(states: Tensor, state: Tensor, reset: Tensor | None) -> Tensor:

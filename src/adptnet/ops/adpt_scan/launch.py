@@ -38,7 +38,9 @@ _FORM = {
     "rotation_aware",
     "norm_epsilon",
     "linear",
+    "phased",
 }
+_UNKNOWN = {"planes": " (Product of several planes)", "whole_state": " (FromWholeState)"}
 _CONSTANTS = (
     "real",
     "imag",
@@ -76,10 +78,9 @@ class Launch(NamedTuple):
 
 
 MAX_HEAD_SIZE = 2048
-MAX_PASS_SIZE = 512  # of a head in a Newton pass: a larger tile of steps does not fit into registers
-PASS_BYTES = 128  # bytes of shared memory in a Newton pass, per padded state dimension of a head
 # Bytes of shared memory per block, at most, as reported by Triton 3.9.0 for every option of the kernels. Those of the
-# resident kernels are by `pad` and precision; with directions in the drive they need less than any GPU has.
+# resident kernels are by `pad` and precision; with directions in the drive they need less than any GPU has. On gfx942
+# a resident head of 64 would spill 600 bytes per thread, and a streamed one spills none.
 STREAMED = 24576
 RESIDENT = {
     16: {"tf32x3": 6144, "tf32": 3072, "ieee": 3072},
@@ -105,7 +106,7 @@ def plan_launch(form: Form, size: int, device: torch.device) -> Launch | None:
     if form.directions_in_drive:  # no products, so a program needs no minimum of sequences
         rows = max(1, min(16, 512 // pad))
         return Launch("given", pad, rows, max(1, min(16, rows * pad // 128)), precision)
-    if pad in RESIDENT and _fits(RESIDENT[pad][precision], device):
+    if pad <= (32 if _gpu.is_amd() else 64) and _fits(RESIDENT[pad][precision], device):
         return Launch("resident", pad, TILE, 4 if pad <= 32 else 8, precision)
     return Launch("streamed", pad, TILE, 8, precision, 2, some=max(1, min(TILE, 1024 // pad)), block=64, inner=32)
 
@@ -134,7 +135,7 @@ def find_unknown(form: Form) -> str | None:
     """
     for name, value in form._asdict().items():
         if name not in _FORM and value != getattr(DEFAULT_FORM, name):
-            return f"{name}={value}"
+            return f"{name}={value}{_UNKNOWN.get(name, '')}"
     if form.source not in _SOURCES:
         return f"source={form.source}"
     return None if form.retraction in _RETRACTIONS else f"retraction={form.retraction}"
@@ -154,12 +155,10 @@ def explain_unsupported_pass(
         return reason
     if slow:
         return "the Newton pass on GPUs does not support a slow memory."
+    if form.phased:
+        return "the Newton pass on GPUs does not support a phase, with which the transition varies: use Sequential()."
     if form.linear:
         return "the Newton pass on GPUs does not support a β fixed at zero, with which one linear scan is exact."
-    head = size // form.heads
-    pad = max(16, 1 << (head - 1).bit_length())
-    if head > MAX_PASS_SIZE or not _fits(PASS_BYTES * pad, torch.device(device)):
-        return f"the Newton pass does not support heads of {head} state dimensions on this GPU."
     if diagonal and (paired or form.retraction not in (RetractionKind.EXPONENTIAL, RetractionKind.CAYLEY)):
         return "Forward-DEER has a Newton pass on GPUs for real spectra and rotations only: try solvers.ConvDEER()."
     return None
@@ -198,7 +197,7 @@ def explain_unsupported(
     if dtype != torch.float32:
         return f"the Triton kernel supports float32, not {dtype}."
     if not form.rotates:
-        return "the Triton kernel does not support a slow memory without a rotation."
+        return "the Triton kernel does not support a slow memory or a phase without a rotation."
     unknown = find_unknown(form)
     if unknown is not None:
         return f"the Triton kernel does not support {unknown}."

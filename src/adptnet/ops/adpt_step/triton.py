@@ -34,7 +34,9 @@ __all__ = [
     "apply_kernel",
     "carry_kernel",
     "converge_kernel",
+    "count_at_once",
     "evaluate_kernel",
+    "find_apply_options",
     "find_options",
     "iterate",
     "newton_pass",
@@ -46,6 +48,7 @@ __all__ = [
 LENGTH = 64  # steps per chunk
 COLUMNS = 64  # columns per program of the scan
 ROWS = 16  # steps per tile: the minimum of a matrix product on tensor cores
+IN_REGISTERS = 256  # the largest padded head for which K x and V x of a tile stay in registers
 BLOCK = 1024  # steps that the test reads at a time
 FIRST_CHECK = 8  # iterations before the host first reads whether all sequences have finished
 STUCK = 8  # iterations with all steps within the tolerance of their largest channel, after which the host takes over
@@ -65,16 +68,89 @@ def largest(x):
     return tl.where(bad > 0, float("nan"), tl.max(tl.abs(x), 1))
 
 
+@triton.jit
+def find_entering(t, row, steps, reset, RESETS: tl.constexpr):
+    """Return which steps the state before them enters, which the initial state, and which the reset state."""
+    valid = t < steps
+    is_reset = valid & (t < 0)
+    if RESETS:
+        is_reset = tl.load(reset + row, valid, 0) != 0
+    return valid & (t > 0) & ~is_reset, valid & (t == 0) & ~is_reset, is_reset
+
+
+@triton.jit
+def load_entering(states, initial, reset_state, row, sequence, entering, place, within, TOTAL: tl.constexpr):
+    """Return the states that enter steps, in these columns; `entering` is the result of `find_entering`."""
+    later, is_first, is_reset = entering
+    of, both = place[None, :], within[None, :]
+    start = sequence * TOTAL + of + row[:, None] * 0
+    x = tl.load(states + (row[:, None] - 1) * TOTAL + of, later[:, None] & both, 0.0)
+    x += tl.load(initial + start, is_first[:, None] & both, 0.0)
+    x += tl.load(reset_state + start, is_reset[:, None] & both, 0.0)
+    return x
+
+
+@triton.jit
+def project(
+    states, initial, reset_state, row, sequence, entering, weight, bias, numbers, head, into,
+    SIZE: tl.constexpr, TOTAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    PRECISION: tl.constexpr, BIASED: tl.constexpr, SOURCE: tl.constexpr,
+):  # fmt: skip
+    """Return columns `into` of K x and V x, (ROWS, COLUMNS), x the states that enter; INNER columns of x at a time."""
+    corner = weight + head * 2 * SIZE * SIZE
+    p = tl.zeros((ROWS, COLUMNS), tl.float32)
+    q = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for part in range(0, SIZE, INNER):
+        among = part + tl.arange(0, INNER)
+        x = load_entering(
+            states, initial, reset_state, row, sequence, entering, head * SIZE + among, among < SIZE, TOTAL
+        )
+        source = apply_source(x, numbers, SOURCE)
+        square = (among < SIZE)[:, None] & (into < SIZE)[None, :]
+        transposed = corner + into[None, :] * SIZE + among[:, None]
+        p = tl.dot(source, tl.load(transposed, square, 0.0), p, input_precision=PRECISION)
+        q = tl.dot(source, tl.load(transposed + SIZE * SIZE, square, 0.0), q, input_precision=PRECISION)
+    if BIASED:
+        p += tl.load(bias + head * 2 * SIZE + into, into < SIZE, 0.0)[None, :]
+        q += tl.load(bias + head * 2 * SIZE + SIZE + into, into < SIZE, 0.0)[None, :]
+    return p, q
+
+
+@triton.jit
+def store_projections(
+    projections, states, initial, reset_state, row, sequence, entering, valid, weight, bias, numbers, head,
+    SIZE: tl.constexpr, TOTAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, INNER: tl.constexpr,
+    PRECISION: tl.constexpr, BIASED: tl.constexpr, SOURCE: tl.constexpr,
+):  # fmt: skip
+    """Write K x and V x of a tile to scratch memory, (count, HEADS, 2, SIZE), BLOCK columns at a time."""
+    for start in range(0, SIZE, BLOCK):
+        into = start + tl.arange(0, BLOCK)
+        p, q = project(
+            states, initial, reset_state, row, sequence, entering, weight, bias, numbers, head, into,
+            SIZE, TOTAL, ROWS, BLOCK, INNER, PRECISION, BIASED, SOURCE,
+        )  # fmt: skip
+        at = projections + row[:, None] * (2 * TOTAL) + head * 2 * SIZE + into[None, :]
+        mask = valid[:, None] & (into < SIZE)[None, :]
+        tl.store(at, p, mask)
+        tl.store(at + SIZE, q, mask)
+    tl.debug_barrier()  # all projections are written
+
+
 @triton.jit(do_not_specialize=["steps"])  # otherwise every length is compiled anew
 def evaluate_kernel(
     states, drive, initial, reset_state, reset, stopped, real, imag, weight, bias, beta, norm_weight, norm_bias,
-    epsilon, threshold, dot, sine, correction, diagonal, steps,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
-    PRECISION: tl.constexpr, BIASED: tl.constexpr, RESETS: tl.constexpr, RETRACTION: tl.constexpr, PAIRS: tl.constexpr,
-    SOURCE: tl.constexpr, GIVEN: tl.constexpr, ROW_BETA: tl.constexpr, AWARE: tl.constexpr, NORM: tl.constexpr,
-    DOT: tl.constexpr, DIAGONAL: tl.constexpr, STATUS: tl.constexpr,
+    epsilon, threshold, dot, sine, correction, diagonal, projections, steps,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, SOME: tl.constexpr,
+    BLOCK: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr, BIASED: tl.constexpr, RESETS: tl.constexpr,
+    RETRACTION: tl.constexpr, PAIRS: tl.constexpr, SOURCE: tl.constexpr, GIVEN: tl.constexpr, STORED: tl.constexpr,
+    ROW_BETA: tl.constexpr, AWARE: tl.constexpr, NORM: tl.constexpr, DOT: tl.constexpr, DIAGONAL: tl.constexpr,
+    STATUS: tl.constexpr,
 ):  # fmt: skip
-    """Write f(s) - s of ROWS steps of one head of a sequence, and diag M with DIAGONAL."""
+    """Write f(s) - s of ROWS steps of one head of a sequence, and diag M with DIAGONAL.
+
+    With STORED, for large heads, K x and V x go through the scratch memory `projections`, (batch, steps, HEADS, 2,
+    SIZE), and the rest is computed for SOME steps at a time. If they stay in registers, SOME is ROWS.
+    """
     tiles = tl.cdiv(steps, ROWS)
     program = tl.program_id(0).to(tl.int64)
     sequence = program // tiles
@@ -83,59 +159,47 @@ def evaluate_kernel(
     TOTAL: tl.constexpr = HEADS * SIZE
     FEATURES: tl.constexpr = TOTAL * (3 if GIVEN else 1) + (1 if ROW_BETA else 0)
     numbers = (epsilon, threshold, dot, sine)
-    t = (program % tiles) * ROWS + tl.arange(0, ROWS)
+    first = (program % tiles) * ROWS
     head = tl.program_id(1)
     column = tl.arange(0, PAD)
     place, within = head * SIZE + column, column < SIZE
-    valid = t < steps
-    row = sequence * steps + t
-    mask = valid[:, None] & within[None, :]
-    # What enters each step: the state before it, the initial state, or the reset state.
-    is_first = (t == 0) & valid
-    is_reset = valid & (t < 0)
-    if RESETS:
-        is_reset = tl.load(reset + row, valid, 0) != 0
-    later = valid & ~is_first & ~is_reset
-    is_first = is_first & ~is_reset
-    before = states + (row[:, None] - 1) * TOTAL
-    start, restart = initial + sequence * TOTAL, reset_state + sequence * TOTAL
-    x = tl.load(before + place[None, :], later[:, None] & within[None, :], 0.0)
-    x += tl.load(start + place[None, :] + t[:, None] * 0, is_first[:, None] & within[None, :], 0.0)
-    x += tl.load(restart + place[None, :] + t[:, None] * 0, is_reset[:, None] & within[None, :], 0.0)
-    at = row[:, None] * FEATURES + place[None, :]
-    if GIVEN:
-        p = tl.load(drive + at + TOTAL, mask, 0.0)
-        q = tl.load(drive + at + 2 * TOTAL, mask, 0.0)
-    else:
-        inner = tl.arange(0, INNER)
-        p = tl.zeros((ROWS, PAD), tl.float32)
-        q = tl.zeros((ROWS, PAD), tl.float32)
-        for part in range(0, SIZE, INNER):
-            among = part + inner
-            known = (among < SIZE)[None, :]
-            of = head * SIZE + among
-            source = tl.load(before + of[None, :], later[:, None] & known, 0.0)
-            source += tl.load(start + of[None, :] + t[:, None] * 0, is_first[:, None] & known, 0.0)
-            source += tl.load(restart + of[None, :] + t[:, None] * 0, is_reset[:, None] & known, 0.0)
-            source = apply_source(source, numbers, SOURCE)
-            square = (among < SIZE)[:, None] & within[None, :]
-            transposed = weight + head * 2 * SIZE * SIZE + column[None, :] * SIZE + among[:, None]
-            p = tl.dot(source, tl.load(transposed, square, 0.0), p, input_precision=PRECISION)
-            q = tl.dot(source, tl.load(transposed + SIZE * SIZE, square, 0.0), q, input_precision=PRECISION)
-        if BIASED:
-            p += tl.load(bias + head * 2 * SIZE + column, within, 0.0)[None, :]
-            q += tl.load(bias + head * 2 * SIZE + SIZE + column, within, 0.0)[None, :]
-    u = tl.load(drive + at, mask, 0.0)
-    vectors = load_vectors(real, imag, norm_weight, norm_bias, place, within, TOTAL, PAIRS, NORM)
-    beta_value = load_beta(drive, beta, sequence * steps + t, 0, 1, head, valid, ROW_BETA, FEATURES)
-    into = row[:, None] * TOTAL + place[None, :]
-    value = advance(
-        x, p, q, u, vectors, beta_value, numbers, within[None, :], PAIRS, RETRACTION, AWARE, NORM, DOT, SIZE
-    )
-    tl.store(correction + into, value - tl.load(states + into, mask, 0.0), mask)
-    if DIAGONAL:
-        found = find_diagonal(x, p, q, vectors, beta_value, numbers, within[None, :], RETRACTION, NORM, DOT, SIZE)
-        tl.store(diagonal + into, found, mask)
+    if STORED:
+        tile = first + tl.arange(0, ROWS)
+        tile_row = sequence * steps + tile
+        tile_entering = find_entering(tile, tile_row, steps, reset, RESETS)
+        store_projections(
+            projections, states, initial, reset_state, tile_row, sequence, tile_entering, tile < steps, weight, bias,
+            numbers, head, SIZE, TOTAL, ROWS, BLOCK, INNER, PRECISION, BIASED, SOURCE,
+        )  # fmt: skip
+    for some in range(0, ROWS, SOME):
+        t = first + some + tl.arange(0, SOME)
+        valid = t < steps
+        row = sequence * steps + t
+        mask = valid[:, None] & within[None, :]
+        entering = find_entering(t, row, steps, reset, RESETS)
+        x = load_entering(states, initial, reset_state, row, sequence, entering, place, within, TOTAL)
+        at = row[:, None] * FEATURES + place[None, :]
+        saved = row[:, None] * (2 * TOTAL) + head * 2 * SIZE + column[None, :]
+        if GIVEN:
+            p, q = tl.load(drive + at + TOTAL, mask, 0.0), tl.load(drive + at + 2 * TOTAL, mask, 0.0)
+        elif STORED:
+            p, q = tl.load(projections + saved, mask, 0.0), tl.load(projections + saved + SIZE, mask, 0.0)
+        else:
+            p, q = project(
+                states, initial, reset_state, row, sequence, entering, weight, bias, numbers, head, column,
+                SIZE, TOTAL, SOME, PAD, INNER, PRECISION, BIASED, SOURCE,
+            )  # fmt: skip
+        u = tl.load(drive + at, mask, 0.0)
+        vectors = load_vectors(real, imag, norm_weight, norm_bias, place, within, TOTAL, PAIRS, NORM)
+        beta_value = load_beta(drive, beta, row, head, valid, ROW_BETA, FEATURES)
+        into = row[:, None] * TOTAL + place[None, :]
+        value = advance(
+            x, p, q, u, vectors, beta_value, numbers, within[None, :], PAIRS, RETRACTION, AWARE, NORM, DOT, SIZE
+        )
+        tl.store(correction + into, value - tl.load(states + into, mask, 0.0), mask)
+        if DIAGONAL:
+            found = find_diagonal(x, p, q, vectors, beta_value, numbers, within[None, :], RETRACTION, NORM, DOT, SIZE)
+            tl.store(diagonal + into, found, mask)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -143,9 +207,9 @@ def pull_back_kernel(
     entering, drive, gradient, real, imag, weight, bias, beta, norm_weight, norm_bias, epsilon, threshold, dot, sine,
     projections, pulled, count,
     HEADS: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, SOME: tl.constexpr,
-    INNER: tl.constexpr, PRECISION: tl.constexpr, BIASED: tl.constexpr, RETRACTION: tl.constexpr, PAIRS: tl.constexpr,
-    SOURCE: tl.constexpr, GIVEN: tl.constexpr, ROW_BETA: tl.constexpr, AWARE: tl.constexpr, NORM: tl.constexpr,
-    DOT: tl.constexpr,
+    BLOCK: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr, BIASED: tl.constexpr, RETRACTION: tl.constexpr,
+    PAIRS: tl.constexpr, SOURCE: tl.constexpr, GIVEN: tl.constexpr, ROW_BETA: tl.constexpr, AWARE: tl.constexpr,
+    NORM: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Write J'g of ROWS steps of one head, J the Jacobian of the step; all but the products for SOME steps at a time.
 
@@ -157,31 +221,15 @@ def pull_back_kernel(
     first = tl.program_id(0).to(tl.int64) * ROWS
     tile = first + tl.arange(0, ROWS)
     head = tl.program_id(1)
-    column, inner = tl.arange(0, PAD), tl.arange(0, INNER)
+    column = tl.arange(0, PAD)
     place, within, in_tile = head * SIZE + column, column < SIZE, tile < count
-    scratch = projections + tile[:, None] * (2 * TOTAL) + head * 2 * SIZE
-    corner = weight + head * 2 * SIZE * SIZE
     if not GIVEN:
-        for start in range(0, SIZE, INNER):
-            into = start + inner
-            p = tl.zeros((ROWS, INNER), tl.float32)
-            q = tl.zeros((ROWS, INNER), tl.float32)
-            for part in range(0, SIZE, INNER):
-                among = part + inner
-                known = in_tile[:, None] & (among < SIZE)[None, :]
-                source = tl.load(entering + tile[:, None] * TOTAL + head * SIZE + among[None, :], known, 0.0)
-                source = apply_source(source, numbers, SOURCE)
-                square = (among < SIZE)[:, None] & (into < SIZE)[None, :]
-                transposed = corner + into[None, :] * SIZE + among[:, None]
-                p = tl.dot(source, tl.load(transposed, square, 0.0), p, input_precision=PRECISION)
-                q = tl.dot(source, tl.load(transposed + SIZE * SIZE, square, 0.0), q, input_precision=PRECISION)
-            if BIASED:
-                p += tl.load(bias + head * 2 * SIZE + into, into < SIZE, 0.0)[None, :]
-                q += tl.load(bias + head * 2 * SIZE + SIZE + into, into < SIZE, 0.0)[None, :]
-            some_columns = in_tile[:, None] & (into < SIZE)[None, :]
-            tl.store(scratch + into[None, :], p, some_columns)
-            tl.store(scratch + SIZE + into[None, :], q, some_columns)
-        tl.debug_barrier()  # all projections are written
+        # `entering` holds what enters a step in the row of the step, not in the row before.
+        no = tile < 0
+        store_projections(
+            projections, entering + TOTAL, entering, entering, tile, 0, (in_tile, no, no), in_tile, weight, bias,
+            numbers, head, SIZE, TOTAL, ROWS, BLOCK, INNER, PRECISION, BIASED, SOURCE,
+        )  # fmt: skip
     vectors = load_vectors(real, imag, norm_weight, norm_bias, place, within, TOTAL, PAIRS, NORM)
     for some in range(0, ROWS, SOME):
         row = first + some + tl.arange(0, SOME)
@@ -199,7 +247,7 @@ def pull_back_kernel(
         x = tl.load(entering + at, mask, 0.0)
         u = tl.load(given, mask, 0.0)
         g = tl.load(gradient + at, mask, 0.0)
-        beta_value = load_beta(drive, beta, row, 0, 1, head, valid, ROW_BETA, FEATURES)
+        beta_value = load_beta(drive, beta, row, head, valid, ROW_BETA, FEATURES)
         g_x, g_p, g_q, _, _, _, _, _, _, _, _ = retreat(
             x, p, q, u, g, vectors, beta_value, numbers, within[None, :], PAIRS, RETRACTION, AWARE, NORM, DOT, SIZE
         )
@@ -209,14 +257,15 @@ def pull_back_kernel(
             tl.store(saved + SIZE, g_q, mask)
     if not GIVEN:
         tl.debug_barrier()  # all gradients are written
-        for start in range(0, SIZE, INNER):
-            into = start + inner
-            products = tl.zeros((ROWS, INNER), tl.float32)
+        scratch = projections + tile[:, None] * (2 * TOTAL) + head * 2 * SIZE
+        for start in range(0, SIZE, BLOCK):
+            into = start + tl.arange(0, BLOCK)
+            products = tl.zeros((ROWS, BLOCK), tl.float32)
             for part in range(0, SIZE, INNER):
-                among = part + inner
+                among = part + tl.arange(0, INNER)
                 known = in_tile[:, None] & (among < SIZE)[None, :]
                 square = (among < SIZE)[:, None] & (into < SIZE)[None, :]
-                untransposed = corner + among[:, None] * SIZE + into[None, :]
+                untransposed = weight + head * 2 * SIZE * SIZE + among[:, None] * SIZE + into[None, :]
                 key_weight = tl.load(untransposed, square, 0.0)
                 value_weight = tl.load(untransposed + SIZE * SIZE, square, 0.0)
                 g_key = tl.load(scratch + among[None, :], known, 0.0)
@@ -333,8 +382,8 @@ def carry_kernel(
 def apply_kernel(
     states, correction, diagonal, real, imag, initial, reset_state, reset, stopped, entering, peaks, following,
     residual, excess, scale, move, decay, relative, floor, steps, chunks,
-    TOTAL: tl.constexpr, PAD: tl.constexpr, LENGTH: tl.constexpr, RESETS: tl.constexpr, PAIRS: tl.constexpr,
-    DIAGONAL: tl.constexpr, STATUS: tl.constexpr,
+    TOTAL: tl.constexpr, PAD: tl.constexpr, LENGTH: tl.constexpr, STAGES: tl.constexpr, RESETS: tl.constexpr,
+    PAIRS: tl.constexpr, DIAGONAL: tl.constexpr, STATUS: tl.constexpr,
 ):  # fmt: skip
     """Write the next iterate of each chunk, and the fields of `Pass`."""
     program = tl.program_id(0).to(tl.int64)
@@ -349,7 +398,7 @@ def apply_kernel(
     before = tl.load(states + (first - 1) * TOTAL + column, within & (column * 0 + chunk > 0), 0.0)
     before += tl.load(initial + sequence * TOTAL + column, within & (column * 0 + chunk == 0), 0.0)
     before = before[None, :]
-    for i in tl.range(0, tl.minimum(LENGTH, steps - chunk * LENGTH), num_stages=4):
+    for i in tl.range(0, tl.minimum(LENGTH, steps - chunk * LENGTH), num_stages=STAGES):
         row = first + i
         c = tl.load(correction + row * TOTAL + column, within, 0.0)[None, :]
         s = tl.load(states + row * TOTAL + column, within, 0.0)[None, :]
@@ -481,18 +530,42 @@ def find_options(form: Form, size: int, device: torch.device) -> dict[str, Any]:
         "SIZE": head,
         "PAD": pad,
         "ROWS": ROWS,
+        "SOME": ROWS if pad <= IN_REGISTERS else count_at_once(pad),
+        "BLOCK": min(pad, 64),
         "INNER": min(pad, 32),
         "PRECISION": _gpu.matmul_precision(str(device)),
         "RETRACTION": int(form.retraction),
         "SOURCE": int(form.source),
         "GIVEN": form.directions_in_drive,
+        "STORED": pad > IN_REGISTERS and not form.directions_in_drive,
         "ROW_BETA": form.beta_in_drive,
         "AWARE": form.rotation_aware,
         "NORM": form.norm_epsilon is not None,
         "DOT": form.dot is not None,
-        "num_warps": 4 if pad <= 64 else 8 if pad <= 256 else 16,
+        "num_warps": 4 if pad <= 64 else 8,
         "num_stages": 1,
     }
+
+
+def find_apply_options(size: int) -> dict[str, Any]:
+    """Return the launch options of `apply_kernel`, which handles all heads of a step.
+
+    Args:
+        size: The state dimension.
+    """
+    pad = max(16, triton.next_power_of_2(size))
+    # Each stage of the pipeline of loads needs 12 bytes of shared memory per state dimension.
+    stages = max(1, min(4, 2048 // pad))
+    return {"TOTAL": size, "PAD": pad, "STAGES": stages, "num_warps": max(1, min(16, pad // 128)), "num_stages": 1}
+
+
+def count_at_once(pad: int) -> int:
+    """Return the number of steps of a tile whose vectors are in registers together.
+
+    Args:
+        pad: The padded size of a head.
+    """
+    return max(1, min(ROWS, 512 // pad))
 
 
 class _Arguments(NamedTuple):
@@ -530,7 +603,8 @@ def pull_back(entering: Tensor, drive: Tensor, gradient: Tensor, constants: Cons
         return pulled
     batch, steps, size = entering.shape
     tensors, numbers, options = _make_arguments(constants, form, drive)
-    options |= {"SOME": max(1, min(ROWS, 512 // options["PAD"])), "num_warps": min(8, options["num_warps"])}
+    del options["STORED"]
+    options["SOME"] = count_at_once(options["PAD"])
     projections = drive if form.directions_in_drive else drive.new_empty(batch, steps, 2 * size)
     with torch.cuda.device_of(entering):
         pull_back_kernel[(triton.cdiv(batch * steps, ROWS), form.heads)](
@@ -568,6 +642,7 @@ class _Passes:
         self.relative, self.floor = tolerance.relative, tolerance.floor(drive.dtype)
         self.correction = new(shape)
         self.diagonal = new(shape) if diagonal else self.drive
+        self.projections = new(*shape[:2], 2 * self.size) if options["STORED"] else self.drive
         self.ends, self.peaks = new(self.batch, self.chunks, self.size), new(self.batch, self.chunks, self.size)
         self.products = torch.empty_like(self.ends) if diagonal else self.drive
         self.cuts = new(self.batch, self.chunks, dtype=torch.int32) if reset is not None else self.drive
@@ -587,7 +662,7 @@ class _Passes:
         shared, size, chunks = self.flags, self.size, self.chunks
         evaluate_kernel[(self.batch * triton.cdiv(self.steps, ROWS), self.options["HEADS"])](
             states, self.drive, self.initial, self.reset_state, self.reset, self.integers, *self.constants,
-            *self.numbers, self.correction, self.diagonal, self.steps, **self.options,
+            *self.numbers, self.correction, self.diagonal, self.projections, self.steps, **self.options,
         )  # fmt: skip
         scan = {**shared, "TOTAL": size, "COLUMNS": COLUMNS, "num_warps": 2, "num_stages": 1}
         columns = triton.cdiv(size, COLUMNS)
@@ -599,12 +674,10 @@ class _Passes:
             self.ends, self.products, self.peaks, self.cuts, self.real, self.imag, self.recent, self.integers,
             self.decay, chunks, DOUBLINGS=LENGTH.bit_length() - 1, RECENT=self.has_recent, **scan,
         )  # fmt: skip
-        pad = max(16, triton.next_power_of_2(size))
         apply_kernel[(self.batch * chunks,)](
             states, self.correction, self.diagonal, self.real, self.imag, self.initial, self.reset_state, self.reset,
             self.integers, self.ends, self.peaks, following, *self.measures, self.decay, self.relative, self.floor,
-            self.steps, chunks, TOTAL=size, PAD=pad, LENGTH=LENGTH, num_warps=max(1, min(8, pad // 128)),
-            num_stages=1, **shared,
+            self.steps, chunks, LENGTH=LENGTH, **find_apply_options(size), **shared,
         )  # fmt: skip
 
 

@@ -41,6 +41,7 @@ FORMS: dict[str, tuple[Form, dict[str, bool]]] = {
     "fixed dot product": (Form(dot=0.4), {}),
     "directions and beta in the drive": (Form(directions_in_drive=True, beta_in_drive=True), {}),
     "rotation-aware": (Form(rotation_aware=True), {}),
+    "phase": (Form(phased=True), {}),
     "diagonal": (Form(linear=True), {"pairs": True}),
 }
 
@@ -49,7 +50,7 @@ class Sizes(NamedTuple):
     """Shapes to check at: (batch, steps, state dimension of a head)."""
 
     scans: Sequence[tuple[int, int, int]] = ((1, 1, 2), (17, 33, 34), (3, 70, 66), (2, 5, 130))
-    passes: Sequence[tuple[int, int, int]] = ((1, 1, 2), (3, 130, 34), (2, 65, 130))
+    passes: Sequence[tuple[int, int, int]] = ((1, 1, 2), (3, 130, 34), (2, 65, 130), (1, 20, 300))
 
 
 SIZES = Sizes()
@@ -87,6 +88,7 @@ def check_kernels(device: torch.device, sizes: Sizes = SIZES) -> Iterator[Check]
     for size in sizes.passes:
         for diagonal in (False, True):
             yield _check_pass(device, size, diagonal)
+        yield _check_transposed_jacobians(device, size)
 
 
 def _check_scan(device: torch.device, what: str, form: Form, size: tuple[int, int, int], **options: bool) -> Check:
@@ -147,6 +149,27 @@ def _check_pass(device: torch.device, size: tuple[int, int, int], diagonal: bool
     return _compare("newton_pass", what, size, device, make, run, True, False)
 
 
+def _check_transposed_jacobians(device: torch.device, size: tuple[int, int, int]) -> Check:
+    def make() -> Tensors:
+        problem = _make_problem(*size, Form())
+        return {
+            "entering": torch.randn_like(problem["drive"]),
+            "gradient": torch.randn_like(problem["drive"]),
+            **problem,
+        }
+
+    def run(kernel: bool, inputs: Tensors, reset: Tensor) -> Tensors:
+        entering, drive, gradient = (inputs[name] for name in ("entering", "drive", "gradient"))
+        constants = Constants(**{name: inputs[name] for name in inputs if name in Constants._fields})
+        if kernel:
+            return {"pulled": adpt_step.DevicePass(constants, Form(), False).pull_back(entering, drive, gradient)}
+        entering.requires_grad_()
+        following = step(unpack(constants, Form()), entering, drive)
+        return {"pulled": torch.autograd.grad(following, entering, gradient)[0]}
+
+    return _compare("transposed Jacobians", "plain", size, device, make, run, True, False)
+
+
 def _check_bfloat16(device: torch.device, size: tuple[int, int, int]) -> Check:
     """Compare a layer in bfloat16 with the same layer in float64; the layer on the CPU is the reference."""
     batch, steps, n = size
@@ -183,6 +206,9 @@ def _make_problem(
     head = n // form.heads
     real = 0.9 * torch.tanh(torch.randn(n))
     drive = 0.5 * torch.randn(batch, steps, n * (3 if form.directions_in_drive else 1) + form.beta_in_drive)
+    if form.phased:
+        angles = torch.randn(batch, steps, n // 2)
+        drive = torch.cat((drive, torch.stack((angles.cos(), angles.sin()), -1).flatten(-2)), -1)
     if form.beta_in_drive:
         drive[..., -1].abs_()
     found = {"drive": drive, "state": torch.randn(batch, n * (2 if slow else 1)), "real": real}

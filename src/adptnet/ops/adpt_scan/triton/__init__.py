@@ -175,6 +175,7 @@ def _make_arguments(
         "RETRACTION": int(form.retraction),
         "PAIRS": constants.imag is not None,
         "SOURCE": int(form.source),
+        "PHASED": form.phased,
         "ROW_BETA": form.beta_in_drive,
         "AWARE": form.rotation_aware,
         "SLOW": constants.decay is not None,

@@ -24,6 +24,7 @@ from ..form import RetractionKind
 __all__ = [
     "advance",
     "apply_source",
+    "differentiate_phase",
     "differentiate_source",
     "find_diagonal",
     "multiply",
@@ -96,19 +97,22 @@ def unit(x):
 def normalize(p, gain, shift, epsilon, within, SIZE: tl.constexpr):
     """Return the unit vector of a LayerNorm of the unit vector of p, its scale, and what `normalize_backward` needs."""
     y, scale = unit(p)
-    centered = tl.where(within, y - (tl.sum(y, 1) / SIZE)[:, None], 0.0)
+    mean = tl.sum(y, 1) / SIZE
+    centered = tl.where(within, y - mean[:, None], 0.0)
     inverse = 1.0 / tl.sqrt(tl.sum(centered * centered, 1) / SIZE + epsilon)
     standard = centered * inverse[:, None]
     k, k_scale = unit(standard * gain + shift)
-    return k, k_scale, y, scale, standard, inverse
+    return k, k_scale, standard, (scale, mean, inverse)
 
 
 @triton.jit
-def normalize_backward(g, gain, y, scale, standard, inverse, within, SIZE: tl.constexpr):
+def normalize_backward(g, gain, standard, scalars, within, SIZE: tl.constexpr):
     """Return the gradient of p from that of the output of the LayerNorm."""
+    scale, mean, inverse = scalars
+    y = standard / inverse[:, None] + mean[:, None]  # computed again: registers are scarce between the two functions
     g = g * gain
-    mean, along = tl.sum(g, 1) / SIZE, tl.sum(g * standard, 1) / SIZE
-    g = tl.where(within, (g - mean[:, None] - along[:, None] * standard) * inverse[:, None], 0.0)
+    g_mean, along = tl.sum(g, 1) / SIZE, tl.sum(g * standard, 1) / SIZE
+    g = tl.where(within, (g - g_mean[:, None] - along[:, None] * standard) * inverse[:, None], 0.0)
     return scale[:, None] * (g - tl.sum(g * y, 1)[:, None] * y)
 
 
@@ -228,8 +232,8 @@ def find_directions(p, q, vectors, numbers, within, NORM: tl.constexpr, DOT: tl.
     """Return k and w, and whether there is a rotation."""
     _, _, key_gain, value_gain, key_shift, value_shift = vectors
     if NORM:
-        k, k_scale, _, _, _, _ = normalize(p, key_gain, key_shift, numbers[0], within, SIZE)
-        v, v_scale, _, _, _, _ = normalize(q, value_gain, value_shift, numbers[0], within, SIZE)
+        k, k_scale, _, _ = normalize(p, key_gain, key_shift, numbers[0], within, SIZE)
+        v, v_scale, _, _ = normalize(q, value_gain, value_shift, numbers[0], within, SIZE)
         c = tl.sum(k * v, 1)
     else:
         k, v, c, k_scale, v_scale = find_plane(p, q)
@@ -247,7 +251,7 @@ def advance(
     PAIRS: tl.constexpr, RETRACTION: tl.constexpr, AWARE: tl.constexpr, NORM: tl.constexpr, DOT: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Return the state after a step."""
+    """Return the state after a step without a phase."""
     k, w, rotates = find_directions(p, q, vectors, numbers, within, NORM, DOT, SIZE)
     y1, y2, m1, m2, lx, lk, lw, _ = find_rotation(
         x, u, k, w, rotates, beta, vectors[0], vectors[1], PAIRS, RETRACTION, AWARE
@@ -366,12 +370,8 @@ def retreat(
     """
     real, imag, key_gain, value_gain, key_shift, value_shift = vectors
     if NORM:
-        k, k_scale, key_unit, key_scale, key_standard, key_inverse = normalize(
-            p, key_gain, key_shift, numbers[0], within, SIZE
-        )
-        v, v_scale, value_unit, value_scale, value_standard, value_inverse = normalize(
-            q, value_gain, value_shift, numbers[0], within, SIZE
-        )
+        k, k_scale, key_standard, key_scalars = normalize(p, key_gain, key_shift, numbers[0], within, SIZE)
+        v, v_scale, value_standard, value_scalars = normalize(q, value_gain, value_shift, numbers[0], within, SIZE)
         c = tl.sum(k * v, 1)
     else:
         k, v, c, k_scale, v_scale = find_plane(p, q)
@@ -398,9 +398,17 @@ def retreat(
     g_key_gain, g_value_gain = g_p, g_q
     if NORM:
         g_key_gain, g_value_gain = g_p * key_standard, g_q * value_standard
-        g_p = normalize_backward(g_p, key_gain, key_unit, key_scale, key_standard, key_inverse, within, SIZE)
-        g_q = normalize_backward(g_q, value_gain, value_unit, value_scale, value_standard, value_inverse, within, SIZE)
+        g_p = normalize_backward(g_p, key_gain, key_standard, key_scalars, within, SIZE)
+        g_q = normalize_backward(g_q, value_gain, value_standard, value_scalars, within, SIZE)
     return g_x, g_p, g_q, g_u, g_real, g_imag, g_beta, g_key_gain, g_value_gain, g_key_shift, g_value_shift
+
+
+@triton.jit
+def differentiate_phase(g, y):
+    """Return the gradient of cos φ and sin φ of each pair, next to each other, of P y; g is that of P y."""
+    g1, g2 = tl.split(tl.reshape(g, (g.shape[0], g.shape[1] // 2, 2)))
+    y1, y2 = tl.split(tl.reshape(y, (y.shape[0], y.shape[1] // 2, 2)))
+    return tl.reshape(tl.join(g1 * y1 + g2 * y2, g2 * y1 - g1 * y2), (g.shape[0], g.shape[1]))
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .memory import complete_backward, complete_forward, load_beta, load_vectors
+from .memory import add_changes, complete_backward, complete_forward, load_vectors, store_sums, zero_sums
 
 __all__ = ["given_backward", "given_forward"]
 
@@ -14,13 +14,13 @@ def given_forward(
     reset, lengths, states, projections, epsilon, threshold, dot, sine, batch, steps,
     HEADS: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
     BIASED: tl.constexpr, RESETS: tl.constexpr, RAGGED: tl.constexpr, RETRACTION: tl.constexpr, PAIRS: tl.constexpr,
-    SOURCE: tl.constexpr, ROW_BETA: tl.constexpr, AWARE: tl.constexpr, SLOW: tl.constexpr,
+    SOURCE: tl.constexpr, PHASED: tl.constexpr, ROW_BETA: tl.constexpr, AWARE: tl.constexpr, SLOW: tl.constexpr,
     NORM: tl.constexpr, DOT: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
     """Run all steps of one head of ROWS sequences, with the state in registers."""
     numbers = (epsilon, threshold, dot, sine)
     TOTAL: tl.constexpr = HEADS * SIZE
-    FEATURES: tl.constexpr = TOTAL * 3 + (1 if ROW_BETA else 0)
+    FEATURES: tl.constexpr = TOTAL * (4 if PHASED else 3) + (1 if ROW_BETA else 0)
     WIDTH: tl.constexpr = TOTAL * (2 if SLOW else 1)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head = tl.program_id(1)
@@ -49,11 +49,10 @@ def given_forward(
             slow = tl.where(is_reset, 0.0, slow)
         p = tl.load(drive + at + TOTAL, mask & alive[:, None], 0.0)
         q = tl.load(drive + at + 2 * TOTAL, mask & alive[:, None], 0.0)
-        beta_value = load_beta(drive, beta, row, t, steps, head, alive, ROW_BETA, FEATURES)
-        into = (row[:, None] * steps + t) * WIDTH + place[None, :]
         x, slow = complete_forward(
-            x, slow, p, q, u, vectors, beta_value, feed_real, feed_imag, decay, charge, states, numbers, alive, into,
-            place, mask, within, PAIRS, RETRACTION, AWARE, False, DOT, SLOW, SIZE, TOTAL,
+            x, slow, p, q, u, drive, states, vectors, beta, feed_real, feed_imag, decay, charge, numbers, row, t, steps,
+            head, column, alive, valid, within, HEADS, SIZE, RETRACTION, PAIRS, True, PHASED, ROW_BETA, AWARE, SLOW,
+            False, DOT,
         )  # fmt: skip
 
 
@@ -64,7 +63,7 @@ def given_backward(
     sources, sums, batch, steps,
     HEADS: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
     BIASED: tl.constexpr, RESETS: tl.constexpr, RAGGED: tl.constexpr, RETRACTION: tl.constexpr, PAIRS: tl.constexpr,
-    SOURCE: tl.constexpr, ROW_BETA: tl.constexpr, AWARE: tl.constexpr, SLOW: tl.constexpr,
+    SOURCE: tl.constexpr, PHASED: tl.constexpr, ROW_BETA: tl.constexpr, AWARE: tl.constexpr, SLOW: tl.constexpr,
     NORM: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Run the backward pass of all steps of one head of ROWS sequences; arguments as in `resident_backward`."""
@@ -83,37 +82,19 @@ def given_backward(
         last = tl.load(lengths + row, valid, 0)
     zero = tl.zeros((ROWS, PAD), dtype=tl.float32)
     carry, slow_carry = zero, zero
-    g_real, g_imag, g_feed, g_feed_imag, g_decay, g_charge = zero, zero, zero, zero, zero, zero
-    g_beta = tl.zeros((ROWS,), dtype=tl.float32)
+    totals = zero_sums(zero, tl.zeros((ROWS,), dtype=tl.float32))
     for i in range(steps):
         carry, slow_carry, _, _, _, is_reset, changes = complete_backward(
             carry, slow_carry, drive, initial, states, gradient, projections, reset, vectors, beta, feed_real,
             feed_imag, decay, charge, numbers, to_drive, to_projections, sources, row, steps - 1 - i, steps,
-            last, head, column, valid, within, HEADS, SIZE, RESETS, RAGGED, RETRACTION, PAIRS, 0, True, ROW_BETA,
-            AWARE, SLOW, False, DOT,
+            last, head, column, valid, within, HEADS, SIZE, RESETS, RAGGED, RETRACTION, PAIRS, 0, True, PHASED,
+            ROW_BETA, AWARE, SLOW, False, DOT,
         )  # fmt: skip
         if RESETS:
             carry = tl.where(is_reset[:, None], 0.0, carry)
             slow_carry = tl.where(is_reset[:, None], 0.0, slow_carry)
-        g_real += changes[0]
-        if PAIRS:
-            g_imag += changes[1]
-        if SLOW:
-            g_feed += changes[2]
-            g_decay += changes[4]
-            g_charge += changes[5]
-            if PAIRS:
-                g_feed_imag += changes[3]
-        g_beta += changes[12]
+        totals = add_changes(totals, changes, PAIRS, SLOW, False, False)
     tl.store(to_initial + row[:, None] * WIDTH + place[None, :], carry, mask)
-    total = sums + row[:, None] * (13 * TOTAL) + place[None, :]
-    tl.store(total, g_real, mask)
-    if PAIRS:
-        tl.store(total + TOTAL, g_imag, mask)
     if SLOW:
         tl.store(to_initial + row[:, None] * WIDTH + TOTAL + place[None, :], slow_carry, mask)
-        tl.store(total + 2 * TOTAL, g_feed, mask)
-        tl.store(total + 3 * TOTAL, g_feed_imag, mask)
-        tl.store(total + 4 * TOTAL, g_decay, mask)
-        tl.store(total + 5 * TOTAL, g_charge, mask)
-    tl.store(sums + row * (13 * TOTAL) + 12 * TOTAL + head, g_beta, valid)
+    store_sums(sums, totals, row, head, place, mask, valid, False, TOTAL, PAIRS, SLOW, False, False)

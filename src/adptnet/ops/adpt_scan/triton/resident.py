@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .arithmetic import apply_source
-from .memory import complete_backward, complete_forward, load_beta, load_vectors
+from .memory import add_changes, complete_backward, complete_forward, load_vectors, store_sums, zero_sums
 
 __all__ = ["resident_backward", "resident_forward"]
 
@@ -15,13 +15,13 @@ def resident_forward(
     reset, lengths, states, projections, epsilon, threshold, dot, sine, batch, steps,
     HEADS: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
     BIASED: tl.constexpr, RESETS: tl.constexpr, RAGGED: tl.constexpr, RETRACTION: tl.constexpr, PAIRS: tl.constexpr,
-    SOURCE: tl.constexpr, ROW_BETA: tl.constexpr, AWARE: tl.constexpr, SLOW: tl.constexpr,
+    SOURCE: tl.constexpr, PHASED: tl.constexpr, ROW_BETA: tl.constexpr, AWARE: tl.constexpr, SLOW: tl.constexpr,
     NORM: tl.constexpr, DOT: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
     """Run all steps of one head of ROWS sequences, with the state in registers."""
     numbers = (epsilon, threshold, dot, sine)
     TOTAL: tl.constexpr = HEADS * SIZE
-    FEATURES: tl.constexpr = TOTAL + (1 if ROW_BETA else 0)
+    FEATURES: tl.constexpr = TOTAL * (2 if PHASED else 1) + (1 if ROW_BETA else 0)
     WIDTH: tl.constexpr = TOTAL * (2 if SLOW else 1)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head = tl.program_id(1)
@@ -63,11 +63,10 @@ def resident_forward(
             saved = projections + (row[:, None] * steps + t) * (2 * TOTAL) + head * 2 * SIZE + column[None, :]
             tl.store(saved, p, mask)
             tl.store(saved + SIZE, q, mask)
-        beta_value = load_beta(drive, beta, row, t, steps, head, alive, ROW_BETA, FEATURES)
-        into = (row[:, None] * steps + t) * WIDTH + place[None, :]
         x, slow = complete_forward(
-            x, slow, p, q, u, vectors, beta_value, feed_real, feed_imag, decay, charge, states, numbers, alive, into,
-            place, mask, within, PAIRS, RETRACTION, AWARE, NORM, DOT, SLOW, SIZE, TOTAL,
+            x, slow, p, q, u, drive, states, vectors, beta, feed_real, feed_imag, decay, charge, numbers, row, t, steps,
+            head, column, alive, valid, within, HEADS, SIZE, RETRACTION, PAIRS, False, PHASED, ROW_BETA, AWARE, SLOW,
+            NORM, DOT,
         )  # fmt: skip
 
 
@@ -78,7 +77,7 @@ def resident_backward(
     sources, sums, batch, steps,
     HEADS: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
     BIASED: tl.constexpr, RESETS: tl.constexpr, RAGGED: tl.constexpr, RETRACTION: tl.constexpr, PAIRS: tl.constexpr,
-    SOURCE: tl.constexpr, ROW_BETA: tl.constexpr, AWARE: tl.constexpr, SLOW: tl.constexpr,
+    SOURCE: tl.constexpr, PHASED: tl.constexpr, ROW_BETA: tl.constexpr, AWARE: tl.constexpr, SLOW: tl.constexpr,
     NORM: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Run the backward pass of all steps of one head of ROWS sequences, with the gradient of the state in registers.
@@ -106,15 +105,13 @@ def resident_backward(
         last = tl.load(lengths + row, valid, 0)
     zero = tl.zeros((ROWS, PAD), dtype=tl.float32)
     carry, slow_carry = zero, zero
-    g_real, g_imag, g_feed, g_feed_imag, g_decay, g_charge = zero, zero, zero, zero, zero, zero
-    g_key_gain, g_value_gain, g_key_shift, g_value_shift, g_key_bias, g_value_bias = zero, zero, zero, zero, zero, zero
-    g_beta = tl.zeros((ROWS,), dtype=tl.float32)
+    totals = zero_sums(zero, tl.zeros((ROWS,), dtype=tl.float32))
     for i in range(steps):
         g_x, slow_carry, g_p, g_q, slope, is_reset, changes = complete_backward(
             carry, slow_carry, drive, initial, states, gradient, projections, reset, vectors, beta, feed_real,
             feed_imag, decay, charge, numbers, to_drive, to_projections, sources, row, steps - 1 - i, steps,
-            last, head, column, valid, within, HEADS, SIZE, RESETS, RAGGED, RETRACTION, PAIRS, SOURCE, False, ROW_BETA,
-            AWARE, SLOW, NORM, DOT,
+            last, head, column, valid, within, HEADS, SIZE, RESETS, RAGGED, RETRACTION, PAIRS, SOURCE, False, PHASED,
+            ROW_BETA, AWARE, SLOW, NORM, DOT,
         )  # fmt: skip
         # The products are summed apart from the rest, which is larger where memory is long.
         products = tl.dot(g_p, key_weight, input_precision=PRECISION)
@@ -123,41 +120,8 @@ def resident_backward(
         if RESETS:
             carry = tl.where(is_reset[:, None], 0.0, carry)
             slow_carry = tl.where(is_reset[:, None], 0.0, slow_carry)
-        g_real += changes[0]
-        if PAIRS:
-            g_imag += changes[1]
-        if SLOW:
-            g_feed += changes[2]
-            g_decay += changes[4]
-            g_charge += changes[5]
-            if PAIRS:
-                g_feed_imag += changes[3]
-        if NORM:
-            g_key_gain += changes[6]
-            g_value_gain += changes[7]
-            g_key_shift += changes[8]
-            g_value_shift += changes[9]
-        if BIASED:
-            g_key_bias += changes[10]
-            g_value_bias += changes[11]
-        g_beta += changes[12]
+        totals = add_changes(totals, changes, PAIRS, SLOW, NORM, BIASED)
     tl.store(to_initial + row[:, None] * WIDTH + place[None, :], carry, mask)
-    total = sums + row[:, None] * (13 * TOTAL) + place[None, :]
-    tl.store(total, g_real, mask)
-    if PAIRS:
-        tl.store(total + TOTAL, g_imag, mask)
     if SLOW:
         tl.store(to_initial + row[:, None] * WIDTH + TOTAL + place[None, :], slow_carry, mask)
-        tl.store(total + 2 * TOTAL, g_feed, mask)
-        tl.store(total + 3 * TOTAL, g_feed_imag, mask)
-        tl.store(total + 4 * TOTAL, g_decay, mask)
-        tl.store(total + 5 * TOTAL, g_charge, mask)
-    if NORM:
-        tl.store(total + 6 * TOTAL, g_key_gain, mask)
-        tl.store(total + 7 * TOTAL, g_value_gain, mask)
-        tl.store(total + 8 * TOTAL, g_key_shift, mask)
-        tl.store(total + 9 * TOTAL, g_value_shift, mask)
-    if BIASED:
-        tl.store(total + 10 * TOTAL, g_key_bias, mask)
-        tl.store(total + 11 * TOTAL, g_value_bias, mask)
-    tl.store(sums + row * (13 * TOTAL) + 12 * TOTAL + head, g_beta, valid)
+    store_sums(sums, totals, row, head, place, mask, valid, False, TOTAL, PAIRS, SLOW, NORM, BIASED)

@@ -8,15 +8,9 @@ import triton
 import triton.language as tl
 
 from .arithmetic import apply_source, differentiate_source
-from .memory import complete_backward, complete_forward, load_before, load_beta, load_vectors
+from .memory import complete_backward, complete_forward, load_before, load_vectors, store_sum, store_sums
 
 __all__ = ["streamed_backward", "streamed_forward"]
-
-
-@triton.jit
-def add_to(pointer, value, mask):
-    """Add to memory that only this program writes."""
-    tl.store(pointer, tl.load(pointer, mask, 0.0) + value, mask)
 
 
 @triton.jit(do_not_specialize=["batch", "steps"])
@@ -25,7 +19,7 @@ def streamed_forward(
     reset, lengths, states, projections, epsilon, threshold, dot, sine, batch, steps,
     HEADS: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
     BIASED: tl.constexpr, RESETS: tl.constexpr, RAGGED: tl.constexpr, RETRACTION: tl.constexpr, PAIRS: tl.constexpr,
-    SOURCE: tl.constexpr, ROW_BETA: tl.constexpr, AWARE: tl.constexpr, SLOW: tl.constexpr,
+    SOURCE: tl.constexpr, PHASED: tl.constexpr, ROW_BETA: tl.constexpr, AWARE: tl.constexpr, SLOW: tl.constexpr,
     NORM: tl.constexpr, DOT: tl.constexpr, SAVE: tl.constexpr, SOME: tl.constexpr, BLOCK: tl.constexpr,
     INNER: tl.constexpr,
 ):  # fmt: skip
@@ -36,7 +30,7 @@ def streamed_forward(
     """
     numbers = (epsilon, threshold, dot, sine)
     TOTAL: tl.constexpr = HEADS * SIZE
-    FEATURES: tl.constexpr = TOTAL + (1 if ROW_BETA else 0)
+    FEATURES: tl.constexpr = TOTAL * (2 if PHASED else 1) + (1 if ROW_BETA else 0)
     WIDTH: tl.constexpr = TOTAL * (2 if SLOW else 1)
     first = (tl.program_id(0) * ROWS).to(tl.int64)
     head = tl.program_id(1)
@@ -74,7 +68,6 @@ def streamed_forward(
         for some in range(0, ROWS, SOME):
             row = first + some + tl.arange(0, SOME)
             valid = row < batch
-            mask = valid[:, None] & within[None, :]
             last = row * 0 + steps
             if RAGGED:
                 last = tl.load(lengths + row, valid, 0)
@@ -95,10 +88,10 @@ def streamed_forward(
             p, q = tl.load(saved, here, 0.0), tl.load(saved + SIZE, here, 0.0)
             u = tl.load(drive + (row[:, None] * steps + t) * FEATURES + place[None, :], here, 0.0)
             vectors = load_vectors(real, imag, norm_weight, norm_bias, place, within, TOTAL, PAIRS, NORM)
-            beta_value = load_beta(drive, beta, row, t, steps, head, alive, ROW_BETA, FEATURES)
             complete_forward(
-                x, slow, p, q, u, vectors, beta_value, feed_real, feed_imag, decay, charge, states, numbers, alive, at,
-                place, mask, within, PAIRS, RETRACTION, AWARE, NORM, DOT, SLOW, SIZE, TOTAL,
+                x, slow, p, q, u, drive, states, vectors, beta, feed_real, feed_imag, decay, charge, numbers, row, t,
+                steps, head, column, alive, valid, within, HEADS, SIZE, RETRACTION, PAIRS, False, PHASED, ROW_BETA,
+                AWARE, SLOW, NORM, DOT,
             )  # fmt: skip
         tl.debug_barrier()  # all states are written
 
@@ -110,7 +103,7 @@ def streamed_backward(
     sources, sums, batch, steps,
     HEADS: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
     BIASED: tl.constexpr, RESETS: tl.constexpr, RAGGED: tl.constexpr, RETRACTION: tl.constexpr, PAIRS: tl.constexpr,
-    SOURCE: tl.constexpr, ROW_BETA: tl.constexpr, AWARE: tl.constexpr, SLOW: tl.constexpr,
+    SOURCE: tl.constexpr, PHASED: tl.constexpr, ROW_BETA: tl.constexpr, AWARE: tl.constexpr, SLOW: tl.constexpr,
     NORM: tl.constexpr, DOT: tl.constexpr, SOME: tl.constexpr, BLOCK: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """Run the backward pass of all steps of one head of ROWS sequences, with the gradient of the state in `to_initial`.
@@ -156,30 +149,13 @@ def streamed_backward(
             g_x, slow_carry, _, _, _, is_reset, changes = complete_backward(
                 carry, slow_carry, drive, initial, states, gradient, projections, reset, vectors, beta, feed_real,
                 feed_imag, decay, charge, numbers, to_drive, to_projections, sources, row, t, steps, last,
-                head, column, valid, within, HEADS, SIZE, RESETS, RAGGED, RETRACTION, PAIRS, SOURCE, False, ROW_BETA,
-                AWARE, SLOW, NORM, DOT,
+                head, column, valid, within, HEADS, SIZE, RESETS, RAGGED, RETRACTION, PAIRS, SOURCE, False, PHASED,
+                ROW_BETA, AWARE, SLOW, NORM, DOT,
             )  # fmt: skip
             tl.store(begin, tl.where(is_reset[:, None], 0.0, g_x), mask)
-            total = sums + row[:, None] * (13 * TOTAL) + place[None, :]
-            add_to(total, changes[0], mask)
-            if PAIRS:
-                add_to(total + TOTAL, changes[1], mask)
             if SLOW:
                 tl.store(begin + TOTAL, tl.where(is_reset[:, None], 0.0, slow_carry), mask)
-                add_to(total + 2 * TOTAL, changes[2], mask)
-                add_to(total + 4 * TOTAL, changes[4], mask)
-                add_to(total + 5 * TOTAL, changes[5], mask)
-                if PAIRS:
-                    add_to(total + 3 * TOTAL, changes[3], mask)
-            if NORM:
-                add_to(total + 6 * TOTAL, changes[6], mask)
-                add_to(total + 7 * TOTAL, changes[7], mask)
-                add_to(total + 8 * TOTAL, changes[8], mask)
-                add_to(total + 9 * TOTAL, changes[9], mask)
-            if BIASED:
-                add_to(total + 10 * TOTAL, changes[10], mask)
-                add_to(total + 11 * TOTAL, changes[11], mask)
-            add_to(sums + row * (13 * TOTAL) + 12 * TOTAL + head, changes[12], valid)
+            store_sums(sums, changes, row, head, place, mask, valid, True, TOTAL, PAIRS, SLOW, NORM, BIASED)
         tl.debug_barrier()  # gradients of p and q, and the rest of that of x, are written
         tile_kept = tile_valid
         if RESETS:
@@ -202,5 +178,5 @@ def streamed_backward(
             at = (tile[:, None] * steps + t) * WIDTH + of[None, :]
             begin = tile[:, None] * WIDTH + of[None, :]
             x = load_before(states, initial, at, begin, t, kept, WIDTH)
-            add_to(to_initial + begin, products * differentiate_source(x, numbers, SOURCE), kept)
+            store_sum(to_initial + begin, products * differentiate_source(x, numbers, SOURCE), kept, True)
         tl.debug_barrier()  # the gradient of the state is written
