@@ -1,7 +1,9 @@
 """The fused recurrence against its specification: values and all gradients, at sizes that are not powers of two."""
 
+import ctypes
 import multiprocessing
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from adptnet import ADPTNet, adjoints, conjugates, directions, projections, solvers
 from adptnet.cells.structure import choose_scan
 from adptnet.errors import InputError
-from adptnet.ops import _backends
+from adptnet.ops import _backends, _buffers
 from adptnet.ops.adpt_scan import Constants, Factors, Form, Source, adpt_scan, cpu, reference
 from adptnet.ops.adpt_scan.form import decode_form, encode_form
 from adptnet.ops.adpt_scan.packing import stack_factors
@@ -103,6 +105,31 @@ def test_a_phase_at_any_width_and_batch(batch, size, aware, lean):
 def test_one_or_two_sequences_of_any_width(size, batch):
     """With one or two sequences a register tile has up to four or three panels of the matrix, and fewer at its end."""
     assert_agree(*make_problem(batch, 3, size))
+
+
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_no_memory_is_read_before_it_is_written(variant, linear, monkeypatch):
+    if linear and ("beta_in_drive" in variant or variant == {"rotates": False}):
+        pytest.skip("β is not fixed")
+    drive, state, constants, form = make_problem(3, 5, 12, **variant)
+    if linear:
+        form, constants = form._replace(linear=True), constants._replace(beta=torch.zeros(form.heads))
+    inputs = (drive, state, *constants, None, torch.tensor([5, 2, 4]), *Factors())
+    acquire, found = _buffers.acquire, []
+
+    def acquire_filled(fill, size):
+        block = acquire(size)
+        ctypes.memset(block.address, fill, size)
+        return block
+
+    for fill in (0, 255):  # zeros, and NaN
+        monkeypatch.setattr(_buffers, "acquire", partial(acquire_filled, fill))
+        plan = cpu.make_plan(inputs, form)
+        results = cpu.forward(plan, inputs, save=False)
+        found.append([results[0], *cpu.backward(plan, torch.ones_like(results[0]), inputs, *results, [True] * 30)])
+    for zeros, nans in zip(*found, strict=True):
+        assert (zeros is None and nans is None) or torch.equal(zeros, nans)
 
 
 def test_a_row_does_not_depend_on_the_others_in_its_simd_group():

@@ -68,7 +68,7 @@ inline bool is_factored(const Scan& s) { return s.sizes.rank || s.sizes.outer; }
 // Return the number of matrices K and V of a head, of the vectors p and q of a row, and so on: two per plane.
 inline int64_t half_count(const Scan& s) { return 2 * s.sizes.planes; }
 // Return whether a step is that of product.h.
-inline bool is_product(const Scan& s) { return s.sizes.planes > 1 || s.options.whole_state; }
+inline bool is_product(const Scan& s) { return s.options.rotates && (s.sizes.planes > 1 || s.options.whole_state); }
 // Return whether there are products with K and V at all.
 inline bool has_weights(const Scan& s) { return s.options.rotates && !s.options.directions_in_drive; }
 

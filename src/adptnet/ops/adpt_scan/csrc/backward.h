@@ -33,7 +33,7 @@ template <bool Pairs> void backward_identity(const Task& task, const BackwardVec
     add_spectrum_gradient<Pairs>(task.sums.vector(real_sum), pad, i, g_i, load<T>(at.x + i));
     if (at.u) store<T>(at.u + i, g_i);
   }
-  set_zero(at.gradients, 2 * pad);
+  set_zero(at.gradients, task.halves() * pad);
 }
 
 // A row with a rotation: compute gp, gq and previous_g, without K'gp + V'gq. The scales are 1/|p| and 1/|q|.
