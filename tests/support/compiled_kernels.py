@@ -1,6 +1,6 @@
 """Compile the GPU kernels ahead of time, for GPUs that need not be present, and record what the compilers report.
 
-    python tests/support/compiled_kernels.py                  # all GPUs: about an hour on one core
+    python tests/support/compiled_kernels.py                  # all GPUs: half an hour on two busy cores
     python tests/support/compiled_kernels.py "8.0" "gfx942"   # some
 
 It needs Triton, and no GPU. It writes compiled_kernels.json beside this file and docs/reference/gpu-compiler.md.
@@ -204,7 +204,7 @@ def render(record: dict[str, Any]) -> str:
     figures = record["figures"]
     names = [name for name in TARGETS if name in figures]
     for case in CASES:
-        lines += ["", f"## {case[0].upper()}{case[1:]}", "", f"| kernel | {' | '.join(names)} |"]
+        lines += ["", f"## {case}", "", f"| kernel | {' | '.join(names)} |"]
         lines.append("| --- |" + " --- |" * len(names))
         kernels = list(dict.fromkeys(kernel for name in names for kernel in figures[name].get(case, {})))
         for kernel in kernels:
@@ -220,14 +220,15 @@ def main(names: list[str]) -> None:
     sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
     import triton
 
-    version = subprocess.run(
-        [Path(triton.__file__).parent / "backends/nvidia/bin/ptxas", "--version"],
-        capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    versions = []
+    for tool in ("ptxas", "ptxas-blackwell"):  # the second for compute capabilities from 10.0
+        shown = subprocess.run([tools / tool, "--version"], capture_output=True, text=True, check=True).stdout
+        versions.append(f"{tool} {re.search('release ([0-9.]+)', shown)[1]}")
     for name in names or TARGETS:
         found = compile_in_process(name, list(CASES))
         record = json.loads(RECORD.read_text()) if RECORD.exists() else {"figures": {}}
-        record |= {"triton": triton.__version__, "ptxas": "ptxas " + re.search(r"release ([0-9.]+)", version)[1]}
+        record |= {"triton": triton.__version__, "ptxas": ", ".join(versions)}
         record["figures"][name] = found
         RECORD.write_text(json.dumps(record, indent=1) + "\n")
         PAGE.write_text(render(record))
