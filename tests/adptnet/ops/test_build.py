@@ -268,6 +268,7 @@ def run_with_sanitizer(operation, program, folder, *, sanitizer="address", scala
 
 # Compiling adpt_scan with the sanitizers takes half a minute.
 @needs_compiler
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "operation", [pytest.param(name, marks=[pytest.mark.slow] * (name == "adpt_scan")) for name in PROGRAMS]
 )
