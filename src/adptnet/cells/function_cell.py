@@ -12,6 +12,7 @@ from .._validate import check_precision
 from ..errors import IncompatibleError
 from ..spec import check_size
 from .base import Cell
+from .prepare_check import check_prepare
 from .tree import Layout
 
 __all__ = ["FunctionCell", "from_function"]
@@ -43,9 +44,10 @@ def from_function(
             one sequence, of any shape. The initial state is zero where a size is given.
         prepare: Called with the inputs of all steps, (batch, time, input_size); returns a tensor (batch, time, ...) or
             a pytree of them, of which `function` gets the rows as its second argument. Each step must depend on its own
-            input only. Needs `input_size`.
+            input only, which is tested with random inputs. Needs `input_size`.
 
     Raises:
+        InputError: `prepare` couples steps or sequences.
         IncompatibleError: `function` is not callable, or is an `nn.RNNCellBase`, whose arguments are in another order.
     """
     if not callable(function):
@@ -110,6 +112,7 @@ class FunctionCell(Cell):
             with torch.no_grad():
                 values = prepare(torch.zeros(1, 1, input_size, dtype=like.dtype, device=like.device))
             self.prepared = Layout.of_values(values, 2)
+            check_prepare(self, prepare, input_size, like)
 
     def initial_state(self, batch: int, *, device: Device = None, dtype: DType = None) -> Tensor:
         start: Any = getattr(self, "initial", None)

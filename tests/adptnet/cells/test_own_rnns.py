@@ -342,6 +342,69 @@ def test_parameters_that_depend_on_the_input_are_computed_for_all_steps_at_once(
             assert_close(own, its, rtol=0, atol=1e-8)
 
 
+def moving_average(x):
+    return (x + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]) / 2
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        moving_average,
+        lambda x: {"u": x, "before": (moving_average(x), x)},
+        lambda x: x.flip(1),
+        lambda x: x - x.mean(0),
+        lambda x: x + torch.arange(x.shape[1]).unsqueeze(-1),
+        lambda x: torch.cat((x[..., :1].cumsum(1), 1e6 * x[..., 1:]), -1),
+        lambda x: x.cumsum(1) > 0,
+        lambda x: nn.functional.one_hot(x.long().cumsum(1).clamp(0, 9), 10),
+    ],
+    ids=["causal", "one of a pytree", "reversed", "batch", "index", "small channel", "bool", "integers"],
+)
+def test_prepare_must_treat_each_step_on_its_own(prepare):
+    with pytest.raises(InputError, match="couples steps"):
+        cells.from_function(leaky, 3, 3, prepare=prepare)
+
+
+class NormalizedInput(nn.Module):
+    """Training differs from evaluation: dropout, and a batch norm over sequences and steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(3), nn.Dropout()
+
+    def prepare(self, x):
+        return self.drop(self.norm(x.transpose(1, 2)).transpose(1, 2) if x.shape[1] > 1 or not self.training else x)
+
+    def step(self, state, given):
+        return 0.5 * state + given
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        lambda x: x @ torch.full((3, 3), 0.3),
+        lambda x: x + torch.randn_like(x),
+        lambda x: x / 0.0,
+        lambda x: nn.functional.one_hot(x.long(), 2).flatten(2),
+        lambda x: {"a": x.sin(), "b": (x > 0, x.sort(-1).values)},
+        nn.LayerNorm(3),
+    ],
+    ids=["product", "random", "not finite", "indices", "pytree", "module"],
+)
+def test_functions_of_one_step_are_accepted_by_prepare(prepare):
+    assert cells.from_function(leaky, 3, 3, prepare=prepare).input_size == 3
+
+
+def test_the_test_of_prepare_leaves_modes_and_statistics_unchanged():
+    module = NormalizedInput()
+    module.drop.eval()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    cells.from_function(module.step, 3, 3, prepare=module.prepare)
+    assert module.norm.training
+    assert not module.drop.training
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
