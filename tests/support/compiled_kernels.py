@@ -60,6 +60,13 @@ RECURRENCES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "SSC, 512": (512, 1, SPEECH),
     "SSC, 2048": (2048, 1, SPEECH),
 }
+# Nearly all flags at once; not recorded. Triton's interpreter accepts code that does not compile.
+FLAGS = {"RESETS": True, "RAGGED": True, "PAIRS": True, "PHASED": True, "SLOW": True, "ROW_BETA": True}
+EVERY_FLAG: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "given, every flag": (32, 1, FLAGS | {"GIVEN": True, "AWARE": True}),
+    "resident, every flag": (32, 1, FLAGS | {"BIASED": True, "SOURCE": 1, "AWARE": True, "NORM": True, "DOT": True}),
+    "streamed, every flag": (128, 1, FLAGS | {"BIASED": True, "SOURCE": 2, "NORM": True, "RETRACTION": 3}),
+}
 SCAN = "diagonal scan"
 # A Newton pass: (state dimension, heads).
 PASSES = {f"Newton pass, {size}": (size, 1) for size in (64, 256, 512, 1024, 2048)}
@@ -82,7 +89,7 @@ def compile_case(name: str, case: str, *, with_cycles: bool = False) -> dict[str
 
     Args:
         name: The GPU, of `TARGETS`.
-        case: One of `CASES`.
+        case: One of `CASES` or `EVERY_FLAG`.
         with_cycles: Whether to estimate the cycles of a step; see `support.sass`.
     """
     import torch
@@ -102,8 +109,9 @@ def compile_case(name: str, case: str, *, with_cycles: bool = False) -> dict[str
         known = {key: value for key, value in options.items() if key in kernel.arg_names}
         return {kernel.__name__: _measure(kernel, known, target, with_cycles=with_cycles, **launched)}
 
-    if case in RECURRENCES:
-        size, heads, flags = RECURRENCES[case]
+    recurrences = RECURRENCES | EVERY_FLAG
+    if case in recurrences:
+        size, heads, flags = recurrences[case]
         form = Form(heads=heads, directions_in_drive=flags.get("GIVEN", False))
         plan = launch.plan_launch(form, size, device)
         assert plan is not None
