@@ -1,9 +1,5 @@
 """Gradients of every solver against back-propagation through time."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.testing import assert_close
@@ -310,72 +306,3 @@ def test_no_steps_have_a_gradient_too():
         inputs = torch.zeros(2, 0, 4, requires_grad=True)
         solver(cell, inputs).states.sum().backward()
         assert inputs.grad.shape == (2, 0, 4)
-
-
-MEMORY = """
-import resource, sys, threading, time
-import torch
-from adptnet import ADPTNet, solvers
-
-torch.set_num_threads(1)
-torch.manual_seed(0)
-make, iterations = getattr(solvers, sys.argv[1]), int(sys.argv[2])
-layer = ADPTNet.paper(64, beta=0.0125)
-x = torch.randn(16, 2048, 64)
-small = make(fixed_iterations=2, on_failure=solvers.Return())
-solver = make(fixed_iterations=iterations, on_failure=solvers.Return())
-
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
-
-
-def train(x, solver):
-    y, _ = layer(x, solver=solver)
-    y.square().mean().backward()
-
-
-train(x[:1, :64], small)
-before, peak, running = resident(), 0, True
-
-
-def watch():
-    global peak
-    while running:
-        peak = max(peak, resident())
-        time.sleep(0.001)
-
-
-watcher = threading.Thread(target=watch)
-watcher.start()
-train(x, solver)
-running = False
-watcher.join()
-print((peak - before) / (16 * 2048 * 64 * 4))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the resident memory from /proc")
-@pytest.mark.parametrize("make", ["ConvDEER", "ForwardDEER"])
-def test_the_memory_of_a_training_step_does_not_grow_with_iterations(make):
-    # Blocks above the threshold are returned to the system when they are freed. By default the C library keeps some of
-    # them, which adds between 2 and 5 trajectories by chance.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
-    few, many = (
-        float(
-            subprocess.run(
-                [sys.executable, "-c", MEMORY, make, count],
-                check=True,
-                capture_output=True,
-                text=True,
-                env=environment,
-            ).stdout
-        )
-        for count in ("5", "50")
-    )
-    assert few <= 10, few
-    assert many <= 10, many
-    assert abs(many - few) <= 0.5, (few, many)
