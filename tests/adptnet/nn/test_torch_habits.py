@@ -152,8 +152,6 @@ def test_meta_gives_the_shapes_of_every_solver_and_adjoint():
 
 @every
 def test_a_model_made_on_meta_is_filled_from_a_state_dict(make):
-    if any(isinstance(m, nn.Module) and hasattr(m, "parametrizations") for m in make().modules()):
-        pytest.skip("an orthogonal matrix is parametrize_key, which torch cannot do on meta")
     model, x = make().eval(), inputs()
     with torch.device("meta"):
         assigned, emptied = make().eval(), make().eval()
@@ -161,6 +159,26 @@ def test_a_model_made_on_meta_is_filled_from_a_state_dict(make):
     emptied.to_empty(device="cpu").load_state_dict(model.state_dict())
     for twin in (assigned, emptied):
         assert torch.equal(outputs(twin, x), outputs(model, x))
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (6, 3), (3, 6)], ids=["square", "tall", "wide"])
+def test_an_orthogonal_matrix_made_on_meta_is_filled_assigned_and_trained(shape):
+    rows, columns = shape
+    real = projections.Orthogonal().build(columns, rows)
+    state = torch.get_rng_state()
+    meta = projections.Orthogonal().build(columns, rows, device="meta")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert repr(meta) == repr(real)
+    assert meta.dense().shape == shape
+    meta.to_empty(device="cpu").load_state_dict(real.state_dict())
+    assert torch.equal(meta.dense(), real.dense())
+    meta.weight = nn.init.orthogonal_(torch.empty(shape))  # by the parametrization's inverse
+    before = meta.dense()
+    (before * torch.randn(shape)).sum().backward()
+    torch.optim.SGD(meta.parameters(), lr=0.1).step()
+    assert not torch.allclose(meta.dense(), before)
+    thin = meta.dense() if rows >= columns else meta.dense().mT
+    assert_close(thin.mT @ thin, torch.eye(min(shape)))
 
 
 @every

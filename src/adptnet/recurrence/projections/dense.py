@@ -1,12 +1,13 @@
 """Projections with a full matrix: unconstrained, or orthogonal."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
 
 from ..._dtype import compute_dtype
 from ..._typing import Device, DType
-from ...errors import IncompatibleError
 from ...spec import spec
 from .base import Projection, ProjectionSpec, with_bias
 
@@ -44,31 +45,29 @@ class Orthogonal(ProjectionSpec):
     def build(self, in_features: int, out_features: int, *, device: Device = None, dtype: DType = None) -> Projection:
         dtype = compute_dtype(dtype or torch.get_default_dtype())  # no factorisation in half precision
         weight = torch.empty(out_features, in_features, device=device, dtype=dtype)
-        if weight.is_meta:  # there is nothing to factorise; only names and sizes are needed
-            layout = DenseProjection(nn.Parameter(weight))
-            parametrize.register_parametrization(layout, "weight", _OrthogonalLayout(weight), unsafe=True)
-            return with_bias(layout, self.bias)
+        if weight.is_meta:
+            return with_bias(_make_meta_orthogonal(weight), self.bias)
         projection = DenseProjection(nn.Parameter(nn.init.orthogonal_(weight)))
         parametrizations.orthogonal(projection, "weight")
         return with_bias(projection, self.bias)
 
 
-class _OrthogonalLayout(nn.Module):
-    """The tensors of PyTorch's orthogonal parametrisation, for the meta device, where it cannot be computed."""
+def _make_meta_orthogonal(weight: Tensor) -> "DenseProjection":
+    """Return the projection for a weight on the meta device, where PyTorch cannot factorise an initial value.
 
-    base: Tensor
-
-    def __init__(self, weight: Tensor):
-        super().__init__()
-        self.register_buffer("base", weight.new_empty(max(weight.shape), max(weight.shape)))
-
-    def forward(self, original: Tensor) -> Tensor:
-        if not original.is_meta:
-            raise IncompatibleError(
-                "Orthogonal() was built on the meta device, which gives its sizes only. Build it on a device with "
-                "memory: spec.build(device='cpu')."
-            )
-        return original
+    It is made for the smallest matrix that PyTorch parametrizes in the same way, square, tall or wide.
+    """
+    rows, columns = weight.shape
+    small = torch.ones(1 + (rows > columns), 1 + (columns > rows), device="cpu")
+    projection = DenseProjection(nn.Parameter(small))
+    with torch.random.fork_rng(devices=[]):
+        parametrizations.orthogonal(projection, "weight")
+    projection.in_features, projection.out_features = columns, rows
+    parametrized: Any = projection.parametrizations
+    parametrized.weight.original = nn.Parameter(weight)
+    parametrized.weight[0].shape = weight.shape
+    parametrized.weight[0].base = weight.new_empty(max(rows, columns), max(rows, columns))
+    return projection
 
 
 class DenseProjection(Projection):
