@@ -167,6 +167,24 @@ def test_counts_of_the_factored_projections():
     assert projections.Orthogonal().build(12, 12).condition_number() < 1 + 1e-9
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("shape", [(3, 3), (6, 3), (3, 6)], ids=["square", "tall", "wide"])
+def test_weight_decay_leaves_an_orthogonal_matrix_orthogonal(shape, device):
+    projection = projections.Orthogonal().build(*shape)
+    if device == "meta":
+        filled = projections.Orthogonal().build(*shape, device="meta").to_empty(device="cpu")
+        filled.load_state_dict(projection.state_dict())
+        projection = filled
+    expected, loss_weights = projection.dense().detach(), torch.randn(shape[::-1])
+    optimizer = torch.optim.AdamW(projection.parameters(), lr=1e-3, weight_decay=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (projection.dense() * loss_weights).sum().backward()
+        optimizer.step()
+    assert_close(projection.dense(), expected, rtol=0, atol=0.05)
+    assert_close(torch.linalg.svdvals(projection.dense()), torch.ones(3))
+
+
 def test_the_preactivations_of_low_param_match_a_dense_layers():
     """The KL divergence is about 1e-2 at rank 16, factors (128, 8), n = 1024 (fig:pre_activation_distribution).
 

@@ -48,8 +48,26 @@ class Orthogonal(ProjectionSpec):
         if weight.is_meta:
             return with_bias(_make_meta_orthogonal(weight), self.bias)
         projection = DenseProjection(nn.Parameter(nn.init.orthogonal_(weight)))
-        parametrizations.orthogonal(projection, "weight")
+        _parametrize(projection)
         return with_bias(projection, self.bias)
+
+
+def _parametrize(projection: "DenseProjection") -> None:
+    """Make the matrix of a projection orthogonal."""
+    parametrizations.orthogonal(projection, "weight")
+    if projection.in_features != projection.out_features:
+        parametrized: Any = projection.parametrizations
+        parametrized.weight[0].register_forward_pre_hook(_restore_signs)
+
+
+def _restore_signs(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Replace the diagonal of a matrix by its signs.
+
+    PyTorch stores signs there and truncates them to integers. Weight decay or a rounding error in an average of weights
+    would turn them, and with them the whole matrix, into zeros.
+    """
+    (original,) = given
+    return (original.diagonal_scatter(original.detach().diagonal().sign()),)
 
 
 def _make_meta_orthogonal(weight: Tensor) -> "DenseProjection":
@@ -61,7 +79,7 @@ def _make_meta_orthogonal(weight: Tensor) -> "DenseProjection":
     small = torch.ones(1 + (rows > columns), 1 + (columns > rows), device="cpu")
     projection = DenseProjection(nn.Parameter(small))
     with torch.random.fork_rng(devices=[]):
-        parametrizations.orthogonal(projection, "weight")
+        _parametrize(projection)
     projection.in_features, projection.out_features = columns, rows
     parametrized: Any = projection.parametrizations
     parametrized.weight.original = nn.Parameter(weight)
