@@ -228,6 +228,12 @@ class RunFolder(Recorder):
             self._check_lock()
             if not self._metrics.flush():
                 raise CheckpointError(f"{self._metrics.path} could not be written{self.resume_hint}")
+            try:
+                self._metrics.write_sum()
+            except OSError as error:
+                raise CheckpointError(
+                    f"the SHA-256 of {self._metrics.path} could not be written ({error.strerror}){self.resume_hint}"
+                ) from None
 
     def close(self) -> None:
         """Write pending metrics, and close the metrics file and the trackers."""

@@ -75,6 +75,7 @@ class MetricsFile:
             where = f"; others are now in {aside.name}." if moved else "."
             _warn(f"{what} Lines up to step {step} stay as they are{where}")
         content += b"".join(waiting)
+        _sum_path(path).unlink(missing_ok=True)
         write_atomic(path, content)
         self._open(content)
 
@@ -112,6 +113,10 @@ class MetricsFile:
     def get_state(self) -> MetricsState:
         """Return the state to store in a checkpoint."""
         return MetricsState(self._sum.hexdigest(), tuple(self._waiting))
+
+    def write_sum(self) -> None:
+        """Write the SHA-256 of the finished file beside it, as `sha256sum` does."""
+        write_atomic(_sum_path(self.path), f"{self._sum.hexdigest()}  {self.path.name}\n".encode())
 
     def close(self) -> None:
         """Close the file, without writing pending lines."""
@@ -156,8 +161,8 @@ def read_lines(path: Path) -> list[Line]:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a metrics file, each as a dictionary with a `step`.
 
-    Damaged lines are left out and reported in a warning. An incomplete last line, left by a killed process, is left out
-    without one, because a resumed run writes it again.
+    Damaged lines are left out and reported in a warning, as is any change after the end of the run. An incomplete last
+    line, left by a killed process, is left out without one, because a resumed run writes it again.
 
     Args:
         path: The metrics.jsonl of a run.
@@ -166,7 +171,23 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     damaged = [line for line in lines if line.content is None]
     if damaged:
         _warn(f"{_describe_damage(path, damaged)} They are left out here.")
+    elif _is_changed(path):
+        _warn(f"{path} is not as it was when the run finished: its SHA-256 is not that in {_sum_path(path).name}.")
     return [line.content for line in lines if line.content is not None]
+
+
+def _sum_path(path: Path) -> Path:
+    """Return the path of the SHA-256 of the metrics file of a finished run."""
+    return path.with_suffix(".sha256")
+
+
+def _is_changed(path: Path) -> bool:
+    """Return whether the metrics file of a finished run has another SHA-256 than at the end of the run."""
+    try:
+        expected = read_regular(_sum_path(path)).split(b" ")[0]
+    except OSError:  # an unfinished run, or one from before the file existed
+        return False
+    return not path.exists() or hashlib.sha256(read_regular(path)).hexdigest().encode() != expected
 
 
 def _parse(text: bytes) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import itertools
 import json
 import math
@@ -111,6 +112,23 @@ def test_a_run_leaves_everything_in_its_folder(tmp_path, capsys):
     model = adptnet.load(folder / "model.safetensors")
     assert evaluate(model, setup.task, (5, 9), size=24, batch_size=10)[9] == result["test"]["9"]
     assert isinstance(adptnet.load(folder / "snapshots" / "step-4.safetensors"), adptnet.SequenceModel)
+
+
+def test_changed_metrics_of_a_finished_run_are_reported(tmp_path):
+    run(make_experiment(), tmp_path / "run")
+    path = tmp_path / "run" / "metrics.jsonl"
+    whole, lines = path.read_bytes(), read_metrics(path)
+    assert path.with_suffix(".sha256").read_text() == f"{hashlib.sha256(whole).hexdigest()}  metrics.jsonl\n"
+    first, rest = whole.split(b"\n", 1)
+    for changed in (whole.replace(b'"loss": ', b'"loss": 1', 1), rest, whole + first + b"\n"):
+        path.write_bytes(changed)
+        with pytest.warns(CheckpointWarning, match="not as it was when the run finished"):
+            read_metrics(path)
+    path.write_bytes(whole)
+    assert read_metrics(path) == lines
+    path.unlink()
+    with pytest.warns(CheckpointWarning, match="not as it was when the run finished"):
+        assert read_metrics(path) == []
 
 
 def test_the_weights_of_the_best_evaluation_are_kept(tmp_path):
