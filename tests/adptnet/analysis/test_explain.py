@@ -19,7 +19,7 @@ from adptnet import (
     solvers,
     spectra,
 )
-from adptnet.cells import wrap
+from adptnet.cells import torch_cell
 from adptnet.cells.spiking import lif
 from adptnet.errors import InputError
 from adptnet.ops import adpt_step
@@ -64,7 +64,7 @@ def ran(monkeypatch):
     count("forward: adpt_layer", LayerCall, "run")
     count("forward: reference", adjoints.Unrolled, "run")
     count("forward: reference", adjoints.Checkpointed, "run")
-    count("forward: torch", wrap, "run_layer")
+    count("forward: torch", torch_cell, "run_layer")
     count("forward: linear_scan", lif, "linear_scan")
     count("iteration: cpu", adpt_step, "newton_pass")
     count("iteration: reference", EvaluatedIterate, "__init__")
