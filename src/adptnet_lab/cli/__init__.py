@@ -31,6 +31,7 @@ COMMANDS = {
     "replay": Command("cli.replay", "Replay", "Repeat the step at which a run diverged and report where."),
     "analyze": Command("cli.analyze", "Analyze", "Measure the dynamics of every recurrent layer of a checkpoint."),
     "export": Command("cli.export", "Export", "Write a trained model as an ONNX or torch.export program."),
+    "card": Command("cli.card", "Card", "Make a folder to publish from a finished run, with a model card."),
     "kernels": Command("cli.kernels", "Kernels", "Compile the kernels now, or show what executes each operation."),
     "bench": Command("benchmarks.command", "Bench", "Measure operations, layers and solvers against stated goals."),
     "benchmark": Command("benchmarks.models.command", "Benchmark", "Train any model on a suite, beside known models."),

@@ -21,7 +21,7 @@ from .draft import BLOCKS, Draft, draft_from_experiment
 from .flag_fields import Field, field_types, make_group, own_fields
 from .layer_names import known_layers, known_networks
 
-__all__ = ["apply_flags", "describe_experiment", "make_experiment", "make_flags"]
+__all__ = ["apply_flags", "describe_experiment", "make_experiment", "make_flags", "read_values"]
 
 
 def apply_flags(draft: Draft, arguments: Sequence[str]) -> Experiment:
@@ -45,15 +45,10 @@ def make_flags(draft: Draft) -> list[Field]:
     Args:
         draft: Provides the fields and their defaults.
     """
-    specs = _nested_specs(draft.body)
-    values = {field.name: getattr(spec, field.name) for spec in specs for field in dataclasses.fields(spec)}
-    if "width" in values and values.get("state_size") == specs[0].width:
-        values["state_size"] = None  # follows the width
+    specs, values = _nested_specs(draft.body), read_values(draft)["model"]
     model: list[Field] = [("preset", str, draft.preset or "as given"), ("layer", str, draft.layer_name or "as given")]
-    model.append(("depth", int, draft.depth))
-    kinds = {name: kind for spec in specs for name, kind in field_types(type(spec)).items()}
-    skipped = {"cell", "layer", "batch_first", "neuron", "input_size", "output_size", "depth"}
-    model += [(name, kind, values[name]) for name, kind in kinds.items() if name not in skipped]
+    kinds = {"depth": int} | {name: kind for spec in specs for name, kind in field_types(type(spec)).items()}
+    model += [(name, kinds[name], value) for name, value in values.items()]
     layers, networks = ", ".join(known_layers()), ", ".join(known_networks())
     presets = f"Block and training settings by purpose: {', '.join(PRESETS)}. That of the task if not given."
     choices = f"Layer of the blocks: {layers}. Or a spiking network: {networks}."
@@ -62,6 +57,24 @@ def make_flags(draft: Draft) -> list[Field]:
         make_group("model", [*map(type, specs), ModelSpec], model, layer=choices, preset=presets),
         make_group("training", [TrainConfig], own_fields(draft.training)),
     ]
+
+
+def read_values(draft: Draft) -> dict[str, dict[str, Any]]:
+    """Return the values of the flags of a draft by group and name, without those of preset and layer.
+
+    Args:
+        draft: The draft.
+    """
+    specs = _nested_specs(draft.body)
+    values = {field.name: getattr(spec, field.name) for spec in specs for field in dataclasses.fields(spec)}
+    if "width" in values and values.get("state_size") == specs[0].width:
+        values["state_size"] = None  # follows the width
+    skipped = {"cell", "layer", "batch_first", "neuron", "input_size", "output_size", "depth"}
+    return {
+        "task": {field.name: getattr(draft.task, field.name) for field in dataclasses.fields(draft.task)},
+        "model": {"depth": draft.depth} | {name: value for name, value in values.items() if name not in skipped},
+        "training": {field.name: getattr(draft.training, field.name) for field in dataclasses.fields(TrainConfig)},
+    }
 
 
 def make_experiment(options: Any, draft: Draft) -> Experiment:

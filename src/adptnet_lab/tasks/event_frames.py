@@ -35,7 +35,8 @@ class EventFrames(FiniteTask):
 
     Attributes:
         path: "shd" or "ssc", whose files are searched for in the folder named by ADPTNET_DATA; or a file: an .h5 in
-            their layout, or an npz with `label` and either `frames` or the events of a camera.
+            their layout, or an npz with `label` and either `frames` or the events of a camera. A relative path that
+            does not exist is searched for in that folder, too.
         validation_path: A separate file for validation. Without it, recordings of `path` are held out.
         test_path: A separate file for the test. Without it, `test_speakers` of `path`, or what its `is_test` marks.
         test_speakers: The speakers of `path` that are reserved for the test.
@@ -182,7 +183,14 @@ def _find_path(task: EventFrames, split: Split) -> Path:
         files = PUBLISHED[task.path]
         return _find_published(files.get(split, files["train"]))
     own = {"train": None, "validation": task.validation_path, "test": task.test_path}[split]
-    return Path(own or task.path)
+    return _find_file(Path(own or task.path))
+
+
+def _find_file(path: Path) -> Path:
+    """Return `path`, or the file of this name in the data folders if `path` is relative and does not exist."""
+    if path.is_absolute() or path.exists():
+        return path
+    return next((folder / path for folder in data_folders() if (folder / path).is_file()), path)
 
 
 def _find_published(name: Any) -> Path:

@@ -88,6 +88,16 @@ def test_without_speakers_recordings_are_held_out(tmp_path):
     assert indices_of(task, "test", frames) == list(range(5))
 
 
+def test_a_relative_path_is_searched_for_in_the_data_folder(frames, tmp_path, monkeypatch):
+    expected = EventFrames(str(frames), test_speakers=(1,)).size("train")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setenv("ADPTNET_DATA", str(frames.parent))
+    assert EventFrames(frames.name, test_speakers=(1,)).size("train") == expected
+    with pytest.raises(DataError, match=r"there is no file none\.npz"):
+        EventFrames("none.npz", test_speakers=(1,)).size("train")
+
+
 def test_published_files_have_their_own_splits(speech):
     task = EventFrames("ssc", bins=Bins(20, 1.0))
     assert [task.size(split) for split in ("train", "validation", "test")] == [40, 12, 16]
