@@ -265,16 +265,31 @@ def _solve_sequentially(solver: Solver, cell: Cell, problem: Problem, system: Sy
 
 
 class full_precision:
-    """Context manager that computes float32 matrix products in full precision, without TF32."""
+    """Context manager that computes float32 matrix products in full precision, without TF32 and bfloat16.
+
+    The precision is read by backend: `torch.get_float32_matmul_precision()` warns in torch 2.9, and raises an error in
+    programs that have set the precision by backend.
+    """
 
     def __enter__(self) -> None:
-        self.before = torch.get_float32_matmul_precision()
-        if self.before != "highest":
-            torch.set_float32_matmul_precision("highest")
+        mkldnn: Any = torch.backends.mkldnn
+        found = [(products, products.fp32_precision) for products in (torch.backends.cuda.matmul, mkldnn.matmul)]
+        self.reduced = [(products, precision) for products, precision in found if precision not in ("none", "ieee")]
+        self.before: str | None = None
+        if self.reduced:
+            try:
+                self.before = torch.get_float32_matmul_precision()
+                torch.set_float32_matmul_precision("highest")
+            except RuntimeError:  # the precision has been set by backend
+                for products, _ in self.reduced:
+                    products.fp32_precision = "ieee"
 
     def __exit__(self, *exception: object) -> None:
-        if self.before != "highest":
+        if self.before is not None:
             torch.set_float32_matmul_precision(self.before)
+        for products, precision in self.reduced:
+            if products.fp32_precision != precision:
+                products.fp32_precision = precision
 
 
 def check_guess(guess: Tensor | None, problem: Problem) -> Tensor | None:

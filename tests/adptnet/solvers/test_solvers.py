@@ -17,6 +17,7 @@ from adptnet.recurrence.conjugates import Exact, Product, Stateful, Taylor
 from adptnet.solvers import Result
 from adptnet.solvers.convergence_test import default_rtol
 from adptnet.solvers.iterates import EvaluatedIterate
+from adptnet.solvers.parallel import full_precision
 from support.members import (
     all_blocks,
     all_cells,
@@ -493,6 +494,28 @@ def test_the_precision_of_products_is_put_back():
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("backend", ["cuda", "mkldnn"])
+def test_a_precision_set_by_backend_is_put_back(backend):
+    cell, products = build_cell({"width": 6}), getattr(torch.backends, backend).matmul
+    before = products.fp32_precision
+    products.fp32_precision = "tf32"
+    try:
+        with full_precision():
+            assert products.fp32_precision == "ieee"
+        run(solvers.DEER(), cell, torch.randn(1, 5, 6))
+        assert products.fp32_precision == "tf32"
+    finally:
+        products.fp32_precision = before
+
+
+def test_solves_in_full_precision_do_not_read_the_setting_that_warns_in_torch_2_9(monkeypatch):
+    def warn():
+        raise AssertionError("torch 2.9 would warn")
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", warn)
+    run(solvers.DEER(), build_cell({"width": 6}), torch.randn(1, 5, 6))
 
 
 def test_steps_of_different_lengths_and_a_beta_for_each_sequence():
