@@ -85,9 +85,10 @@ def shared_memory(device: str) -> int:
 def matmul_precision(device: str) -> str:
     """Return the precision of float32 matrix products in kernels, as tl.dot names it.
 
-    By default, `torch.get_float32_matmul_precision() == "highest"`, products on tensor cores are sums of three TF32
-    products, as exact as float32; otherwise single ones. GPUs without TF32 units compute in float32: NVIDIA before
-    compute capability 8.0, and AMD, whose matrix units support it.
+    By default, products on tensor cores are sums of three TF32 products, as exact as float32; with
+    `torch.backends.cuda.matmul.fp32_precision = "tf32"` or `torch.set_float32_matmul_precision("high")`, single ones.
+    GPUs without TF32 units compute in float32: NVIDIA before compute capability 8.0, and AMD, whose matrix units
+    support it.
 
     Args:
         device: The device, as a string; one that is not present is assumed to have TF32 units.
@@ -95,7 +96,7 @@ def matmul_precision(device: str) -> str:
     index = _find_index(device)
     if is_amd() or (index is not None and torch.cuda.get_device_capability(index)[0] < 8):
         return "ieee"
-    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 
 @constant_when_compiled

@@ -26,10 +26,19 @@ def describe_start(device: torch.device) -> dict[str, Any]:
         "numpy": numpy.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "instructions": torch.backends.cpu.get_cpu_capability(),
-        "matmul precision": torch.get_float32_matmul_precision(),
+        "matmul precision": _describe_matmul_precision(),
         "dtype": str(torch.get_default_dtype()),
         "backend": {operation: _describe_backend(operation) for operation in _build.OPERATIONS},
     }
+
+
+def _describe_matmul_precision() -> str:
+    """Return the precision of float32 matrix products: one word, or that of each backend if they were set apart."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        mkldnn: Any = torch.backends.mkldnn
+        return f"cuda {torch.backends.cuda.matmul.fp32_precision}, mkldnn {mkldnn.matmul.fp32_precision}"
 
 
 def _describe_backend(operation: str) -> str:

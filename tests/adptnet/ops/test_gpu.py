@@ -82,10 +82,24 @@ def test_the_size_of_a_head_and_not_of_the_state_decides(with_gpu):
     ("gpu", "setting", "precision"),
     [("A100", "highest", "tf32x3"), ("A100", "high", "tf32"), ("A100", "medium", "tf32"), ("T4", "high", "ieee")],
 )
-def test_products_have_the_precision_that_torch_is_set_to(with_gpu, monkeypatch, gpu, setting, precision):
+def test_products_have_the_precision_that_torch_is_set_to(with_gpu, gpu, setting, precision):
     with_gpu(SHARED_MEMORY_PER_BLOCK[gpu])
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: setting)
-    assert launch.plan_launch(Form(), 64, torch.device("cuda:0")).precision == precision
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(setting)
+    try:
+        assert launch.plan_launch(Form(), 64, torch.device("cuda:0")).precision == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_products_have_the_precision_that_the_backend_is_set_to(with_gpu):
+    with_gpu(SHARED_MEMORY_PER_BLOCK["A100"])
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        assert launch.plan_launch(Form(), 64, torch.device("cuda:0")).precision == "tf32"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
 
 
 def test_resident_heads_are_smaller_on_amd(with_gpu, monkeypatch):

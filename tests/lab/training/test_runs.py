@@ -44,6 +44,7 @@ from adptnet_lab.training import (
     run,
 )
 from adptnet_lab.training.evaluation import selection_score
+from adptnet_lab.training.run_environment import describe_start
 from adptnet_lab.training.run_lock import lock_folder
 from adptnet_lab.training.training_state import Progress
 from support.small_runs import (
@@ -973,3 +974,12 @@ def test_metrics_go_to_tensorboard_on_request(tmp_path):
     pytest.importorskip("tensorboard")
     run(make_experiment(steps=2), tmp_path / "a", save_options=SaveOptions(track=("tensorboard",)))
     assert list((tmp_path / "a" / "tensorboard").rglob("events.out.*"))
+
+
+def test_the_environment_names_a_precision_that_was_set_for_one_backend():
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        assert describe_start(torch.device("cpu"))["matmul precision"].startswith("cuda tf32, mkldnn ")
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
