@@ -36,7 +36,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "batch": 512,
         "test": 4096,
         "evaluate": 1000,
-        "precision": "bf16-all",  # halves the time of a step; the paper does not state its precision
+        "precision": "bf16-all",  # half the time of a step; the paper does not state its precision
     },
 }
 LENGTHS = (8, 16, 32)  # the training length, and 2 and 4 times that
